@@ -1,0 +1,33 @@
+# Two commands matter: `make demo` and `make test`. Both set themselves up.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+JOBS ?= auto
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint drills setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt tools/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## build, verify, train, kill, resume, damage, detect, audit: in two minutes
+	@$(BIN)/shardkit demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+test: $(STAMP)  ## the whole suite, fast tests first
+	$(BIN)/pytest -n $(JOBS)
+
+drills: $(STAMP)  ## the long fault drills at their stated counts; results go to tools/bench/results/
+	SHARDKIT_DRILLS=full $(BIN)/pytest -n $(JOBS) -m drill
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

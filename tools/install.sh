@@ -1,0 +1,24 @@
+#!/bin/sh
+# Makes the virtual environment that `make demo` and `make test` use.
+#
+# torch comes first: on Linux the default wheel on PyPI brings several gigabytes of CUDA libraries. Where a CPU build
+# (version suffix +cpu) can be found, that one is taken; set SHARDKIT_TORCH=cuda to have the default build instead.
+set -eu
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "shardkit needs Python 3.11 or newer; $PYTHON is $("$PYTHON" --version 2>&1). Try: make PYTHON=python3.12" >&2
+    exit 1
+}
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+torch=$(sed -n 's/^torch==//p' constraints.txt)
+echo "Setting up $VENV: about 600 MB of packages are downloaded (torch CPU ~200 MB, pyarrow, scipy, test tools)."
+if [ "${SHARDKIT_TORCH:-cpu}" = cpu ] && "$VENV/bin/pip" install -q "torch==$torch+cpu" 2>/dev/null; then
+    echo "torch $torch: CPU build"
+else
+    echo "torch $torch: no CPU build was found by pip here; the default build follows (several GB on Linux)."
+    "$VENV/bin/pip" install -q "torch==$torch"
+fi
+# the local version suffix of the CPU build satisfies the plain pin of constraints.txt
+"$VENV/bin/pip" install -q -c constraints.txt -e '.[dev]'
