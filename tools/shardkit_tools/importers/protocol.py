@@ -1,0 +1,114 @@
+"""What an importer is: a source that says how it is cut into tasks, and reads one task at a time.
+
+The build engine asks an importer for its tasks once, hands them to worker processes and may read any of them again
+after a kill. So an importer holds settings and file names only, never an open file; it survives pickling; and what it
+answers is a function of the source alone, whatever the number of jobs and the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from shardkit.errors import ShardkitError
+from shardkit.formats import Schema
+
+__all__ = ["Importer", "SourceFailure", "SourceFile", "SourceSample", "SourceTask"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source.
+
+    Attributes:
+        name: relative to the source root, ``/`` between parts; the same on every machine. It goes into the manifest.
+        path: where this machine finds it. It never leaves this machine.
+        size: in bytes.
+        stamp: any text that changes when the content does (modification time in ns, ETag). Finished work of a killed
+            build is reused only where name, size and stamp are what they were.
+    """
+
+    name: str
+    path: str
+    size: int
+    stamp: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTask:
+    """A share of the source that one process reads in one go (aim: 16 to 256 MiB).
+
+    Attributes:
+        name: unique within the source, for reports; no path of this machine.
+        files: what the task reads. A file may appear in several tasks (ranges of it).
+        size: bytes that this task reads, to balance work and show progress.
+        start, stop: the range of the file, in whatever unit the importer counts (bytes, rows); stop is exclusive and
+            None means the end. Meaningful only to the importer.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    size: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSample:
+    """One sample as the source has it, before it is encoded by the schema.
+
+    Attributes:
+        sample: field → value, as `shardkit.create(...).add` takes it.
+        key: the source's own name of the row (any text; made to fit by `shardkit.formats.fit_key`), unique in the
+            source; None where the source has none: it is then generated from the row's ordinal.
+        source_name: `SourceFile.name` of the file that the row comes from.
+        source_row: its row in that file, counted from 0.
+    """
+
+    sample: Mapping[str, object]
+    key: str | None
+    source_name: str
+    source_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailure:
+    """A row that cannot be read although the rows after it can.
+
+    An importer that *raises* ends its task. With ``on_error="skip"`` that costs the rest of the task; a yielded failure
+    costs one row. ``error`` is a SourceError or SampleError that names file and row.
+    """
+
+    source_name: str
+    source_row: int
+    error: ShardkitError
+
+
+@runtime_checkable
+class Importer(Protocol):
+    """A source of samples."""
+
+    @property
+    def schema(self) -> Schema:
+        """The fields of every sample, in the order in which they are stored."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the values 0, 1, … of the int64 field ``label``; empty where the source has no such names."""
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every file of the source, sorted by name; their digests go into the manifest's sources object."""
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """The source cut into shares, in source order: the rows of the source are the rows of its tasks in turn."""
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """The rows of one task, in source order.
+
+        Raises:
+            SourceError: names the file and the row that cannot be read.
+        """
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe: text, integers, booleans, lists and dicts of them; no path, no time."""
