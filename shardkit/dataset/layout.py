@@ -1,0 +1,265 @@
+"""Which row goes to which shard, segment and block: a pure function of row table and settings (SPEC.md §2).
+
+Everything here is numpy over one entry per row; no payload is seen, nothing is read or written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ConfigurationError, UsageError
+
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "Layout",
+    "LayoutSettings",
+    "RowTable",
+    "lay_out",
+    "mix64",
+    "order_keys",
+]
+
+# The largest object that one PUT takes on every object store, less room for trailers and incompressible data.
+MAX_SHARD_BYTES = 5 * 2**30 - 16 * 2**20
+MAX_STRATA = 65_536
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """What the layout needs to know about every row, in ordinal order.
+
+    Attributes:
+        identity: uint64[n, 2], the 128-bit hash of what the row is called (SPEC.md §1).
+        stratum: int32[n], index into the sorted strata.
+        raw_bytes: int64[n], bytes that the row takes in a shard before compression.
+    """
+
+    identity: NDArray[np.uint64]
+    stratum: NDArray[np.int32]
+    raw_bytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.stratum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSettings:
+    """Settings that the layout depends on; sizes in raw bytes."""
+
+    seed: int = 0
+    shuffle: bool = True
+    shard_size: int = 256 * 2**20
+    block_size: int = 2**20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ConfigurationError(f"seed is {self.seed}; give an integer from 0 to 2**63 - 1")
+        if not 1 <= self.shard_size <= MAX_SHARD_BYTES:
+            raise ConfigurationError(
+                f"shard_size is {self.shard_size} bytes; give 1 to {MAX_SHARD_BYTES} (an object of one PUT)"
+            )
+        if not 1 <= self.block_size <= 2**30:
+            raise ConfigurationError(
+                f"block_size is {self.block_size} bytes; give 1 to {2**30} (1 MiB is usual)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows in manifest order and where shards, segments and blocks begin.
+
+    Attributes:
+        rows: int64[n], ordinals in manifest order.
+        shard_start: int64[S + 1], positions in ``rows``.
+        block_rows: int64[S], rows per block of each shard.
+        segment_shard: int32[G]; segment_stratum: int32[G], the pool is number ``len(pooled)``;
+        segment_start: int64[G + 1], positions in ``rows``.
+        pooled: bool[strata], which strata share the pool.
+    """
+
+    rows: NDArray[np.int64]
+    shard_start: NDArray[np.int64]
+    block_rows: NDArray[np.int64]
+    segment_shard: NDArray[np.int32]
+    segment_stratum: NDArray[np.int32]
+    segment_start: NDArray[np.int64]
+    pooled: NDArray[np.bool_]
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.shard_start) - 1
+
+    def segments_of(self, shard: int) -> slice:
+        """Which segments are those of a shard."""
+        first, last = np.searchsorted(self.segment_shard, [shard, shard + 1])
+        return slice(int(first), int(last))
+
+
+def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The splitmix64 finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words, elementwise."""
+    z = values + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """The shuffle order of rows: uint64[n], a keyed hash of their identity; ties are broken by `lay_out`."""
+    key = mix64(np.array([seed], dtype=np.uint64))
+    return mix64(identity[:, 0] ^ mix64(identity[:, 1] ^ key))
+
+
+def lay_out(table: RowTable, strata: int, settings: LayoutSettings) -> Layout:
+    """Deal the rows of ``table`` to shards, evenly by stratum, and cut the shards into segments and blocks.
+
+    Args:
+        table: one entry per row, in ordinal order.
+        strata: how many strata there are; those without rows count too.
+        settings: see `LayoutSettings`.
+
+    Raises:
+        UsageError: too many strata, or a row that no shard can hold.
+    """
+    if strata > MAX_STRATA:
+        raise UsageError(
+            f"{strata} strata are more than the {MAX_STRATA} that a manifest holds; "
+            "stratify by a field with fewer values"
+        )
+    if len(table) and int(table.raw_bytes.max()) > MAX_SHARD_BYTES:
+        row = int(table.raw_bytes.argmax())
+        raise UsageError(
+            f"row {row} takes {table.raw_bytes[row]} bytes; a shard holds at most {MAX_SHARD_BYTES}"
+        )
+    order = _row_order(table, settings)
+    large = (table.raw_bytes > settings.shard_size)[order]
+    dealt = order[~large]
+    shards = _number_of_shards(table.raw_bytes[dealt], settings.shard_size)
+    while True:
+        pooled = _pooled(table.stratum[dealt], strata, shards)
+        shard_of = _deal(table, dealt, pooled, shards)
+        shard_bytes = np.bincount(shard_of, weights=table.raw_bytes[dealt], minlength=shards)
+        # Only sizes that differ by orders of magnitude within a stratum get here: more shards hold less each.
+        if shards == len(dealt) or shard_bytes.max() <= MAX_SHARD_BYTES:
+            break
+        shards = min(len(dealt), 2 * shards)
+    # A row larger than a shard has a shard of its own, after the others and in the same order.
+    rows = np.concatenate([dealt, order[large]])
+    shard = np.concatenate([shard_of, np.arange(shards, shards + len(rows) - len(dealt))])
+    return _assemble(table, rows, shard, pooled, settings.block_size)
+
+
+def _row_order(table: RowTable, settings: LayoutSettings) -> NDArray[np.int64]:
+    """Ordinals in shuffle order, or as they stand."""
+    if not settings.shuffle:
+        return np.arange(len(table), dtype=np.int64)
+    keys = order_keys(table.identity, settings.seed)
+    order = np.argsort(keys, kind="stable")
+    ranked = keys[order]
+    tied = np.flatnonzero(ranked[1:] == ranked[:-1])
+    if len(tied):
+        # Equal 64-bit keys: the 128-bit identity decides, then the ordinal (lexsort is stable over it).
+        among = np.union1d(tied, tied + 1)
+        group = order[among]
+        order[among] = group[
+            np.lexsort((group, table.identity[group, 1], table.identity[group, 0], keys[group]))
+        ]
+    return order.astype(np.int64, copy=False)
+
+
+def _number_of_shards(raw_bytes: NDArray[np.int64], shard_size: int) -> int:
+    return min(len(raw_bytes), max(1, -(-int(raw_bytes.sum()) // shard_size)))
+
+
+def _pooled(stratum: NDArray[np.int32], strata: int, shards: int) -> NDArray[np.bool_]:
+    """Strata that cannot have a row in every shard; one whose rows all have shards of their own is not."""
+    rows = np.bincount(stratum, minlength=strata)[:strata]
+    return (rows > 0) & (rows < shards)
+
+
+def _deal(
+    table: RowTable, dealt: NDArray[np.int64], pooled: NDArray[np.bool_], shards: int
+) -> NDArray[np.int64]:
+    """The shard of each row: every stratum is cut, in order, into runs whose lengths differ by at most 1."""
+    shard_of = np.zeros(len(dealt), dtype=np.int64)
+    if shards <= 1:
+        return shard_of
+    stratum = _with_pool(table.stratum[dealt], pooled)
+    by_stratum = np.argsort(stratum, kind="stable")
+    counts = np.bincount(stratum, minlength=len(pooled) + 1)
+    ends = np.cumsum(counts)
+    size_before = np.concatenate([[0], np.cumsum(table.raw_bytes[dealt][by_stratum])])
+    shard_bytes = np.zeros(shards, dtype=np.int64)
+    numbers = np.arange(shards, dtype=np.int64)
+    phase = 0
+    for index in np.flatnonzero(counts):
+        each, extra = divmod(int(counts[index]), shards)
+        lengths = each + _extra_rows(extra, shard_bytes, phase)
+        phase = (phase + extra) % shards
+        bounds = int(ends[index] - counts[index]) + np.concatenate([[0], np.cumsum(lengths)])
+        shard_bytes += np.diff(size_before[bounds])
+        shard_of[by_stratum[bounds[0] : bounds[-1]]] = np.repeat(numbers, lengths)
+    return shard_of
+
+
+def _extra_rows(extra: int, shard_bytes: NDArray[np.int64], phase: int) -> NDArray[np.int64]:
+    """Which shards get one row more than the others: 0 or 1 per shard, ``extra`` ones.
+
+    The shards are cut into as many neighbourhoods as there are rows to give (or, if that is fewer, to
+    withhold); in each, the emptiest gets one (the fullest goes without). So sizes stay even, and no run of
+    shards has more of a stratum than another, which is what the locality of a lane rests on. ``phase`` turns
+    the neighbourhoods from stratum to stratum, so that the same shards do not always share one.
+    """
+    shards = len(shard_bytes)
+    giving = 2 * extra <= shards
+    places = extra if giving else shards - extra
+    chosen = np.zeros(shards, dtype=np.int64)
+    if places:
+        numbers = np.arange(shards, dtype=np.int64)
+        neighbourhood = (numbers * places + phase) // shards % places
+        ranked = np.lexsort((numbers, shard_bytes if giving else -shard_bytes, neighbourhood))
+        _, first = np.unique(neighbourhood[ranked], return_index=True)
+        chosen[ranked[first]] = 1
+    return chosen if giving else 1 - chosen
+
+
+def _with_pool(stratum: NDArray[np.int32], pooled: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """The stratum by which rows are grouped: the pool comes after all others."""
+    return np.where(pooled[stratum], np.int32(len(pooled)), stratum).astype(np.int32, copy=False)
+
+
+def _assemble(
+    table: RowTable,
+    rows: NDArray[np.int64],
+    shard: NDArray[np.int64],
+    pooled: NDArray[np.bool_],
+    block_size: int,
+) -> Layout:
+    stratum = _with_pool(table.stratum[rows], pooled)
+    # Stable sorts by stratum and then by shard keep the order that the rows came in.
+    by_stratum = np.argsort(stratum, kind="stable")
+    position = by_stratum[np.argsort(shard[by_stratum], kind="stable")]
+    rows, shard, stratum = rows[position], shard[position], stratum[position]
+    shards = int(shard[-1]) + 1 if len(rows) else 0
+    shard_rows = np.bincount(shard, minlength=shards)
+    shard_bytes = np.add.reduceat(table.raw_bytes[rows], _starts(shard_rows)[:-1]) if shards else shard_rows
+    border = np.flatnonzero((np.diff(shard) != 0) | (np.diff(stratum) != 0)) + 1
+    first = np.concatenate([[0], border])[: None if len(rows) else 0]
+    return Layout(
+        rows=rows,
+        shard_start=_starts(shard_rows),
+        block_rows=np.maximum(1, block_size * shard_rows // np.maximum(1, shard_bytes)),
+        segment_shard=shard[first].astype(np.int32),
+        segment_stratum=stratum[first],
+        segment_start=np.concatenate([first, [len(rows)]]).astype(np.int64),
+        pooled=pooled,
+    )
+
+
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
