@@ -1,1 +1,8 @@
-"""shardkit.ledger."""
+"""What a run consumed, recorded so that it can be proven.
+
+journal  — one rank's cells as it handed them out: append-only, torn tails recognised
+"""
+
+from shardkit.ledger.journal import CellRecord, Journal, cell_digest, read_journal
+
+__all__ = ["CellRecord", "Journal", "cell_digest", "read_journal"]

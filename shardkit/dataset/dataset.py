@@ -1,0 +1,270 @@
+"""`shardkit.open`: one version of a dataset, ready to be looked at, planned and loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.dataset.population import population_of
+from shardkit.dataset.sizes import parse_size
+from shardkit.dataset.where import Where
+from shardkit.errors import NotFoundError, UsageError
+from shardkit.formats import FixedColumn, Schema
+from shardkit.loader import Loader, LoaderConfig, Sources
+from shardkit.manifest import Manifest, Selection, ShardTable
+from shardkit.storage import BlockReader, Repository, RowMap
+from shardkit.storage.blocks import Verify
+
+if TYPE_CHECKING:
+    from shardkit.plan import Plan
+
+__all__ = ["Dataset", "Part"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A repository that holds some of a dataset's shards; merged datasets have several, in shard order."""
+
+    name: str
+    repository: Repository
+    manifest: Manifest
+    first_shard: int
+
+
+class Dataset:
+    """A version of a dataset: immutable, addressed by its manifest. Made by `shardkit.open`.
+
+    Reading is lazy: nothing but the manifest and its pages has been read yet. Every sample that comes out of it was
+    verified on the way.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        table: ShardTable,
+        parts: Sequence[Part],
+        load_selection: Callable[[int], Selection],
+        *,
+        verify: Verify = "fast",
+    ) -> None:
+        self.manifest = manifest
+        self.table = table
+        self.parts = tuple(parts)
+        self._load_selection = load_selection
+        self.reader = BlockReader(
+            table,
+            [part.repository for part in parts],
+            [part.first_shard for part in parts],
+            [(part.manifest.format, part.manifest.compression) for part in parts],
+            verify,
+        )
+        self._row_map: RowMap | None = None
+
+    # ---- facts
+
+    @property
+    def repository(self) -> Repository:
+        """Where the dataset lies; the first part's for a merged one."""
+        return self.parts[0].repository
+
+    @property
+    def schema(self) -> Schema:
+        """Field names and types."""
+        return self.manifest.schema
+
+    @property
+    def strata(self) -> dict[str, int]:
+        """Selected rows of each stratum, by name."""
+        return {s.name: s.selected for s in self.manifest.strata if not s.pooled}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of folder classes: `classes[label]`; empty where labels have no names."""
+        return self.manifest.classes
+
+    @property
+    def rows(self) -> RowMap:
+        """Where each sample lies; built on first use."""
+        if self._row_map is None:
+            self._row_map = RowMap(self.table, self._load_selection)
+        return self._row_map
+
+    def __len__(self) -> int:
+        return self.manifest.selected
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}: {kind}" for name, kind in self.schema.items())
+        return f"<shardkit dataset {self.manifest.id[:19]}… {len(self):,} samples ({fields})>"
+
+    # ---- samples
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        """One sample as a dict of Python values and fresh arrays.
+
+        Raises:
+            NotFoundError: no such sample. (An IndexError for loops would hide a wrong number.)
+            IntegrityError: its block is damaged.
+        """
+        shard, block, inside, _ = self._locate_one(sample)
+        return dict(self.reader.read(shard, block).sample(inside))
+
+    def key(self, sample: int) -> str:
+        """The key of a sample as the source named it."""
+        shard, _, _, row = self._locate_one(sample)
+        return self.reader.index(shard).original_key(row)
+
+    def source(self, sample: int) -> tuple[str, int] | None:
+        """(source file, row in it) that a sample was built from, where the build recorded it."""
+        shard, _, _, row = self._locate_one(sample)
+        return self.reader.index(shard).source(row)
+
+    def _locate_one(self, sample: int) -> tuple[int, int, int, int]:
+        number = int(sample)
+        if number < 0:
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise NotFoundError(f"sample {sample} does not exist: this dataset has samples 0 to {len(self) - 1}")
+        where = self.rows.locate(np.array([number]))
+        shard, block = self.rows.shard_of_block(int(where.block[0]))
+        return shard, block, int(where.row_in_block[0]), int(where.row[0])
+
+    # ---- views
+
+    def select(self, where: str | None = None, rows: Sequence[int] | NDArray[np.int64] | None = None) -> Dataset:
+        """A view that holds only some samples; nothing is written. `shardkit select` makes it a version.
+
+        Args:
+            where: a condition over scalar and str fields, such as ``"label < 5"``.
+            rows: sample numbers of *this* dataset, any order.
+        """
+        if (where is None) == (rows is None):
+            raise UsageError("select takes either where= or rows=")
+        masks = self._masks_where(where) if where is not None else self._masks_rows(np.asarray(rows, dtype=np.int64))
+        from shardkit.dataset.selecting import select_rows
+
+        manifest, table, selections = select_rows(self.manifest, self.table, masks)
+        return Dataset(manifest, table, self.parts, selections.__getitem__, verify=self.reader.verify)
+
+    def _masks_rows(self, samples: NDArray[np.int64]) -> dict[int, NDArray[np.bool_]]:
+        where = self.rows.locate(samples)
+        masks = {}
+        for shard in range(len(self.table.rows)):
+            mask = np.zeros(int(self.table.rows[shard]), dtype=bool)
+            mask[where.row[where.shard == shard]] = True
+            masks[shard] = mask
+        return masks
+
+    def _masks_where(self, text: str) -> dict[int, NDArray[np.bool_]]:
+        condition = Where(text, self.schema)
+        masks = {}
+        for shard in range(len(self.table.rows)):
+            index = self.reader.index(shard)
+            mask = np.zeros(index.rows, dtype=bool)
+            mask[self.rows.rows_of_shard(shard)] = True
+            for block in range(index.blocks):
+                first, last = int(index.block_start[block]), int(index.block_start[block + 1])
+                if mask[first:last].any():
+                    columns = self._columns(shard, block, condition.fields)
+                    mask[first:last] &= condition(columns)
+            masks[shard] = mask
+        return masks
+
+    def _columns(self, shard: int, number: int, fields: Sequence[str]) -> dict[str, NDArray[Any]]:
+        block = self.reader.read(shard, number)
+        columns: dict[str, NDArray[Any]] = {}
+        for name in fields:
+            column = block.column(name)
+            if isinstance(column, FixedColumn):
+                columns[name] = column.values
+            else:
+                data = memoryview(np.ascontiguousarray(column.data)).cast("B")
+                borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
+                columns[name] = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=np.str_)
+        return columns
+
+    # ---- plan and load
+
+    def plan(self, global_batch: int, seed: int = 0, **settings: Any) -> Plan:
+        """The order in which this dataset is trained on: a pure function of the manifest and these settings.
+
+        Args:
+            global_batch: samples per step over all ranks.
+            seed: of every shuffle.
+            settings: lanes, weights, stages, group_by, sequence, remainder, window_blocks, epoch_steps, shuffle:
+                see `shardkit.plan.make_plan`.
+        """
+        from shardkit.plan import make_plan
+
+        return make_plan(population_of(self.manifest, self.table), global_batch=global_batch, seed=seed, **settings)
+
+    def loader(
+        self,
+        plan: Any,
+        *,
+        rank: int | None = None,
+        world: int | None = None,
+        lanes: Sequence[int] | None = None,
+        fields: Sequence[str] | None = None,
+        by_cell: bool = False,
+        uneven: bool = False,
+        memory: int | str = "2GiB",
+        threads: int = 4,
+        prefetch: int = 4,
+        tensors: bool | None = None,
+        transform: Any = None,
+        batch_transform: Any = None,
+        run: str | os.PathLike[str] | None = None,
+    ) -> Loader:
+        """A loader over `plan` for one rank.
+
+        Args:
+            plan: made by `plan` of this dataset.
+            rank: found in the process group, else in RANK and WORLD_SIZE, when not given together with `world`.
+            world: number of ranks that share the plan.
+            lanes: the lanes of this rank instead of its even share.
+            fields: only these fields are gathered.
+            by_cell: hand out a list of batches per step, one per lane.
+            uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
+            memory: bound for the blocks held in memory, for example ``"2GiB"``.
+            threads: how many blocks are read and verified at once; transforms run on as many threads.
+            prefetch: how many steps are prepared ahead.
+            tensors: torch tensors instead of numpy arrays; by default where torch is imported.
+            transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.
+            batch_transform: ``batch_transform(fields, rngs) -> fields``.
+            run: run directory; every consumed cell is journaled there.
+
+        Raises:
+            ConfigurationError: an impossible rank, world or size, or lanes that do not divide evenly.
+        """
+        config = LoaderConfig(
+            rank=rank, world=world, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
+            memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, transform=transform,
+            batch_transform=batch_transform, run=None if run is None else Path(run),
+        )  # fmt: skip
+        if plan.identity != self.manifest.id:
+            raise UsageError(
+                f"this plan was made for manifest {plan.identity[:19]}…, the dataset is {self.manifest.id[:19]}…; "
+                "make the plan with ds.plan(…) of the same dataset"
+            )
+        sources = Sources(
+            manifest=self.manifest.id,
+            schema=self.schema,
+            rows=self.rows,
+            reader=self.reader,
+            block_bytes=self._block_bytes,
+        )
+        return Loader(plan, sources, config)
+
+    def _block_bytes(self, block: int) -> int:
+        shard, _ = self.rows.shard_of_block(block)
+        return int(self.table.largest_block[shard])
+
+    def describe(self) -> Mapping[str, Any]:
+        """The figures that `shardkit show --json` prints: plain types only."""
+        return {"id": self.manifest.id, "samples": len(self), "strata": self.strata, "classes": list(self.classes)}

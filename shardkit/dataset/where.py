@@ -1,0 +1,119 @@
+"""`where="label < 5 and source in ('web', 'code')"`: a small expression language over the fields of a sample.
+
+Parsed by Python's own parser and walked by hand: names, literals, comparisons, `in`, `and`, `or`, `not`. Nothing is
+evaluated as code.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import UsageError
+from shardkit.formats import Schema
+
+__all__ = ["Where"]
+
+Mask = NDArray[np.bool_]
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+
+
+class Where:
+    """A parsed condition.
+
+    Args:
+        text: for example ``"label < 5"`` or ``"lang in ('en', 'de') and not (score < 0.5)"``.
+        schema: only scalar and str fields can be compared.
+
+    Raises:
+        UsageError: not such an expression, or a field that does not exist or cannot be compared.
+    """
+
+    def __init__(self, text: str, schema: Schema) -> None:
+        self.text = text
+        try:
+            self._tree = ast.parse(text, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UsageError(
+                f'where={text!r} cannot be read: {error}; write for example "label < 5"'
+            ) from None
+        self.fields = sorted({node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)})
+        for name in self.fields:
+            if name not in schema:
+                raise UsageError(
+                    f"where={text!r}: there is no field {name!r}; the fields are {', '.join(schema)}"
+                )
+            if schema[name].kind not in ("scalar", "str"):
+                raise UsageError(
+                    f"where={text!r}: field {name!r} is {schema[name]}; only numbers and str are compared"
+                )
+        if not self.fields:
+            raise UsageError(f"where={text!r} names no field; the fields are {', '.join(schema)}")
+
+    def __call__(self, columns: Mapping[str, NDArray[Any]]) -> Mask:
+        """(n,) bool: which rows fulfil the condition. `columns` holds (n,) arrays of `fields`."""
+        rows = len(next(iter(columns.values())))
+        return np.broadcast_to(np.asarray(self._truth(self._tree, columns), dtype=bool), (rows,))
+
+    def _truth(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
+        if isinstance(node, ast.BoolOp):
+            parts = [self._truth(value, columns) for value in node.values]
+            reduce = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
+            result = parts[0]
+            for part in parts[1:]:
+                result = reduce(result, part)
+            return result
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return np.logical_not(self._truth(node.operand, columns))
+        if isinstance(node, ast.Compare):
+            return self._compare(node, columns)
+        if isinstance(node, ast.Name):
+            return columns[node.id].astype(bool)
+        raise self._unreadable(node)
+
+    def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
+        left, result = self._value(node.left, columns), np.True_
+        for op, operand in zip(node.ops, node.comparators, strict=True):
+            right = self._value(operand, columns)
+            if isinstance(op, (ast.In, ast.NotIn)):
+                if not isinstance(right, tuple):
+                    raise self._unreadable(operand)
+                found = np.isin(left, np.array(right, dtype=getattr(left, "dtype", None)))
+                part = found if isinstance(op, ast.In) else ~found
+            elif type(op) in _COMPARISONS:
+                part = _COMPARISONS[type(op)](left, right)
+            else:
+                raise self._unreadable(node)
+            result = np.logical_and(result, part)
+            left = right
+        return result
+
+    def _value(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
+        if isinstance(node, ast.Name):
+            return columns[node.id]
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str, bool)):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self._value(node.operand, columns)
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            return tuple(self._value(element, columns) for element in node.elts)
+        raise self._unreadable(node)
+
+    def _unreadable(self, node: ast.expr) -> UsageError:
+        return UsageError(
+            f"where={self.text!r}: {ast.unparse(node)!r} is not understood; names, literals, comparisons, in, and, "
+            "or, not are"
+        )

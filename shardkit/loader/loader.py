@@ -1,0 +1,335 @@
+"""The loader: a plan's cells, verified, in order, for one rank, resumable at any step."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ConfigurationError, StateError
+from shardkit.formats import Schema
+from shardkit.ledger import Journal
+from shardkit.loader.batch import Batch, to_tensors
+from shardkit.loader.block_window import BlockWindow
+from shardkit.loader.gather import GatherColumns, gather
+from shardkit.loader.pipeline import Pipeline, StepBatches
+from shardkit.loader.ranks import Topology, find_topology
+from shardkit.loader.schedule import GridReader, StepGroup, plan_group
+from shardkit.loader.transforms import BatchTransform, LazyGenerators, SampleTransform, apply_to_samples
+from shardkit.storage import BlockReader, RowMap
+
+__all__ = ["Loader", "LoaderConfig", "LoaderPlan", "Sources"]
+
+Int64s = NDArray[np.int64]
+
+
+class LoaderPlan(GridReader, Protocol):
+    """What the loader needs to know of a plan besides its cells."""
+
+    @property
+    def steps_per_epoch(self) -> int | None: ...
+    @property
+    def loop_steps(self) -> int:
+        """Steps of one loop: an epoch, or ⌈N/B⌉ where the plan has no natural end."""
+        ...
+
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where the rows come from: made by `Dataset.loader`."""
+
+    manifest: str  # "sha256:…"
+    schema: Schema
+    rows: RowMap
+    reader: BlockReader
+    block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes by dataset-wide number
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Settings of a loader; see `Dataset.loader` for their meaning."""
+
+    rank: int | None = None
+    world: int | None = None
+    lanes: Sequence[int] | None = None
+    fields: Sequence[str] | None = None
+    by_cell: bool = False
+    uneven: bool = False
+    memory: int = 2 << 30
+    threads: int = 4
+    prefetch: int = 4
+    tensors: bool | None = None
+    transform: SampleTransform | None = None
+    batch_transform: BatchTransform | None = None
+    run: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("memory", 1 << 20), ("threads", 1), ("prefetch", 1)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: at least {least} is expected")
+
+
+class Loader:
+    """Iterates the steps of an epoch; iterate again for the next.
+
+    Batches come in the plan's order, whatever the order in which blocks arrive. The state is a step number and two
+    digests: it fits any other rank and world.
+    """
+
+    def __init__(self, plan: LoaderPlan, sources: Sources, config: LoaderConfig) -> None:
+        self.plan = plan
+        self._sources = sources
+        self._config = config
+        self.topology: Topology = find_topology(config.rank, config.world)
+        self.lanes: list[int] = _own_lanes(plan, self.topology, config)
+        self._lanes: Int64s = np.array(self.lanes, dtype=np.int64)
+        self._fields = list(sources.schema) if config.fields is None else list(config.fields)
+        for name in self._fields:
+            if name not in sources.schema:
+                raise ConfigurationError(f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}")
+        self._tensors = "torch" in sys.modules if config.tensors is None else config.tensors
+        if self._tensors:
+            __import__("torch")  # only where a caller asked for tensors before importing it
+        self._start = 0  # where the next `iter` begins
+        self._handed_out = 0  # the step after the last one handed out
+        self._pipeline: Pipeline | None = None
+        self._window: BlockWindow | None = None
+        self._journal = _open_journal(plan, sources, config, self.topology)
+        self._pool = ThreadPoolExecutor(config.threads, "shardkit-transform") if config.transform else None
+        self._finalizer = weakref.finalize(self, _release, self._pool, self._journal)
+
+    # ---- iteration
+
+    def __len__(self) -> int:
+        """Steps of one loop."""
+        return self.plan.loop_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch."""
+        self._stop_pipeline()
+        length = self.plan.loop_steps
+        start, stop = self._start, (self._start // length + 1) * length
+        self._start = start - start % length  # a loop left early begins its epoch again
+        self._handed_out = start
+        pipeline = self._pipeline = self._open_pipeline(start, stop)
+        return self._hand_out(pipeline, stop)
+
+    def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
+        for one in pipeline:
+            if self._journal is not None:
+                self._journal.record([(one.step, lane, samples) for lane, samples in one.cells])
+            self._handed_out = one.step + 1
+            if one.step + 1 == stop:
+                self._start = stop
+            yield one.batches if self._config.by_cell else one.batches[0]
+
+    def _open_pipeline(self, start: int, stop: int) -> Pipeline:
+        sources, config = self._sources, self._config
+
+        def load(block: int) -> GatherColumns:
+            shard, inside = sources.rows.shard_of_block(block)
+            return GatherColumns(sources.reader.read(shard, inside), self._fields)
+
+        def group(first: int, last: int) -> StepGroup:
+            return plan_group(self.plan, sources.rows.locate, self._lanes, first, last)
+
+        window = BlockWindow(load, sources.block_bytes, config.memory, config.threads)
+        self._window = window
+        rows = self.plan.cell_size * max(1, len(self.lanes))
+        return Pipeline(
+            group,
+            self._assemble,
+            window,
+            start=start,
+            stop=stop,
+            bytes_per_step=rows * self._row_bytes(),
+            prefetch=config.prefetch,
+        )
+
+    def _row_bytes(self) -> int:
+        """A rough size of a row; variable fields count as a tenth of a typical block."""
+        sizes = (self._sources.schema[name].item_bytes for name in self._fields)
+        return sum(100_000 if size is None else size for size in sizes) or 1
+
+    def _stop_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+
+    # ---- assembling
+
+    def _assemble(self, group: StepGroup, window: BlockWindow) -> Iterator[StepBatches]:
+        needed = np.unique(np.concatenate(group.needed)).tolist() if group.needed else []
+        columns = gather(self._sources.schema, self._fields, window.wait(needed), group.block, group.row)
+        counts = group.lane_counts.tolist()
+        for offset, (first, last) in enumerate(zip(group.borders[:-1].tolist(), group.borders[1:].tolist(), strict=True)):
+            step = group.start + offset
+            cells = self._cells(group, counts[offset], first)
+            spans = [(lane, a, b) for lane, a, b, _ in cells] if self._config.by_cell else [(-1, first, last)]
+            weight = self._weight(step, last - first)
+            batches = [self._batch(columns, group, step, lane, a, b, weight) for lane, a, b in spans]
+            yield StepBatches(step, [(lane, samples) for lane, _, _, samples in cells], batches)
+
+    def _cells(self, group: StepGroup, counts: list[int], first: int) -> list[tuple[int, int, int, Int64s]]:
+        cells = []
+        for lane, count in zip(self.lanes, counts, strict=True):
+            cells.append((lane, first, first + count, group.samples[first : first + count]))
+            first += count
+        return cells
+
+    def _weight(self, step: int, rows: int) -> float:
+        if self.topology.world == 1:
+            return 1.0
+        full = self.plan.cell_size * len(self.lanes)
+        everyone = self.plan.global_batch
+        if rows != full:  # a short step: count what all ranks hold
+            everyone = int((self.plan.cells(step, step + 1, np.arange(self.plan.lanes)) >= 0).sum())
+        return rows * self.topology.world / everyone
+
+    def _batch(
+        self, columns: dict[str, Any], group: StepGroup, step: int, lane: int, first: int, last: int, weight: float
+    ) -> Batch:
+        samples, slots = group.samples[first:last], group.slots[first:last]
+        fields = {name: _slice(value, first, last) for name, value in columns.items()}
+        generators = LazyGenerators(self.plan.seed, step, slots, self.plan.cell_size)
+        if self._config.transform is not None:
+            fields = apply_to_samples(self._config.transform, fields, samples, generators, self._pool)
+        if self._config.batch_transform is not None:
+            fields = dict(self._config.batch_transform(fields, generators))
+        batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
+        return to_tensors(batch) if self._tensors else batch
+
+    # ---- state
+
+    def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
+        """Where to go on: after `after`, else after the last batch handed out. JSON-able, < 1 KB.
+
+        What was prefetched but not handed out does not count.
+        """
+        if after is None:
+            step = self._handed_out
+        else:
+            step = (after if isinstance(after, Batch) else after[0]).step + 1
+        return {"version": 1, "step": step, "plan": self.plan.digest, "manifest": self._sources.manifest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, on any rank of any world.
+
+        Raises:
+            StateError: it was taken with another plan or manifest, or by a newer version; says in what they differ.
+        """
+        if state.get("version") != 1:
+            raise StateError(f"loader state of version {state.get('version')!r}: this shardkit reads version 1")
+        expected = {"manifest": self._sources.manifest, "plan": self.plan.digest}
+        differing = [name for name, value in expected.items() if state.get(name) != value]
+        if differing:
+            details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)
+            raise StateError(
+                f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
+                "with the settings of the run, or start at step 0"
+            )
+        step = state.get("step")
+        if not isinstance(step, int) or step < 0:
+            raise StateError(f"loader state: step is {step!r}, a whole number from 0 on is expected")
+        self.seek(step)
+
+    def seek(self, step: int) -> None:
+        """Begin the next loop at `step`, counted over the whole run."""
+        if step < 0:
+            raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
+        self._stop_pipeline()
+        self._start = self._handed_out = step
+
+    # ---- the rest
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the current or last loop: names are stable, times in seconds, sizes in bytes."""
+        result: dict[str, float] = {"step": float(self._handed_out)}
+        for owner in (self._pipeline, self._window):
+            if owner is not None:
+                result |= {name: float(getattr(owner.counts, name)) for name in owner.counts.__slots__}
+        return result
+
+    def close(self) -> None:
+        """Stop threads, sync and close the journal; may be called twice."""
+        self._stop_pipeline()
+        self._finalizer()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _release(pool: ThreadPoolExecutor | None, journal: Journal | None) -> None:
+    if pool is not None:
+        pool.shutdown(wait=False, cancel_futures=True)
+    if journal is not None:
+        journal.close()
+
+
+def _open_journal(plan: LoaderPlan, sources: Sources, config: LoaderConfig, topology: Topology) -> Journal | None:
+    if config.run is None:
+        return None
+    return Journal(
+        config.run / "journal",
+        manifest=sources.manifest,
+        plan=plan.digest,
+        rank=topology.rank,
+        world=topology.world,
+    )
+
+
+def _slice(value: Any, first: int, last: int) -> Any:
+    if isinstance(value, tuple):
+        values, borders = value
+        part = borders[first : last + 1]
+        return values[part[0] : part[-1]], part - part[0]
+    return value[first:last]
+
+
+def _own_lanes(plan: LoaderPlan, topology: Topology, config: LoaderConfig) -> list[int]:
+    """The lanes of this rank: contiguous runs, so that neighbouring shards stay on one node."""
+    lanes, world = plan.lanes, topology.world
+    if config.lanes is not None:
+        own = sorted(config.lanes)
+        if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
+            raise ConfigurationError(f"lanes={list(config.lanes)}: distinct numbers from 0 to {lanes - 1} are expected")
+        return own
+    if world > lanes:
+        raise ConfigurationError(
+            f"{world} ranks cannot share {lanes} lanes; make the plan with lanes={world} or more, or use fewer ranks"
+        )
+    if lanes % world and not config.uneven:
+        fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        raise ConfigurationError(
+            f"{lanes} lanes do not divide evenly over {world} ranks, and a trainer that averages over ranks would get "
+            f"wrong gradients. World sizes that fit: {fitting}. Or pass uneven=True and multiply the loss by batch.weight"
+        )
+    if not config.uneven and world > 1 and _has_short_step(plan):
+        raise ConfigurationError(
+            "the last step of each epoch is short and would give ranks unequal batches; make the plan with "
+            'remainder="drop", or pass uneven=True and multiply the loss by batch.weight'
+        )
+    rank = topology.rank
+    return list(range(rank * lanes // world, (rank + 1) * lanes // world))
+
+
+def _has_short_step(plan: LoaderPlan) -> bool:
+    length = plan.steps_per_epoch
+    if not length:
+        return False
+    return bool((plan.cells(length - 1, length, np.arange(plan.lanes)) < 0).any())

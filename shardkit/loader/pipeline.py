@@ -1,0 +1,162 @@
+"""From steps to batches, ahead of the trainer and in order: plan → load → gather → transform → queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.loader.batch import Batch
+from shardkit.loader.block_window import BlockWindow
+from shardkit.loader.schedule import StepGroup
+
+__all__ = ["Pipeline", "PipelineCounts", "StepBatches"]
+
+# One step's worth of Python costs tens of microseconds; steps are therefore worked out and gathered some at a time.
+_GROUP_BYTES = 4 << 20
+_MAX_GROUP_STEPS = 32
+_PLANNED_GROUPS = 3
+_POLL_S = 0.1  # how often a blocked thread looks whether it was told to stop
+
+
+class StepBatches(NamedTuple):
+    """One step as it goes to the trainer."""
+
+    step: int
+    cells: list[tuple[int, NDArray[np.int64]]]  # (lane, samples) as gathered, for the ledger
+    batches: list[Batch]  # one, or one per lane
+
+
+class PipelineCounts:
+    """Seconds and steps of the stages."""
+
+    __slots__ = ("consumer_wait_s", "gather_s", "load_wait_s", "plan_s", "producer_blocked_s", "steps")
+
+    def __init__(self) -> None:
+        self.plan_s = 0.0
+        self.load_wait_s = 0.0
+        self.gather_s = 0.0
+        self.producer_blocked_s = 0.0
+        self.consumer_wait_s = 0.0
+        self.steps = 0
+
+
+class Pipeline:
+    """One pass over the steps `start` … `stop - 1` on a thread of its own.
+
+    Args:
+        plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
+        assemble: gathers and transforms one group, in step order.
+        window: the blocks in memory; owned and closed by this pipeline.
+        bytes_per_step: rough size of a step of this rank, sets how many steps are gathered at once.
+        prefetch: how many steps may wait in the queue, at least one group.
+    """
+
+    def __init__(
+        self,
+        plan_group: Callable[[int, int], StepGroup],
+        assemble: Callable[[StepGroup, BlockWindow], Iterator[StepBatches]],
+        window: BlockWindow,
+        *,
+        start: int,
+        stop: int,
+        bytes_per_step: int,
+        prefetch: int,
+    ) -> None:
+        self._plan_group = plan_group
+        self._assemble = assemble
+        self._window = window
+        self._next, self._stop = start, stop
+        self._group_steps = max(1, min(_MAX_GROUP_STEPS, _GROUP_BYTES // max(1, bytes_per_step)))
+        groups = max(1, -(-prefetch // self._group_steps))
+        self._queue: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(groups)
+        self._stopping = threading.Event()
+        self.counts = PipelineCounts()
+        self._thread = threading.Thread(target=self._run, name="shardkit-pipeline", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        try:
+            while True:
+                started = time.perf_counter()
+                item = self._queue.get()
+                self.counts.consumer_wait_s += time.perf_counter() - started
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                for one in item:
+                    self.counts.steps += 1
+                    yield one
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the thread, drop what was prefetched; may be called twice and from any thread."""
+        self._stopping.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._produce()
+            self._put(None)
+        except BaseException as error:  # noqa: BLE001  every failure must reach the caller's thread
+            self._put(error)
+        finally:
+            self._window.close()
+
+    def _produce(self) -> None:
+        planned: deque[StepGroup] = deque()
+        while not self._stopping.is_set():
+            self._plan_ahead(planned)
+            if not planned:
+                return
+            group = planned[0]
+            self._request(planned)
+            started = time.perf_counter()
+            steps = list(self._assemble(group, self._window))
+            self.counts.gather_s += time.perf_counter() - started
+            planned.popleft()
+            for needed in group.needed:
+                self._window.unpin(needed.tolist())
+            self._put(steps)
+
+    def _plan_ahead(self, planned: deque[StepGroup]) -> None:
+        started = time.perf_counter()
+        while len(planned) < _PLANNED_GROUPS and self._next < self._stop:
+            # the first batch should not wait for a whole group
+            steps = 1 if not planned and self.counts.plan_s == 0.0 else self._group_steps
+            stop = min(self._stop, self._next + steps)
+            group = self._plan_group(self._next, stop)
+            while group.steps > 1 and not self._window.holds(group.needed):
+                self._group_steps = max(1, group.steps // 2)
+                stop = self._next + self._group_steps
+                group = self._plan_group(self._next, stop)
+            self._next = stop
+            for needed in group.needed:
+                self._window.pin(needed.tolist())
+            planned.append(group)
+        self.counts.plan_s += time.perf_counter() - started
+
+    def _request(self, planned: deque[StepGroup]) -> None:
+        for position, group in enumerate(planned):
+            for needed in group.needed:
+                if not self._window.request(needed.tolist(), must=position == 0):
+                    return
+
+    def _put(self, item: list[StepBatches] | BaseException | None) -> None:
+        started = time.perf_counter()
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_S)
+                break
+            except queue.Full:
+                continue
+        self.counts.producer_blocked_s += time.perf_counter() - started

@@ -1,0 +1,79 @@
+"""Which rank of how many this process is: found, never guessed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardkit.errors import ConfigurationError
+
+__all__ = ["Topology", "find_topology"]
+
+# Launchers that start several processes but leave RANK unset: a lone default of rank 0 of 1 would train every
+# process on all data.
+_LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
+
+
+class Topology(NamedTuple):
+    """This process in the world, in torch's words."""
+
+    rank: int
+    world: int
+    source: str  # where it was found, for messages
+
+
+def find_topology(rank: int | None, world: int | None, environ: Mapping[str, str] | None = None) -> Topology:
+    """Rank and world from the arguments, else the process group, else RANK and WORLD_SIZE, else a lone process.
+
+    Raises:
+        ConfigurationError: two of these contradict each other, one number of a pair is missing, or a launcher
+            started several processes without saying which one this is.
+    """
+    environ = os.environ if environ is None else environ
+    found = [t for t in (_from_arguments(rank, world), _from_process_group(), _from_environment(environ)) if t]
+    if not found:
+        for name in _LAUNCHERS:
+            if environ.get(name, "1") not in ("", "1"):
+                raise ConfigurationError(
+                    f"{name} is {environ[name]} but RANK and WORLD_SIZE are not set: each of these processes would "
+                    "read everything. Start with torchrun, or pass rank= and world= to ds.loader"
+                )
+        return Topology(0, 1, "a lone process")
+    first = found[0]
+    for other in found[1:]:
+        if (other.rank, other.world) != (first.rank, first.world) and first.source != "the arguments":
+            raise ConfigurationError(
+                f"{first.source} says rank {first.rank} of {first.world}, {other.source} says rank {other.rank} of "
+                f"{other.world}; pass rank= and world= to ds.loader to say which is right"
+            )
+    if not 0 <= first.rank < first.world:
+        raise ConfigurationError(f"rank {first.rank} of {first.world} ({first.source}) is impossible")
+    return first
+
+
+def _from_arguments(rank: int | None, world: int | None) -> Topology | None:
+    if (rank is None) != (world is None):
+        raise ConfigurationError(f"rank={rank} and world={world}: give both or neither")
+    return None if rank is None or world is None else Topology(rank, world, "the arguments")
+
+
+def _from_process_group() -> Topology | None:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return Topology(distributed.get_rank(), distributed.get_world_size(), "the process group")
+
+
+def _from_environment(environ: Mapping[str, str]) -> Topology | None:
+    rank, world = environ.get("RANK"), environ.get("WORLD_SIZE")
+    if rank is None and world is None:
+        return None
+    try:
+        return Topology(int(rank or ""), int(world or ""), "the environment (RANK, WORLD_SIZE)")
+    except ValueError:
+        raise ConfigurationError(
+            f"RANK={rank!r} and WORLD_SIZE={world!r}: two whole numbers are expected; start with torchrun"
+        ) from None

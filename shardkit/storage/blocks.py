@@ -1,0 +1,162 @@
+"""Verified blocks of a dataset, by number. Everything that reads sample bytes goes through here."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from typing import Literal
+
+from shardkit.errors import IntegrityError, ShardkitError, StoreError
+from shardkit.formats import Block, ShardIndex, extension, read_block
+from shardkit.manifest import ShardTable
+from shardkit.storage.objects import object_name
+from shardkit.storage.repository import Repository
+
+__all__ = ["BlockReader", "Verify"]
+
+Verify = Literal["fast", "strong"]
+
+_MAX_OPEN_MAPS = 512
+_MAX_INDEX_BYTES = 256 << 20
+
+
+class BlockReader:
+    """Reads blocks of one manifest; every block is verified every time it is read (DESIGN promise 2).
+
+    Uncompressed blocks of local stores are views of a memory map: zero copy until the loader gathers rows. Maps and
+    indexes are kept in bounded least-recently-used tables. Safe to call from many threads; after a fork the child
+    may go on with it.
+
+    Args:
+        table: columns over all shards.
+        repositories: one per part; a dataset that was not merged has one part.
+        part_first_shard: first shard of each part, ascending.
+        formats: (format, compression) of each part.
+        verify: "fast" checks XXH3 of each block, "strong" SHA-256.
+    """
+
+    def __init__(
+        self,
+        table: ShardTable,
+        repositories: list[Repository],
+        part_first_shard: list[int],
+        formats: list[tuple[str, str]],
+        verify: Verify = "fast",
+    ) -> None:
+        self._table = table
+        self._repositories = repositories
+        self._part_first_shard = part_first_shard
+        self._formats = formats
+        self.verify: Verify = verify
+        self._lock = threading.Lock()
+        self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
+        self._index_bytes = 0
+        self._maps: OrderedDict[int, memoryview] = OrderedDict()
+
+    def _part(self, shard: int) -> int:
+        part = 0
+        while part + 1 < len(self._part_first_shard) and shard >= self._part_first_shard[part + 1]:
+            part += 1
+        return part
+
+    def repository_of(self, shard: int) -> Repository:
+        """The repository that holds a shard."""
+        return self._repositories[self._part(shard)]
+
+    def shard_name(self, shard: int) -> str:
+        """Object name of a shard inside its store."""
+        digest = "sha256:" + bytes(self._table.digest[shard]).hex()
+        return object_name(digest, extension(*self._formats[self._part(shard)]))
+
+    def index(self, shard: int) -> ShardIndex:
+        """The verified index of a shard.
+
+        Raises:
+            IntegrityError: its bytes are not those that the manifest names.
+        """
+        with self._lock:
+            found = self._indexes.get(shard)
+            if found is not None:
+                self._indexes.move_to_end(shard)
+                return found[0]
+        digest = "sha256:" + bytes(self._table.index_digest[shard]).hex()
+        size = int(self._table.index_size[shard])
+        index = ShardIndex.from_bytes(self.repository_of(shard).get_object(digest, "index", size))
+        with self._lock:
+            if shard not in self._indexes:
+                self._index_bytes += size
+            self._indexes[shard] = (index, size)
+            while self._index_bytes > _MAX_INDEX_BYTES and len(self._indexes) > 1:
+                self._index_bytes -= self._indexes.popitem(last=False)[1][1]
+        return index
+
+    def read(self, shard: int, block: int, verify: Verify | None = None) -> Block:
+        """One verified block: `block` counts inside `shard`.
+
+        Raises:
+            IntegrityError: the bytes are not those that were written; names shard, block and store.
+            FormatError: the digest is right but the content is not what shardkit writes.
+            StoreError: the store does not answer or the object is gone.
+        """
+        index = self.index(shard)
+        stored = self._stored(shard, int(index.block_offset[block]), int(index.block_size[block]))
+        try:
+            return read_block(stored, index, block, verify=verify or self.verify)
+        except IntegrityError as error:
+            raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
+        except ShardkitError as error:
+            raise type(error)(f"{self._where(shard, block)}: {error}") from error
+
+    def _where(self, shard: int, block: int) -> str:
+        digest = bytes(self._table.digest[shard]).hex()
+        return f"shard {shard} ({digest[:12]}…) block {block} in {self.repository_of(shard).store.url}"
+
+    def _stored(self, shard: int, offset: int, size: int) -> memoryview:
+        view = self._map(shard)
+        if view is None:
+            store = self.repository_of(shard).store
+            return memoryview(store.get_range(self.shard_name(shard), offset, size))
+        if offset + size > len(view):
+            raise IntegrityError(
+                f"{self._where(shard, 0)}: the file ends at byte {len(view)}, a block is expected up to "
+                f"{offset + size}; it was truncated. Run: shardkit verify {self.repository_of(shard).store.url}"
+            )
+        return view[offset : offset + size]
+
+    def _map(self, shard: int) -> memoryview | None:
+        """A read-only map of a local shard file, or None where the store has no local files."""
+        with self._lock:
+            view = self._maps.get(shard)
+            if view is not None:
+                self._maps.move_to_end(shard)
+                return view
+        path = self.repository_of(shard).store.local_path(self.shard_name(shard))
+        if path is None:
+            return None
+        view = _map_file(os.fspath(path), int(self._table.size[shard]))
+        with self._lock:
+            self._maps[shard] = view
+            while len(self._maps) > _MAX_OPEN_MAPS:
+                self._maps.popitem(last=False)  # the map closes when the last block that views it is dropped
+        return view
+
+
+def _map_file(path: str, size: int) -> memoryview:
+    """Map a whole file whose size must be `size`: reading past the end of a truncated map would kill the process."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be opened: {error.strerror}; run: shardkit verify on its dataset"
+        ) from error
+    try:
+        actual = os.fstat(descriptor).st_size
+        if actual != size:
+            raise IntegrityError(
+                f"{path} holds {actual} bytes, the manifest says {size}; run: shardkit verify"
+            )
+        return memoryview(mmap.mmap(descriptor, actual, prot=mmap.PROT_READ)) if actual else memoryview(b"")
+    finally:
+        os.close(descriptor)
