@@ -1,0 +1,145 @@
+"""Every system call by which shardkit reads or changes a local root, in one place.
+
+One owner makes two proofs possible: the crash-state enumerator (`shardkit.testing.crash_states`) records the calls of
+the real code and replays what a power cut could leave of them, and the fault drills make any single call fail. Both
+substitute the object that `active` returns; nothing else in shardkit opens, writes, links or removes a store's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["FileOperations", "Handle", "active", "substituted"]
+
+_OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_OPEN_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block us
+_OPEN_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """An open file or directory, and the path by which messages and records name it."""
+
+    fd: int
+    path: str
+
+    def child(self, name: str) -> str:
+        """The path of an entry of this directory, for messages."""
+        return f"{self.path}/{name}"
+
+
+class FileOperations:
+    """The calls themselves, thin over `os`: each raises `OSError` as the kernel reports it.
+
+    Entries are named relative to an open directory (``openat`` and its like), so that a directory which is swapped for
+    a symbolic link after it was looked at cannot lead out of the root.
+    """
+
+    def open_root(self, path: str) -> Handle:
+        """Open the root directory; the way to it may go through symbolic links, what is inside it may not."""
+        return Handle(os.open(path, _OPEN_DIRECTORY), path)
+
+    def open_directory(self, parent: Handle, name: str) -> Handle:
+        """Open a directory inside `parent`, refusing symbolic links."""
+        return Handle(os.open(name, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent.fd), parent.child(name))
+
+    def open_file(self, parent: Handle, name: str) -> Handle:
+        """Open a file for reading, refusing symbolic links."""
+        return Handle(os.open(name, _OPEN_READ, dir_fd=parent.fd), parent.child(name))
+
+    def create_file(self, parent: Handle, name: str) -> Handle:
+        """Create a new file for writing; the umask decides who may read it."""
+        return Handle(os.open(name, _OPEN_NEW, 0o666, dir_fd=parent.fd), parent.child(name))
+
+    def make_directory(self, parent: Handle, name: str) -> None:
+        """Create a directory; the umask decides who may use it."""
+        os.mkdir(name, dir_fd=parent.fd)
+
+    def make_root(self, path: str) -> None:
+        """Create the root directory or one above it."""
+        os.mkdir(path)
+
+    def write(self, file: Handle, data: memoryview) -> int:
+        """Append; may write less than asked, as a full disk makes it do."""
+        return os.write(file.fd, data)
+
+    def read(self, file: Handle, length: int, offset: int) -> bytes:
+        """Read at most `length` bytes from `offset`; fewer at the end of the file."""
+        return os.pread(file.fd, length, offset)
+
+    def fsync(self, file: Handle) -> None:
+        """Make the bytes of a file durable."""
+        _fsync(file.fd)
+
+    def fsync_directory(self, directory: Handle) -> None:
+        """Make the entries of a directory durable."""
+        _fsync(directory.fd)
+
+    def link(self, source: Handle, name: str, target: Handle, new_name: str) -> None:
+        """Give a file a second name; fails where the name is taken, in one step."""
+        os.link(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
+
+    def rename(self, source: Handle, name: str, target: Handle, new_name: str) -> None:
+        """Move a file over whatever has the new name, in one step."""
+        os.rename(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
+
+    def unlink(self, directory: Handle, name: str) -> None:
+        """Remove a name."""
+        os.unlink(name, dir_fd=directory.fd)
+
+    def stat(self, directory: Handle, name: str) -> os.stat_result:
+        """What a name is, without following it."""
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+
+    def stat_open(self, file: Handle) -> os.stat_result:
+        """What an open file is."""
+        return os.fstat(file.fd)
+
+    def names(self, directory: Handle) -> list[tuple[str, bool]]:
+        """The entries of a directory, unsorted, each with whether it is a directory."""
+        with os.scandir(directory.fd) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+    def try_lock(self, file: Handle) -> bool:
+        """Take the file's advisory lock unless another process holds it; the kernel drops it when we die."""
+        try:
+            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self, handle: Handle) -> None:
+        """Close a file or directory."""
+        os.close(handle.fd)
+
+
+def _fsync(fd: int) -> None:
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        os.fsync(fd)
+    else:  # macOS: fsync alone leaves the bytes in the drive's own cache
+        fcntl.fcntl(fd, full)
+
+
+_active: FileOperations = FileOperations()
+
+
+def active() -> FileOperations:
+    """The operations that stores use now: the real ones, unless a test has substituted others."""
+    return _active
+
+
+@contextlib.contextmanager
+def substituted(operations: FileOperations) -> Iterator[None]:
+    """Let all stores of this process, in every thread, use `operations` meanwhile: for fault drills and records."""
+    global _active
+    before, _active = _active, operations
+    try:
+        yield
+    finally:
+        _active = before

@@ -1,0 +1,60 @@
+"""``shardkit.json``: what makes a directory or bucket prefix a repository; written once, never changed."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from shardkit.errors import IntegrityError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import sha256_digest
+from shardkit.manifest.json_fields import read_document
+
+__all__ = ["IDENTITY_NAME", "MAX_IDENTITY_BYTES", "Identity"]
+
+IDENTITY_NAME: Final = "shardkit.json"
+MAX_IDENTITY_BYTES: Final = 64 * 1024
+
+_FORMAT: Final = "shardkit-repository/1"
+_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_FEATURES: Final[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which repository a root holds, and what a program must know to use it."""
+
+    id: str
+    """Random UUID: tells two repositories apart, whatever their paths."""
+    features: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls) -> Identity:
+        """An identity that no other repository has."""
+        return cls(str(uuid.uuid4()))
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with the digest of the rest of it inside."""
+        body: dict[str, object] = {"format": _FORMAT, "id": self.id, "features": list(self.features)}
+        return dumps({**body, "digest": sha256_digest(dumps(body))})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Identity:
+        """Read and check.
+
+        Raises:
+            FormatError: Not an identity that this version reads.
+            IntegrityError: The digest inside does not match.
+        """
+        fields = read_document(
+            data, f"{IDENTITY_NAME} of {where}", _FORMAT, ("id", "features", "digest"), MAX_IDENTITY_BYTES
+        )
+        identity = cls(fields.text("id", pattern=_UUID), fields.features(_FEATURES))
+        if identity.to_bytes() != data:
+            raise IntegrityError(
+                f"{IDENTITY_NAME} of {where}: its digest is {fields.digest('digest')}, its content has another; "
+                "restore it from a copy of the root"
+            )
+        return identity

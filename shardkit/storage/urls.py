@@ -1,0 +1,70 @@
+"""From what a user types to a store: ``data/cats``, ``data/cats@val``, ``file:///data/cats@sha256:…``."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+from urllib.parse import unquote
+
+from shardkit.errors import StoreError, UsageError
+from shardkit.manifest.json_fields import DIGEST
+from shardkit.storage.local import LocalStore
+from shardkit.storage.log import check_ref_name
+from shardkit.storage.store import Store
+
+__all__ = ["open_store", "parse_dataset_url"]
+
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Split ``ROOT[@REF]``.
+
+    Only an ``@`` in the last component separates; a root whose own name holds one is written with a slash at its end
+    (``data/cats@home/``).
+
+    Returns:
+        The root, and the ref, tag or ``sha256:<hex>`` behind the ``@``, None where there is none.
+
+    Raises:
+        UsageError: What follows the ``@`` is neither a name nor a digest, or there is no root.
+    """
+    text = os.fspath(url)
+    folder, slash, last = text.rpartition("/")
+    name, at, ref = last.rpartition("@")
+    if not at:
+        root, found = text, None
+    else:
+        root, found = folder + slash + name, ref
+        if DIGEST.fullmatch(ref) is None:
+            check_ref_name(ref)
+    if not root:
+        raise UsageError(f"dataset {text!r} has no root: expected ROOT or ROOT@REF, such as data/cats@val")
+    return root, found
+
+
+def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:
+    """The store at a root.
+
+    Args:
+        url: A local path or ``file://`` URL.
+        read_only: Refuse every change.
+
+    Raises:
+        StoreError: No store for this kind of URL.
+    """
+    text = os.fspath(url)
+    match = _SCHEME.match(text)
+    if match is None:
+        return LocalStore(text, read_only=read_only)
+    scheme = match.group(1).lower()
+    if scheme == "file":
+        host, slash, path = text[match.end() :].partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise UsageError(f"{text!r}: expected file:///absolute/path")
+        return LocalStore(unquote(slash + path), read_only=read_only)
+    # The rest of the URL is not printed: it may hold a credential.
+    raise StoreError(
+        f"no store for {scheme}:// yet: expected a local path or file:// URL; copy the root to a local path"
+    )
