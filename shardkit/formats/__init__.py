@@ -1,1 +1,66 @@
-"""shardkit.formats."""
+"""Formats: how samples become bytes of shards and back (SPEC.md).
+
+schema         field types and schemas
+encoding       values to canonical payloads and back
+keys           names of samples inside a shard
+digest         SHA-256 and XXH3
+canonical_json one text for one value
+compression    settings, checked zstd frames
+columns        the container of index sidecars, manifest pages and selections
+rows           one row on its way into a shard
+media          extensions of tar members by magic bytes
+ustar          strict tar headers
+npy            npy headers, written and compared, never evaluated
+tar_blocks     blocks of the tar format
+arrow_message  bounds-checked reader of Arrow metadata
+arrow_blocks   blocks of the arrow format
+block          a verified block: columns and samples
+index          the sidecar of a shard
+writing        the writer of both formats
+reading        verify and decode a block
+"""
+
+from .block import Block, Column, FixedColumn, VariableColumn
+from .columns import Columns, pack_columns, unpack_columns
+from .compression import extension, normalise_compression
+from .digest import format_digest, parse_digest, sha256_digest, xxh3
+from .index import ShardIndex, Texts, block_starts
+from .keys import fit_key, is_key, max_key_bytes
+from .reading import Verify, read_block, verify_block
+from .rows import Row
+from .schema import RESERVED_NAMES, FieldType, Schema
+from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
+
+__all__ = [
+    "MAX_SAMPLE_BYTES",
+    "RESERVED_NAMES",
+    "Block",
+    "Column",
+    "Columns",
+    "FieldType",
+    "FixedColumn",
+    "Row",
+    "Schema",
+    "ShardIndex",
+    "ShardWriter",
+    "Sink",
+    "Texts",
+    "VariableColumn",
+    "Verify",
+    "block_starts",
+    "extension",
+    "fit_key",
+    "format_digest",
+    "is_key",
+    "max_key_bytes",
+    "normalise_compression",
+    "open_writer",
+    "pack_columns",
+    "parse_digest",
+    "raw_row_bytes",
+    "read_block",
+    "sha256_digest",
+    "unpack_columns",
+    "verify_block",
+    "xxh3",
+]

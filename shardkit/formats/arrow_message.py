@@ -1,0 +1,159 @@
+"""A bounds-checked reader of the FlatBuffers metadata of Arrow IPC record batches.
+
+It sees the bytes before pyarrow does, so that no length which an author has made up reaches an allocation. Sources:
+FlatBuffers internals (tables, vtables, vectors), Arrow columnar format, Message.fbs, Schema.fbs and File.fbs.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError
+
+__all__ = ["FILE_MAGIC", "BatchHeader", "read_batch_header", "read_footer_blocks"]
+
+FILE_MAGIC = b"ARROW1"
+CONTINUATION = b"\xff\xff\xff\xff"
+_V5 = 4
+_RECORD_BATCH = 3
+_CODECS = {0: "lz4", 1: "zstd"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchHeader:
+    """What the metadata of a record batch says.
+
+    Attributes:
+        rows: Rows of the batch.
+        nodes: int64 (nodes, 2): length and null count of each array, parents first.
+        buffers: int64 (buffers, 2): offset in the body and length of each buffer; inside the body, in order.
+        codec: ``none``, ``lz4`` or ``zstd``.
+        body_offset: Where the body begins in the message.
+        message_bytes: Bytes of the whole message.
+    """
+
+    rows: int
+    nodes: NDArray[np.int64]
+    buffers: NDArray[np.int64]
+    codec: str
+    body_offset: int
+    message_bytes: int
+
+
+class _Table:
+    """One FlatBuffers table; every access is inside `data` or a FormatError."""
+
+    def __init__(self, data: memoryview, position: int) -> None:
+        self._data = data
+        self._position = position
+        vtable = position - self._read("<i", position)
+        self._slots = self._read("<H", vtable) // 2 - 2
+        self._vtable = vtable
+
+    def _read(self, layout: str, position: int) -> int:
+        if position < 0 or position + struct.calcsize(layout) > len(self._data):
+            raise FormatError(f"arrow metadata: a reference to {position} leaves its {len(self._data)} bytes")
+        return int(struct.unpack_from(layout, self._data, position)[0])
+
+    def _place(self, slot: int) -> int | None:
+        if slot >= self._slots:
+            return None
+        offset = self._read("<H", self._vtable + 4 + 2 * slot)
+        return self._position + offset if offset else None
+
+    def number(self, slot: int, layout: str) -> int:
+        """Scalar field, 0 where absent (the default of every field read here)."""
+        place = self._place(slot)
+        return 0 if place is None else self._read(layout, place)
+
+    def table(self, slot: int) -> _Table | None:
+        """Field that refers to another table."""
+        place = self._place(slot)
+        return None if place is None else _Table(self._data, place + self._read("<I", place))
+
+    def structs(self, slot: int, width: int) -> memoryview:
+        """Vector of structs of `width` bytes, as bytes; empty where absent."""
+        place = self._place(slot)
+        if place is None:
+            return self._data[:0]
+        start = place + self._read("<I", place)
+        end = start + 4 + self._read("<I", start) * width
+        if end > len(self._data):
+            raise FormatError(f"arrow metadata: a vector runs to {end}, past its {len(self._data)} bytes")
+        return self._data[start + 4 : end]
+
+    def absent(self, slot: int) -> bool:
+        """Whether a field is not there."""
+        return self._place(slot) is None
+
+
+def _pairs(data: memoryview) -> NDArray[np.int64]:
+    return np.frombuffer(bytes(data), "<i8").reshape(-1, 2)
+
+
+def read_batch_header(message: memoryview) -> BatchHeader:
+    """Header of the encapsulated record batch message at the start of `message`, which may be longer.
+
+    Raises:
+        FormatError: no record batch of metadata version 5, or lengths that leave the message.
+    """
+    length = int.from_bytes(message[4:8], "little")
+    if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
+        raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
+    metadata = message[8 : 8 + length]
+    root = _Table(metadata, int.from_bytes(metadata[:4], "little"))
+    version, kind, body = root.number(0, "<h"), root.number(1, "<B"), root.number(3, "<q")
+    batch = root.table(2)
+    if version != _V5 or kind != _RECORD_BATCH or batch is None or not root.absent(4) or not batch.absent(4):
+        raise FormatError(
+            f"arrow message: version {version} kind {kind}, expected a plain record batch of version 5"
+        )
+    body_offset = 8 + length
+    if not 0 <= body <= len(message) - body_offset or body % 8:
+        raise FormatError(f"arrow message: body of {body} bytes in a message of {len(message)}")
+    codec = "none"
+    compression = batch.table(3)
+    if compression is not None:
+        if compression.number(1, "<b") != 0:
+            raise FormatError("arrow message: unknown compression method")
+        codec = _CODECS.get(compression.number(0, "<b"), "unknown")
+    buffers = _pairs(batch.structs(2, 16))
+    _check_buffers(buffers, body)
+    return BatchHeader(
+        batch.number(0, "<q"), _pairs(batch.structs(1, 16)), buffers, codec, body_offset, body_offset + body
+    )
+
+
+def _check_buffers(buffers: NDArray[np.int64], body: int) -> None:
+    end = 0
+    for offset, length in buffers.tolist():
+        if offset < end or offset % 8 or length < 0 or offset + length > body:
+            raise FormatError(f"arrow message: buffer of {length} bytes at {offset} in a body of {body}")
+        end = offset + length
+
+
+def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the record batches that the footer of an Arrow file lists.
+
+    Args:
+        data: The whole file.
+        tail_offset: Where the bytes after the last batch begin; the footer lies behind it.
+
+    Raises:
+        FormatError: no footer, or one with dictionaries or lengths that make no sense.
+    """
+    end = len(data) - len(FILE_MAGIC) - 4
+    length = int.from_bytes(data[end : end + 4], "little") if end >= tail_offset else -1
+    if length < 8 or data[end + 4 :] != FILE_MAGIC or end - length < tail_offset:
+        raise FormatError("arrow file: no footer before the closing magic")
+    footer = data[end - length : end]
+    root = _Table(footer, int.from_bytes(footer[:4], "little"))
+    if root.number(0, "<h") != _V5 or len(root.structs(2, 24)):
+        raise FormatError("arrow file: footer of another version, or with dictionaries")
+    raw = root.structs(3, 24)  # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
+    records = [struct.unpack_from("<qi4xq", raw, position) for position in range(0, len(raw), 24)]
+    return [(offset, metadata + body) for offset, metadata, body in records]

@@ -1,0 +1,82 @@
+"""Canonical JSON: one text for one value, so that its digest is an identity.
+
+Sorted keys, no spaces, UTF-8 unescaped, integers below 2**63 in magnitude, no floats: the subset of RFC 8785 in which
+every implementation agrees.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from shardkit.errors import FormatError, UsageError
+
+__all__ = ["MAX_DEPTH", "dumps", "loads"]
+
+MAX_DEPTH = 64
+_LIMIT = 2**63
+
+
+def dumps(value: object) -> bytes:
+    """The canonical bytes of `value`.
+
+    Raises:
+        UsageError: `value` holds something other than str, int (magnitude below 2**63), bool, None, list, tuple and
+            dict with str keys, or nests deeper than `MAX_DEPTH`.
+    """
+    _check(value, 0)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"canonical JSON: text that is not Unicode (lone surrogate): {error}") from None
+
+
+def loads(data: bytes | bytearray | memoryview, max_bytes: int) -> Any:
+    """Parse canonical JSON; anything that `dumps` would not have written is refused.
+
+    Raises:
+        FormatError: longer than `max_bytes`, no JSON, not canonical (order, spaces, escapes, duplicate keys), a float,
+            an integer out of range, or nested too deep.
+    """
+    if len(data) > max_bytes:
+        raise FormatError(f"canonical JSON: {len(data)} bytes, expected at most {max_bytes}")
+    raw = bytes(data)
+    try:
+        value = json.loads(raw.decode(), parse_float=_refuse_float, parse_constant=_refuse_float)
+        again = dumps(value)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"canonical JSON: {error}; expected the canonical form") from None
+    if again != raw:
+        raise FormatError(
+            "canonical JSON: bytes are not in canonical form (order, spaces, escapes or duplicate keys)"
+        )
+    return value
+
+
+def _refuse_float(text: str) -> NoReturn:
+    raise FormatError(f"canonical JSON: number {text[:40]} is no integer")
+
+
+def _check(value: object, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise UsageError(f"canonical JSON: nested deeper than {MAX_DEPTH}")
+    if value is None or isinstance(value, (bool, str)):
+        return
+    if isinstance(value, int):
+        if not -_LIMIT < value < _LIMIT:
+            raise UsageError(
+                f"canonical JSON: integer {value} is out of range, expected magnitude below 2**63"
+            )
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"canonical JSON: key {key!r} is no str")
+            _check(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check(item, depth + 1)
+    else:
+        raise UsageError(f"canonical JSON: {type(value).__name__} value {value!r:.80} is not allowed")

@@ -1,0 +1,378 @@
+"""The sidecar of a shard: where its blocks and samples lie, and their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError, NotFoundError, SchemaError
+from .columns import pack_columns, unpack_columns
+from .compression import extension, normalise_compression
+from .schema import Schema
+
+__all__ = ["MAX_BLOCK_BYTES", "ShardIndex", "Texts", "block_starts"]
+
+KIND = "index"
+VERSION = 1
+MAX_BLOCK_BYTES = 8 << 30  # a sample of 5 GiB and its framing fit; no size in an index may ask for more
+_META = frozenset(
+    {"block_rows", "compression", "format", "head_sha256", "head_size", "rows", "schema", "shard_size"}
+    | {"sources", "tail_sha256", "version"}
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """Many short texts in one buffer; text i is ``data[offsets[i]:offsets[i + 1]]``, UTF-8."""
+
+    data: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def pack(cls, texts: Sequence[str]) -> Texts:
+        """Texts as one buffer; lone surrogates (of undecodable file names) survive."""
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        offsets = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum([len(text) for text in encoded], out=offsets[1:])
+        return cls(np.frombuffer(b"".join(encoded), np.uint8), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, position: int) -> str:
+        raw = self.data[self.offsets[position] : self.offsets[position + 1]].tobytes()
+        return raw.decode("utf-8", "surrogatepass")
+
+    def to_list(self) -> list[str]:
+        """All texts."""
+        raw, ends = self.data.tobytes(), self.offsets.tolist()
+        return [
+            raw[start:end].decode("utf-8", "surrogatepass")
+            for start, end in zip(ends[:-1], ends[1:], strict=True)
+        ]
+
+    def check(self, what: str, count: int) -> None:
+        """Refuse offsets that do not cover the buffer with `count` texts in order."""
+        _check_array(what, self.offsets, np.int64, (count + 1,))
+        _check_array(what, self.data, np.uint8, (len(self.data),))
+        if (
+            self.offsets[0] != 0
+            or self.offsets[-1] != len(self.data)
+            or bool((np.diff(self.offsets) < 0).any())
+        ):
+            raise FormatError(f"index: offsets of {what} do not fit their {len(self.data)} bytes")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardIndex:
+    """Everything that reading a shard needs, except its bytes.
+
+    Arrays are read-only. Byte offsets of blocks count from the start of the shard, those of fields (tar only) from the start
+    of the raw block. A block is a run of rows; blocks follow one another without gaps between `head_size` and the tail.
+
+    Attributes:
+        format: ``tar`` or ``arrow``.
+        compression: Normalised: ``none``, ``zstd:LEVEL``, ``lz4``.
+        schema: Fields of every row.
+        rows: Rows of the shard.
+        block_rows: Nominal rows per block; a block holds at most that many.
+        shard_size: Bytes of the shard.
+        head_size: Bytes before the first block (Arrow: magic and schema).
+        head_sha256: SHA-256 of those bytes.
+        tail_sha256: SHA-256 of the bytes after the last block (tar: end of archive; Arrow: footer).
+        block_offset: uint64 (blocks,).
+        block_size: uint64 (blocks,), stored bytes.
+        block_raw_size: uint64 (blocks,), bytes of memory of a decompressed block.
+        block_start: int64 (blocks + 1,), first row of each block, then `rows`.
+        block_xxh3: uint64 (blocks,), XXH3-64 of the stored bytes.
+        block_sha256: uint8 (blocks, 32), SHA-256 of the stored bytes.
+        key_texts: Keys of all rows.
+        field_offset: uint64 (rows, fields), tar only.
+        field_size: uint64 (rows, fields), tar only: bytes of the member as stored.
+        source_names: Names that `source_id` refers to.
+        source_id: int32 (rows,), -1 for none; absent where no row has a source.
+        source_row: int64 (rows,), row number in the source.
+        original_rows: int64, ascending: rows whose key was rewritten.
+        original_texts: Their original keys.
+        row_stratum: int32 (rows,), -1 for none; only where rare strata are pooled.
+    """
+
+    format: str
+    compression: str
+    schema: Schema
+    rows: int
+    block_rows: int
+    shard_size: int
+    head_size: int
+    head_sha256: str
+    tail_sha256: str
+    block_offset: NDArray[np.uint64]
+    block_size: NDArray[np.uint64]
+    block_raw_size: NDArray[np.uint64]
+    block_start: NDArray[np.int64]
+    block_xxh3: NDArray[np.uint64]
+    block_sha256: NDArray[np.uint8]
+    key_texts: Texts
+    field_offset: NDArray[np.uint64] | None = None
+    field_size: NDArray[np.uint64] | None = None
+    source_names: tuple[str, ...] = ()
+    source_id: NDArray[np.int32] | None = None
+    source_row: NDArray[np.int64] | None = None
+    original_rows: NDArray[np.int64] | None = None
+    original_texts: Texts | None = None
+    row_stratum: NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_blocks(self)
+        _check_rows(self)
+        _check_fields(self)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_offset)
+
+    @property
+    def tail_offset(self) -> int:
+        """Where the bytes after the last block begin."""
+        return int(self.block_offset[-1] + self.block_size[-1]) if self.blocks else self.head_size
+
+    def block_of(self, row: int) -> tuple[int, int]:
+        """(block, row inside it) of a row of the shard.
+
+        Raises:
+            NotFoundError: the shard has no such row.
+        """
+        self._check_row(row)
+        block = int(np.searchsorted(self.block_start, row, side="right")) - 1
+        return block, row - int(self.block_start[block])
+
+    def key(self, row: int) -> str:
+        """Key of a row.
+
+        Raises:
+            NotFoundError: the shard has no such row.
+        """
+        self._check_row(row)
+        return self.key_texts[row]
+
+    def keys(self) -> list[str]:
+        """Keys of all rows, in order."""
+        return self.key_texts.to_list()
+
+    def original_key(self, row: int) -> str:
+        """The source's key of a row: `key(row)` unless it had to be rewritten."""
+        self._check_row(row)
+        if self.original_rows is not None and self.original_texts is not None:
+            place = int(np.searchsorted(self.original_rows, row))
+            if place < len(self.original_rows) and int(self.original_rows[place]) == row:
+                return self.original_texts[place]
+        return self.key_texts[row]
+
+    def source(self, row: int) -> tuple[str, int] | None:
+        """(source name, row number in it), or None where it was not recorded."""
+        self._check_row(row)
+        if self.source_id is None or self.source_row is None or self.source_id[row] < 0:
+            return None
+        return self.source_names[int(self.source_id[row])], int(self.source_row[row])
+
+    def stratum(self, row: int) -> int | None:
+        """Stratum number of a row in a shard with pooled strata, else None."""
+        self._check_row(row)
+        if self.row_stratum is None or self.row_stratum[row] < 0:
+            return None
+        return int(self.row_stratum[row])
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        meta = {
+            **{"version": VERSION, "format": self.format, "compression": self.compression},
+            **{"schema": self.schema.to_json(), "rows": self.rows, "block_rows": self.block_rows},
+            **{"shard_size": self.shard_size, "head_size": self.head_size, "head_sha256": self.head_sha256},
+            **{"tail_sha256": self.tail_sha256, "sources": list(self.source_names)},
+        }
+        columns: dict[str, NDArray[Any] | None] = {
+            **{name: getattr(self, name) for name in _BLOCK_COLUMNS},
+            **{"key_data": self.key_texts.data, "key_offset": self.key_texts.offsets},
+            **{name: getattr(self, name) for name in _OPTIONAL_COLUMNS},
+            "original_data": None if self.original_texts is None else self.original_texts.data,
+            "original_offset": None if self.original_texts is None else self.original_texts.offsets,
+        }
+        return pack_columns(KIND, meta, {name: array for name, array in columns.items() if array is not None})
+
+    def to_bytes(self) -> bytes:
+        """The index as it is stored: the same bytes for the same index."""
+        return self._bytes
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> ShardIndex:
+        """Read an index whose digest has been checked.
+
+        Raises:
+            FormatError: anything that `to_bytes` would not have written.
+        """
+        unpacked = unpack_columns(data, KIND)
+        meta, arrays = unpacked.meta, dict(unpacked.arrays)
+        if set(meta) != _META or meta["version"] != VERSION:
+            raise FormatError(
+                f"index: fields {sorted(meta)!r:.200}, expected {sorted(_META)} of version {VERSION}"
+            )
+        sources = meta["sources"]
+        if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
+            raise FormatError("index: sources are not a list of names")
+        numbers = ("rows", "block_rows", "shard_size", "head_size")
+        texts = ("format", "compression", "head_sha256", "tail_sha256")
+        if any(type(meta[name]) is not int for name in numbers) or any(
+            type(meta[name]) is not str for name in texts
+        ):
+            raise FormatError("index: a number or a text of the header has another type")
+        key_texts = _take_texts(arrays, "key")
+        original_texts = _take_texts(arrays, "original")
+        if key_texts is None or any(name not in arrays for name in _BLOCK_COLUMNS):
+            raise FormatError("index: a column is missing")
+        unknown = set(arrays) - {*_BLOCK_COLUMNS, *_OPTIONAL_COLUMNS}
+        if unknown:
+            raise FormatError(f"index: unknown columns {sorted(unknown)}; a newer shardkit may read it")
+        return cls(
+            schema=Schema.from_json(meta["schema"]),
+            source_names=tuple(sources),
+            key_texts=key_texts,
+            original_texts=original_texts,
+            **{name: meta[name] for name in (*numbers, *texts)},
+            **arrays,
+        )
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.rows:
+            raise NotFoundError(f"row {row}: the shard has rows 0 to {self.rows - 1}")
+
+
+_BLOCK_COLUMNS = ("block_offset", "block_size", "block_raw_size", "block_start", "block_xxh3", "block_sha256")
+_OPTIONAL_COLUMNS = ("field_offset", "field_size", "source_id", "source_row", "original_rows", "row_stratum")
+
+
+def block_starts(segment_rows: Sequence[int], block_rows: int) -> NDArray[np.int64]:
+    """First row of each block, then the number of rows, where blocks restart at segment borders.
+
+    Args:
+        segment_rows: Rows of each segment, in the order of the shard.
+        block_rows: Rows of a full block.
+    """
+    starts = [0]
+    for rows in segment_rows:
+        begin = starts[-1]
+        starts.extend(range(begin + block_rows, begin + rows, block_rows))
+        if rows:
+            starts.append(begin + rows)
+    return np.array(starts, np.int64)
+
+
+def _take_texts(arrays: dict[str, NDArray[Any]], name: str) -> Texts | None:
+    data, offsets = arrays.pop(f"{name}_data", None), arrays.pop(f"{name}_offset", None)
+    if (data is None) != (offsets is None):
+        raise FormatError(f"index: column {name}_data or {name}_offset is missing")
+    return None if data is None or offsets is None else Texts(data, offsets)
+
+
+def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tuple[int, ...]) -> None:
+    if array is None or array.dtype != np.dtype(dtype) or array.shape != shape:
+        got = "nothing" if array is None else f"{array.dtype.name}{list(array.shape)}"
+        raise FormatError(f"index: column {name} is {got}, expected {np.dtype(dtype).name}{list(shape)}")
+
+
+def _check_numbers(index: ShardIndex) -> None:
+    try:
+        extension(index.format, index.compression)
+        normal = normalise_compression(index.compression)
+    except SchemaError as error:
+        raise FormatError(f"index: {error}") from None
+    if normal != index.compression:
+        raise FormatError(f"index: compression {index.compression!r}, expected {normal!r}")
+    if index.rows < 0 or index.block_rows < 1 or not 0 <= index.head_size <= index.shard_size < 2**63:
+        raise FormatError(
+            f"index: {index.rows} rows in blocks of {index.block_rows}, head {index.head_size} of {index.shard_size} bytes"
+        )
+    for digest in (index.head_sha256, index.tail_sha256):
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise FormatError(f"index: {digest!r:.80} is no SHA-256")
+
+
+def _check_blocks(index: ShardIndex) -> None:
+    blocks = index.block_offset.size
+    for name in ("block_offset", "block_size", "block_raw_size", "block_xxh3"):
+        _check_array(name, getattr(index, name), np.uint64, (blocks,))
+    _check_array("block_start", index.block_start, np.int64, (blocks + 1,))
+    _check_array("block_sha256", index.block_sha256, np.uint8, (blocks, 32))
+    steps = np.diff(index.block_start)
+    if index.block_start[0] != 0 or index.block_start[-1] != index.rows:
+        raise FormatError(f"index: blocks do not cover rows 0 to {index.rows}")
+    if blocks and not 1 <= int(steps.min()) <= int(steps.max()) <= index.block_rows:
+        raise FormatError(
+            f"index: a block holds {int(steps.min())} or {int(steps.max())} rows, not 1 to {index.block_rows}"
+        )
+    sizes = [*index.block_size.tolist(), *index.block_raw_size.tolist()]
+    if sizes and not 1 <= min(sizes) <= max(sizes) <= MAX_BLOCK_BYTES:
+        raise FormatError(
+            f"index: a block of {min(sizes)} or {max(sizes)} bytes, expected 1 to {MAX_BLOCK_BYTES}"
+        )
+    ends = index.head_size + np.cumsum(index.block_size, dtype=np.uint64)
+    begins = ends - index.block_size
+    if not np.array_equal(begins, index.block_offset) or (blocks and int(ends[-1]) > index.shard_size):
+        raise FormatError("index: blocks do not follow one another inside the shard")
+
+
+def _check_rows(index: ShardIndex) -> None:
+    rows = index.rows
+    index.key_texts.check("keys", rows)
+    lengths = np.diff(index.key_texts.offsets)
+    if rows and (
+        int(lengths.min()) < 1 or int(lengths.max()) > 80 or not _KEY_BYTES[index.key_texts.data].all()
+    ):
+        raise FormatError("index: a key is not 1 to 80 of A-Z a-z 0-9 _ -")
+    if (index.source_id is None) != (index.source_row is None) or (index.source_id is None) != (
+        not index.source_names
+    ):
+        raise FormatError("index: sources need source_id, source_row and names, or none of them")
+    if index.source_id is not None:
+        _check_array("source_id", index.source_id, np.int32, (rows,))
+        _check_array("source_row", index.source_row, np.int64, (rows,))
+        if rows and not -1 <= int(index.source_id.min()) <= int(index.source_id.max()) < len(
+            index.source_names
+        ):
+            raise FormatError("index: source_id names a source that is not listed")
+    if index.row_stratum is not None:
+        _check_array("row_stratum", index.row_stratum, np.int32, (rows,))
+    if (index.original_rows is None) != (index.original_texts is None):
+        raise FormatError("index: original keys need rows and texts")
+    if index.original_rows is not None:
+        count = index.original_rows.size
+        _check_array("original_rows", index.original_rows, np.int64, (count,))
+        cast(Texts, index.original_texts).check("original keys", count)
+        inside = count == 0 or 0 <= int(index.original_rows[0]) <= int(index.original_rows[-1]) < rows
+        if not inside or bool((np.diff(index.original_rows) <= 0).any()):
+            raise FormatError("index: rows of original keys are not ascending rows of the shard")
+
+
+def _check_fields(index: ShardIndex) -> None:
+    if index.format != "tar":
+        if index.field_offset is not None or index.field_size is not None:
+            raise FormatError("index: an arrow shard has no field offsets")
+        return
+    shape = (index.rows, len(index.schema))
+    _check_array("field_offset", index.field_offset, np.uint64, shape)
+    _check_array("field_size", index.field_size, np.uint64, shape)
+    offset, size = cast(NDArray[np.uint64], index.field_offset), cast(NDArray[np.uint64], index.field_size)
+    raw = np.repeat(index.block_raw_size, np.diff(index.block_start))[:, None]
+    # Compared by subtraction: a sum of hostile offsets could wrap around.
+    if bool((offset > raw).any()) or bool((size > raw - np.minimum(offset, raw)).any()):
+        raise FormatError("index: a field lies outside its block")
+
+
+_KEY_BYTES = np.zeros(256, bool)
+_KEY_BYTES[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")] = True

@@ -1,0 +1,209 @@
+"""Blocks of the `tar` format: consecutive ustar members, `key.field.extension`, in schema order (SPEC.md §3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError
+from .block import Column, FixedColumn, VariableColumn, check_text
+from .compression import compress_frame, zstd_level
+from .media import member_extension
+from .npy import RAGGED_HEADER_BYTES, npy_header
+from .rows import Row
+from .schema import FieldType, Schema
+from .ustar import BLOCK, TRAILER, member_header, padded
+
+__all__ = ["TarEncoder", "member_bytes", "tar_column"]
+
+_PADDING = tuple(bytes(size) for size in range(BLOCK))
+_MAX_DIGITS = 20  # of a 64-bit integer, sign included
+
+
+class TarEncoder:
+    """Rows to stored tar blocks."""
+
+    def __init__(self, schema: Schema, compression: str) -> None:
+        self._fields = [(f".{name}.", kind) for name, kind in schema.items()]
+        self._level = zstd_level(compression)
+
+    def head(self) -> bytes:
+        """Nothing precedes the first block."""
+        return b""
+
+    def encode(
+        self, rows: Sequence[Row]
+    ) -> tuple[bytes, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
+        """Stored bytes of a block, its raw size, and offsets and sizes of its fields in the raw block."""
+        parts: list[bytes] = []
+        offsets: list[int] = []
+        sizes: list[int] = []
+        position = 0
+        for row in rows:
+            for (dotted, kind), payload in zip(self._fields, row.payloads, strict=True):
+                prefix, content = _member_parts(kind, payload)
+                size = len(prefix) + len(content)
+                name = f"{row.key}{dotted}{member_extension(kind, payload)}"
+                parts += (member_header(name.encode(), size), prefix, content, _PADDING[-size % BLOCK])
+                offsets.append(position + BLOCK)
+                sizes.append(size)
+                position += BLOCK + padded(size)
+        raw = b"".join(parts)
+        stored = raw if self._level is None else compress_frame(raw, self._level)
+        shape = (len(rows), len(self._fields))
+        return (
+            stored,
+            position,
+            np.array(offsets, np.uint64).reshape(shape),
+            np.array(sizes, np.uint64).reshape(shape),
+        )
+
+    def tail(self) -> bytes:
+        """The two zero blocks that end an archive, in a frame of their own where blocks are compressed."""
+        return TRAILER if self._level is None else compress_frame(TRAILER, self._level)
+
+
+def _member_parts(kind: FieldType, payload: bytes) -> tuple[bytes, bytes]:
+    """(prefix, content) whose concatenation is the member of a canonical payload."""
+    if kind.kind in ("bytes", "str", "json"):
+        return b"", payload
+    dtype = kind.numpy_dtype
+    if kind.kind == "scalar" and dtype.kind in "biu":
+        value = int.from_bytes(payload, "little", signed=dtype.kind == "i")
+        return b"", b"%d" % value
+    return npy_header(kind, len(payload) // dtype.itemsize), payload
+
+
+def member_bytes(kind: FieldType, payload_bytes: int) -> int:
+    """Bytes of the tar member, header and padding included, of a payload of so many bytes."""
+    if kind.kind == "scalar" and kind.numpy_dtype.kind in "biu":
+        return 2 * BLOCK
+    is_array = kind.kind in ("scalar", "array", "ragged")
+    return BLOCK + padded(payload_bytes + (len(npy_header(kind)) if is_array else 0))
+
+
+def tar_column(
+    data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64], kind: FieldType, name: str
+) -> Column:
+    """One field of a raw block from the members that hold it; views of `data` where the layout allows.
+
+    Args:
+        data: The raw block, uint8.
+        starts: Where each row's member content begins in it; inside it with its size (`ShardIndex` has checked).
+        sizes: Bytes of each member.
+        kind: The field's type.
+        name: The field's name, for messages.
+
+    Raises:
+        FormatError: a member is not what shardkit writes for `kind`.
+    """
+    if kind.kind in ("bytes", "str", "json"):
+        if kind.kind == "str":
+            check_text(data, starts, starts + sizes, name)
+        return VariableColumn(data, starts, starts + sizes, kind)
+    dtype = kind.numpy_dtype
+    if kind.kind == "scalar" and dtype.kind in "biu":
+        return FixedColumn(_parse_integers(data, starts, sizes, dtype, name))
+    header_bytes = RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
+    lengths = sizes - header_bytes
+    wrong = (
+        lengths != kind.item_bytes
+        if kind.item_bytes is not None
+        else (lengths < 0) | (lengths % dtype.itemsize != 0)
+    )
+    _refuse_rows(wrong, name, f"member size does not fit {kind}")
+    _check_headers(data, starts, lengths // dtype.itemsize, kind, name)
+    starts = starts + header_bytes
+    if kind.kind == "ragged":
+        column = VariableColumn(data, starts, starts + lengths, kind)
+        if dtype.kind == "b":
+            for row, (start, end) in enumerate(
+                zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+            ):
+                if bool((data[start:end] > 1).any()):
+                    raise FormatError(f"field {name!r}, row {row} of the block: a bool is neither 0 nor 1")
+        return column
+    values = _gather(data, starts, kind)
+    if dtype.kind == "b" and bool((values.view(np.uint8) > 1).any()):
+        raise FormatError(f"field {name!r}: a bool is neither 0 nor 1")
+    return FixedColumn(values)
+
+
+def _refuse_rows(wrong: NDArray[np.bool_], name: str, why: str) -> None:
+    if bool(wrong.any()):
+        raise FormatError(f"field {name!r}, row {int(np.argmax(wrong))} of the block: {why}")
+
+
+def _windows(data: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """Every run of `size` bytes of `data`, as overlapping rows: indexing it copies whole runs."""
+    return np.lib.stride_tricks.as_strided(data, (len(data) - size + 1, size), (1, 1), writeable=False)
+
+
+def _check_headers(
+    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], kind: FieldType, name: str
+) -> None:
+    """Each npy header is the very one that its type and length call for; so none needs to be interpreted."""
+    if kind.kind == "ragged":
+        distinct, which = np.unique(lengths, return_inverse=True)
+        headers = b"".join([npy_header(kind, length) for length in distinct.tolist()])
+        expected = np.frombuffer(headers, np.uint8).reshape(len(distinct), -1)[which]
+    else:
+        expected = np.frombuffer(npy_header(kind), np.uint8)[None, :]
+    found = _windows(data, expected.shape[1])[starts]
+    _refuse_rows((found != expected).any(axis=1), name, f"npy header is not that of {kind}")
+
+
+def _gather(data: NDArray[np.uint8], starts: NDArray[np.int64], kind: FieldType) -> NDArray[Any]:
+    """Items of one size as (rows, *shape): a strided view where they lie at a constant pitch, else one copy."""
+    size, dtype = int(kind.item_bytes or 0), kind.numpy_dtype
+    pitches = np.diff(starts)
+    if len(starts) == 1 or bool((pitches == pitches[0]).all() and pitches[0] >= 0):
+        inner = np.empty(kind.shape, dtype).strides
+        pitch = int(pitches[0]) if len(pitches) else size
+        values: NDArray[Any] = np.ndarray(
+            (len(starts), *kind.shape), dtype, buffer=data, offset=int(starts[0]), strides=(pitch, *inner)
+        )
+    else:
+        values = _windows(data, size)[starts].view(dtype).reshape(len(starts), *kind.shape)
+    values.flags.writeable = False
+    return values
+
+
+def _parse_integers(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    dtype: np.dtype[Any],
+    name: str,
+) -> NDArray[Any]:
+    """Canonical decimals of all rows at once, by Horner's rule in uint64 over right-aligned digits."""
+    _refuse_rows((sizes < 1) | (sizes > _MAX_DIGITS), name, "expected a decimal of 1 to 20 characters")
+    width = int(sizes.max())
+    places = (starts + sizes)[:, None] + np.arange(-width, 0)
+    digits = data[np.maximum(places, 0)] - np.uint8(ord("0"))
+    negative = data[starts] == ord("-")
+    used = sizes - negative
+    present = np.arange(-width, 0) >= -used[:, None]
+    first = data[starts + np.where(sizes > 1, negative, 0)]
+    bad = (used < 1) | ((digits > 9) & present).any(axis=1)
+    bad |= (first == ord("0")) & (sizes > 1)  # leading zeros and "-0"
+    digits = np.where(present, digits, 0).astype(np.uint64)
+    high = np.zeros(len(starts), np.uint64)
+    for place in range(width - 1):
+        high = high * np.uint64(10) + digits[:, place]
+    last = digits[:, -1]
+    limit = np.uint64(2**64 - 1)
+    bad |= (high > limit // np.uint64(10)) | (
+        (high == limit // np.uint64(10)) & (last > limit % np.uint64(10))
+    )
+    magnitude = high * np.uint64(10) + last
+    top = 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
+    bottom = -int(np.iinfo(dtype).min) if dtype.kind == "i" else 0
+    bad |= magnitude > np.where(negative, np.uint64(bottom), np.uint64(top))
+    _refuse_rows(bad, name, f"no canonical decimal of {dtype.name}")
+    values = np.where(negative, np.uint64(0) - magnitude, magnitude).astype(dtype)
+    values.flags.writeable = False
+    return values
