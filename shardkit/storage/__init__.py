@@ -1,1 +1,55 @@
-"""shardkit.storage."""
+"""Where datasets lie: stores of immutable objects, and the log of commits that names versions.
+
+::
+
+    store.py            the one protocol that every store implements
+    local.py            a store in a directory: crash-safe publishing, no links followed
+    temporaries.py      files still being written, and the sweep of those whose writer is dead
+    file_operations.py  every system call on a store's files, in one place
+    os_errors.py        what the operating system's errors mean and what to do next
+    objects.py          content-addressed names
+    object_access.py    putting and getting objects, verified both ways
+    identity.py         shardkit.json
+    log.py              log entries and their chain
+    changes.py          what a commit asks for, applied to a head
+    repository.py       objects and commits below one root
+    catalog.py          putting and loading versions: manifest, pages, selections
+    row_map.py          where samples lie: sample number → shard, row, block
+    blocks.py           verified blocks of a dataset
+    urls.py             from what a user types to a store
+
+SPEC.md says the layout, the order of writes, and what is promised when.
+"""
+
+from shardkit.storage.blocks import BlockReader
+from shardkit.storage.catalog import Part, Version, load_manifest, load_selection, put_manifest, put_selection
+from shardkit.storage.local import LocalStore
+from shardkit.storage.log import LogEntry
+from shardkit.storage.objects import Descriptor, object_name, parse_object_name
+from shardkit.storage.repository import DEFAULT_REF, Repository
+from shardkit.storage.row_map import RowMap
+from shardkit.storage.store import ObjectStat, Stage, Store
+from shardkit.storage.urls import open_store, parse_dataset_url
+
+__all__ = [
+    "DEFAULT_REF",
+    "BlockReader",
+    "Descriptor",
+    "LocalStore",
+    "LogEntry",
+    "ObjectStat",
+    "Part",
+    "Repository",
+    "RowMap",
+    "Stage",
+    "Store",
+    "Version",
+    "load_manifest",
+    "load_selection",
+    "object_name",
+    "open_store",
+    "parse_dataset_url",
+    "parse_object_name",
+    "put_manifest",
+    "put_selection",
+]

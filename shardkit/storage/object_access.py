@@ -83,12 +83,12 @@ class ObjectAccess:
             stage.publish(descriptor.name, replace=True)
         return descriptor
 
-    def get(self, digest: str, extension: str, size: int | None) -> bytes:
+    def get(self, digest: str, extension: str, size: int | None, max_bytes: int) -> bytes:
         """The bytes, after size and SHA-256 have been compared."""
         name = object_name(digest, extension)
         if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
             raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
-        data = self._store.get(name, max_bytes=MAX_OBJECT_BYTES if size is None else size)
+        data = self._store.get(name, max_bytes=max_bytes if size is None else size)
         if size is not None and len(data) != size:
             self._refuse(name, f"{len(data)} bytes, expected {size}")
         found = sha256_digest(data)

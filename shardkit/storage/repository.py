@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import difflib
 import importlib.metadata
 import os
@@ -37,7 +37,7 @@ from shardkit.storage.log import (
     entry_name,
     entry_number,
 )
-from shardkit.storage.object_access import ObjectAccess, ObjectStage
+from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.storage.objects import Descriptor, object_name
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
@@ -128,20 +128,22 @@ class Repository:
         with self._objects.stage(extension) as stage:
             yield stage
 
-    def get_object(self, digest: str, extension: str, size: int | None = None) -> bytes:
+    def get_object(
+        self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
+    ) -> bytes:
         """The bytes of an object, verified.
 
         Args:
             digest: ``sha256:<hex>``.
             extension: One of `shardkit.storage.objects.EXTENSIONS`.
-            size: Bytes it must have; compared before anything is read. Without it the store's word is taken for the
-                size, so give it wherever it is known.
+            size: Bytes it must have, compared before anything is read; give it wherever it is known.
+            max_bytes: The most that is read where the size is not known.
 
         Raises:
             NotFoundError: The object is not there.
             IntegrityError: Its size or SHA-256 is another.
         """
-        return self._objects.get(digest, extension, size)
+        return self._objects.get(digest, extension, size, max_bytes)
 
     # Log
 
@@ -261,7 +263,7 @@ class Repository:
             repository=self.id,
             previous=sha256_digest(head.to_bytes() if head else self._identity.to_bytes()),
             txn=txn,
-            time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            time=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             author=author,
             message=message,
             refs=refs,

@@ -1,0 +1,270 @@
+"""The root of a manifest: one version of a dataset, small, canonical, and named by the SHA-256 of its bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from shardkit.errors import FormatError, UsageError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import sha256_digest
+from shardkit.formats.schema import Schema
+from shardkit.manifest.json_fields import DIGEST, Fields, read_document
+from shardkit.manifest.root_checks import check_totals
+
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "MAX_SHARDS",
+    "MIXED",
+    "POOL",
+    "SHARDS_PER_PAGE",
+    "Manifest",
+    "PageRef",
+    "Stratum",
+]
+
+MAX_MANIFEST_BYTES: Final = 64 * 2**20
+SHARDS_PER_PAGE: Final = 4_096
+MAX_SHARDS: Final = 2**26
+"""16 PiB of 256 MiB shards; the columns of a table of this size still fit the memory of one machine."""
+MAX_SEGMENTS_PER_PAGE: Final = 2**24
+POOL: Final = "*pool*"
+"""Value of the stratum that stands for the rows of all strata too rare to be spread."""
+MIXED: Final = "mixed"
+"""Format or compression of a merged manifest whose parts differ in it."""
+
+_FORMAT: Final = "shardkit-manifest/1"
+_MAX_STRATA: Final = 2**20
+_MAX_PARTS: Final = 4_096
+_FEATURES: Final[tuple[str, ...]] = ()
+_SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
+_COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
+_PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_KEYS: Final = (
+    "axes",
+    "build",
+    "classes",
+    "compression",
+    "features",
+    "pages",
+    "parent",
+    "parts",
+    "raw_bytes",
+    "rows",
+    "schema",
+    "selected",
+    "shard_format",
+    "shards",
+    "sources",
+    "stored_bytes",
+    "strata",
+)
+_STRATUM_KEYS: Final = ("values", "rows", "selected", "pooled", "in_pool")
+_PAGE_KEYS: Final = ("digest", "size", "shards", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Stratum:
+    """A value (or tuple of values) by which batches are balanced, and how many rows have it."""
+
+    values: tuple[str, ...]
+    """One per axis, as text; empty where the dataset is not stratified."""
+    rows: int
+    selected: int
+    pooled: bool = False
+    """It is a pool: its segments hold the rows of the strata marked `in_pool`."""
+    in_pool: bool = False
+    """It has no segments of its own: its rows lie in the pool's."""
+
+    @property
+    def name(self) -> str:
+        """The values joined by ``/`` (a ``/`` or ``%`` in a value is percent-encoded); ``all`` without axes."""
+        return "/".join(value.replace("%", "%25").replace("/", "%2F") for value in self.values) or "all"
+
+
+@dataclass(frozen=True, slots=True)
+class PageRef:
+    """A page of the shard table: what is needed to fetch it and know it."""
+
+    digest: str
+    size: int
+    """Bytes of the page object."""
+    shards: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One immutable version of a dataset.
+
+    No URL, host, time, credential or library version is in it: the same samples and settings give the same bytes,
+    and so the same `id`, wherever and with however many jobs they were built.
+    """
+
+    schema: Schema
+    format: str
+    """``tar`` or ``arrow``; ``mixed`` where merged parts differ."""
+    compression: str
+    axes: tuple[str, ...]
+    """What the strata are made of, one name per value; a merged dataset's first axis is ``part``."""
+    strata: tuple[Stratum, ...]
+    """Index in this tuple = the number by which segments name their stratum."""
+    shards: int
+    rows: int
+    selected: int
+    raw_bytes: int
+    stored_bytes: int
+    pages: tuple[PageRef, ...]
+    classes: tuple[str, ...] = ()
+    """Names of folder classes: ``classes[label]``."""
+    sources: str | None = None
+    """Digest of the object that lists what was imported."""
+    build: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that decided the bytes: JSON of strings and integers."""
+    parent: str | None = None
+    """Id of the version this one was made from."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """(name, manifest id) of the parts of a merged dataset, which then has no pages of its own."""
+    features: tuple[str, ...] = ()
+    """What a reader must know to read this; unknown ones are refused."""
+
+    def __post_init__(self) -> None:
+        check_totals(self)
+
+    @cached_property
+    def id(self) -> str:
+        """``sha256:<hex>`` of the bytes."""
+        return sha256_digest(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: one content, one text.
+
+        Raises:
+            UsageError: The build settings hold a URL or something other than JSON of strings and integers.
+        """
+        _refuse_urls(self.build, "build")
+        return dumps(
+            {
+                "format": _FORMAT,
+                "schema": self.schema.to_json(),
+                "shard_format": self.format,
+                "compression": self.compression,
+                "axes": list(self.axes),
+                "strata": [
+                    {
+                        "values": list(stratum.values),
+                        "rows": stratum.rows,
+                        "selected": stratum.selected,
+                        "pooled": stratum.pooled,
+                        "in_pool": stratum.in_pool,
+                    }
+                    for stratum in self.strata
+                ],
+                "classes": list(self.classes),
+                "shards": self.shards,
+                "rows": self.rows,
+                "selected": self.selected,
+                "raw_bytes": self.raw_bytes,
+                "stored_bytes": self.stored_bytes,
+                "pages": [
+                    {"digest": page.digest, "size": page.size, "shards": page.shards, "rows": page.rows}
+                    for page in self.pages
+                ],
+                "sources": self.sources,
+                "build": dict(self.build),
+                "parent": self.parent,
+                "parts": [list(part) for part in self.parts],
+                "features": list(self.features),
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read bytes whose digest has been checked.
+
+        Raises:
+            FormatError: Not a manifest that this version writes, or one that contradicts itself.
+        """
+        where = f"manifest {sha256_digest(data)}"
+        fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES)
+        try:
+            return cls(
+                schema=Schema.from_json(fields.items("schema", maximum=10_000)),
+                format=fields.text("shard_format", pattern=_SHARD_FORMAT),
+                compression=fields.text("compression", pattern=_COMPRESSION),
+                axes=fields.texts("axes", maximum=16, longest=200),
+                strata=_strata(fields),
+                classes=fields.texts("classes", maximum=_MAX_STRATA),
+                shards=fields.integer("shards", maximum=MAX_SHARDS),
+                rows=fields.integer("rows"),
+                selected=fields.integer("selected"),
+                raw_bytes=fields.integer("raw_bytes"),
+                stored_bytes=fields.integer("stored_bytes"),
+                pages=_pages(fields),
+                sources=fields.optional_digest("sources"),
+                build=fields.table("build", maximum=1_000),
+                parent=fields.optional_digest("parent"),
+                parts=_parts(fields),
+                features=fields.features(_FEATURES),
+            )
+        except (FormatError, UsageError) as error:
+            raise FormatError(f"{where}: {error}") from error
+
+
+def _strata(fields: Fields) -> tuple[Stratum, ...]:
+    strata: list[Stratum] = []
+    for item in fields.items("strata", maximum=_MAX_STRATA):
+        stratum = Fields(item, f"{fields.where}, stratum {len(strata)},", _STRATUM_KEYS)
+        strata.append(
+            Stratum(
+                values=stratum.texts("values", maximum=32),
+                rows=stratum.integer("rows"),
+                selected=stratum.integer("selected"),
+                pooled=stratum.boolean("pooled"),
+                in_pool=stratum.boolean("in_pool"),
+            )
+        )
+    return tuple(strata)
+
+
+def _pages(fields: Fields) -> tuple[PageRef, ...]:
+    pages: list[PageRef] = []
+    for item in fields.items("pages", maximum=MAX_SHARDS):
+        page = Fields(item, f"{fields.where}, page {len(pages)},", _PAGE_KEYS)
+        pages.append(
+            PageRef(
+                digest=page.digest("digest"),
+                size=page.integer("size", minimum=1, maximum=2**32),
+                shards=page.integer("shards", minimum=1, maximum=SHARDS_PER_PAGE),
+                rows=page.integer("rows"),
+            )
+        )
+    return tuple(pages)
+
+
+def _parts(fields: Fields) -> tuple[tuple[str, str], ...]:
+    parts: list[tuple[str, str]] = []
+    for item in fields.items("parts", maximum=_MAX_PARTS):
+        match item:
+            case [str(name), str(manifest)] if _PART_NAME.fullmatch(name) and DIGEST.fullmatch(manifest):
+                parts.append((name, manifest))
+            case _:
+                fields.refuse(f"has the part {str(item)[:100]}, expected [name, manifest id]")
+    return tuple(parts)
+
+
+def _refuse_urls(value: object, where: str) -> None:
+    """A URL may hold a host or a credential, and neither belongs into what is shared and never changes."""
+    if isinstance(value, str) and "://" in value:
+        raise UsageError(
+            f"manifest setting {where} holds a URL: expected settings only; name the source without it"
+        )
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _refuse_urls(item, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_urls(item, where)

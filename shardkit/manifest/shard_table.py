@@ -1,0 +1,210 @@
+"""What a manifest knows of its shards: numpy columns, never a Python object per shard or segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError, UsageError
+from shardkit.formats.digest import format_digest, parse_digest
+from shardkit.manifest.table_checks import check_table
+
+__all__ = ["SEGMENT_COLUMNS", "SHARD_COLUMNS", "ShardRecord", "ShardTable"]
+
+SHARD_COLUMNS: Final[dict[str, type[Any]]] = {
+    "digest": np.uint8,
+    "size": np.int64,
+    "index_digest": np.uint8,
+    "index_size": np.int64,
+    "rows": np.int64,
+    "selected": np.int64,
+    "block_rows": np.int64,
+    "largest_block": np.int64,
+    "raw_bytes": np.int64,
+    "selection_digest": np.uint8,
+}
+"""Columns with one entry per shard; digests are (shards, 32) uint8."""
+
+SEGMENT_COLUMNS: Final[dict[str, type[Any]]] = {
+    "segment_shard": np.int32,
+    "segment_stratum": np.int32,
+    "segment_rows": np.int64,
+    "segment_selected": np.int64,
+}
+"""Columns with one entry per segment, in shard order, then row order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One shard as its writer describes it: an input of `ShardTable.from_records`."""
+
+    digest: str
+    size: int
+    index_digest: str
+    index_size: int
+    block_rows: int
+    largest_block: int
+    raw_bytes: int
+    segment_stratum: Sequence[int] | NDArray[np.int32]
+    segment_rows: Sequence[int] | NDArray[np.int64]
+    """Rows of each run of one stratum, in row order; they add up to the shard's rows."""
+    segment_selected: Sequence[int] | NDArray[np.int64] | None = None
+    """Selected rows of each segment, None where all are."""
+    selection_digest: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """Columns over the shards of a dataset and over their segments; read-only.
+
+    `segment_shard` refers to the shards of this table; `segment_stratum` to `Manifest.strata`.
+    """
+
+    digest: NDArray[np.uint8]  # (shards, 32): SHA-256 of the shard
+    size: NDArray[np.int64]  # bytes as stored
+    index_digest: NDArray[np.uint8]  # (shards, 32)
+    index_size: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    selected: NDArray[np.int64]
+    block_rows: NDArray[np.int64]  # nominal rows per block
+    largest_block: NDArray[np.int64]  # raw bytes of the largest block: memory is budgeted by it
+    raw_bytes: NDArray[np.int64]
+    selection_digest: NDArray[np.uint8]  # (shards, 32): zeros where all rows are selected
+    segment_shard: NDArray[np.int32]  # ascending
+    segment_stratum: NDArray[np.int32]
+    segment_rows: NDArray[np.int64]
+    segment_selected: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for name, dtype in (SHARD_COLUMNS | SEGMENT_COLUMNS).items():
+            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            if column.flags.writeable:
+                column = column.view()
+                column.flags.writeable = False
+            object.__setattr__(self, name, column)
+        check_table(self)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def segment_starts(self) -> NDArray[np.int64]:
+        """(shards + 1,) first segment of each shard."""
+        return np.searchsorted(self.segment_shard, np.arange(len(self) + 1)).astype(np.int64)
+
+    @cached_property
+    def has_selection(self) -> NDArray[np.bool_]:
+        """(shards,) whether only some rows of the shard are selected."""
+        return np.asarray(self.selection_digest.any(axis=1))
+
+    def digest_text(self, shard: int) -> str:
+        """``sha256:<hex>`` of a shard."""
+        return format_digest(self.digest[shard].tobytes())
+
+    def index_digest_text(self, shard: int) -> str:
+        """``sha256:<hex>`` of a shard's index."""
+        return format_digest(self.index_digest[shard].tobytes())
+
+    def selection_digest_text(self, shard: int) -> str | None:
+        """``sha256:<hex>`` of a shard's selection, None where all rows are selected."""
+        return format_digest(self.selection_digest[shard].tobytes()) if self.has_selection[shard] else None
+
+    def slice(self, start: int, stop: int) -> ShardTable:
+        """The shards ``start … stop - 1``, as views."""
+        first, last = self.segment_starts[start], self.segment_starts[stop]
+        columns = {name: getattr(self, name)[start:stop] for name in SHARD_COLUMNS}
+        segments = {name: getattr(self, name)[first:last] for name in SEGMENT_COLUMNS}
+        segments["segment_shard"] = segments["segment_shard"] - np.int32(start)
+        return ShardTable(**columns, **segments)
+
+    def take(self, shards: NDArray[np.int64] | Sequence[int]) -> ShardTable:
+        """The named shards, in the order given."""
+        wanted = np.asarray(shards, dtype=np.int64)
+        starts = self.segment_starts
+        counts = starts[wanted + 1] - starts[wanted]
+        shard = np.repeat(np.arange(len(wanted)), counts)
+        before = np.cumsum(counts) - counts
+        segment = np.arange(len(shard)) - before[shard] + starts[wanted][shard]
+        columns = {name: getattr(self, name)[wanted] for name in SHARD_COLUMNS}
+        segments = {name: getattr(self, name)[segment] for name in SEGMENT_COLUMNS}
+        return ShardTable(**columns, **{**segments, "segment_shard": shard.astype(np.int32)})
+
+    @classmethod
+    def concatenate(
+        cls, tables: Sequence[ShardTable], *, stratum_offsets: Sequence[int] | None = None
+    ) -> ShardTable:
+        """Tables one after the other.
+
+        Args:
+            tables: In the order of the shards.
+            stratum_offsets: Added to the stratum numbers of each table: for parts that bring their own strata.
+        """
+        if not tables:
+            return cls.from_records([])
+        columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in SHARD_COLUMNS}
+        segments = {
+            name: np.concatenate([getattr(table, name) for table in tables]) for name in SEGMENT_COLUMNS
+        }
+        before = np.cumsum([0, *(len(table) for table in tables)])[:-1]
+        lengths = [len(table.segment_shard) for table in tables]
+        segments["segment_shard"] = segments["segment_shard"] + np.repeat(before, lengths).astype(np.int32)
+        if stratum_offsets is not None:
+            offsets = np.repeat(np.asarray(stratum_offsets, dtype=np.int32), lengths)
+            segments["segment_stratum"] = segments["segment_stratum"] + offsets
+        return cls(**columns, **segments)
+
+    @classmethod
+    def from_records(cls, records: Iterable[ShardRecord]) -> ShardTable:
+        """A table of shards that have just been written, in manifest order."""
+        held = list(records)
+        lengths = [len(record.segment_rows) for record in held]
+        selected = [_selected(record) for record in held]
+        return cls(
+            digest=_digests([record.digest for record in held]),
+            size=_column([record.size for record in held]),
+            index_digest=_digests([record.index_digest for record in held]),
+            index_size=_column([record.index_size for record in held]),
+            rows=_column([int(np.sum(record.segment_rows)) for record in held]),
+            selected=_column([int(np.sum(counts)) for counts in selected]),
+            block_rows=_column([record.block_rows for record in held]),
+            largest_block=_column([record.largest_block for record in held]),
+            raw_bytes=_column([record.raw_bytes for record in held]),
+            selection_digest=_digests([record.selection_digest for record in held]),
+            segment_shard=np.repeat(np.arange(len(held), dtype=np.int32), lengths),
+            segment_stratum=_joined([record.segment_stratum for record in held], np.int32),
+            segment_rows=_joined([record.segment_rows for record in held], np.int64),
+            segment_selected=_joined(selected, np.int64),
+        )
+
+    def replace(self, **columns: NDArray[Any]) -> ShardTable:
+        """A table with some columns exchanged."""
+        return ShardTable(
+            **{item.name: columns.get(item.name, getattr(self, item.name)) for item in fields(self)}
+        )
+
+
+def _selected(record: ShardRecord) -> Sequence[int] | NDArray[np.int64]:
+    if record.segment_selected is None and record.selection_digest is not None:
+        raise UsageError("a shard with a selection needs segment_selected: the selected rows of each segment")
+    return record.segment_rows if record.segment_selected is None else record.segment_selected
+
+
+def _column(values: Sequence[int]) -> NDArray[np.int64]:
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise FormatError(f"a shard's size or count does not fit 63 bits: {error}") from None
+
+
+def _digests(texts: Sequence[str | None]) -> NDArray[np.uint8]:
+    joined = b"".join(bytes(32) if text is None else bytes.fromhex(parse_digest(text)) for text in texts)
+    return np.frombuffer(joined, dtype=np.uint8).reshape(-1, 32)
+
+
+def _joined(lists: Sequence[Sequence[int] | NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+    return np.concatenate([np.asarray(values, dtype=dtype) for values in lists] or [np.zeros(0, dtype)])
