@@ -15,7 +15,9 @@ tar_blocks     blocks of the tar format
 arrow_message  bounds-checked reader of Arrow metadata
 arrow_blocks   blocks of the arrow format
 block          a verified block: columns and samples
+texts          many short texts in one buffer
 index          the sidecar of a shard
+index_checks   what must hold in an index
 writing        the writer of both formats
 reading        verify and decode a block
 """
@@ -24,11 +26,12 @@ from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
 from .digest import format_digest, parse_digest, sha256_digest, xxh3
-from .index import ShardIndex, Texts, block_starts
+from .index import ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .reading import Verify, read_block, verify_block
 from .rows import Row
 from .schema import RESERVED_NAMES, FieldType, Schema
+from .texts import Texts
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
+
 from . import canonical_json
 from .arrow_message import CONTINUATION, FILE_MAGIC, BatchHeader, read_batch_header
 from .block import Column, FixedColumn, VariableColumn
@@ -200,9 +200,9 @@ def _raw_bytes(header: BatchHeader, message: memoryview) -> int:
 
 
 def _aligned(stored: memoryview) -> memoryview:
-    """`stored`, or a copy of it where it does not begin at a multiple of 8 (FlatBuffers and Arrow need that)."""
+    """`stored`, or a copy where it does not begin at a multiple of 8, as FlatBuffers and Arrow need it."""
     array = np.frombuffer(stored, np.uint8)
-    return stored if array.ctypes.data % 8 == 0 else memoryview(array.copy())
+    return stored if array.ctypes.data % 8 == 0 else array.copy().data
 
 
 def decode_batch(
@@ -268,7 +268,7 @@ def _plain_buffers(message: memoryview, header: BatchHeader) -> list[NDArray[np.
 
 
 def _decompressed_buffers(message: memoryview, schema: Schema) -> list[NDArray[np.uint8]]:
-    """Buffers as pyarrow decompresses them: it checks each against its declared length, which has been bounded."""
+    """Buffers as pyarrow decompresses them: it holds each to its declared length, which has been bounded."""
     try:
         batch = pa.ipc.read_record_batch(pa.py_buffer(message), arrow_schema(schema))
         batch.validate(full=True)
@@ -360,8 +360,3 @@ def _check_utf8(data: NDArray[np.uint8], offsets: NDArray[np.int64], name: str) 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     array.flags.writeable = False
     return array
-
-
-def item_counts(kind: FieldType) -> int:
-    """Items of a fixed-size payload."""
-    return prod(kind.shape)

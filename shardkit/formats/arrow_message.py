@@ -1,7 +1,7 @@
 """A bounds-checked reader of the FlatBuffers metadata of Arrow IPC record batches.
 
-It sees the bytes before pyarrow does, so that no length which an author has made up reaches an allocation. Sources:
-FlatBuffers internals (tables, vtables, vectors), Arrow columnar format, Message.fbs, Schema.fbs and File.fbs.
+It sees the bytes before pyarrow does, so that no made-up length reaches an allocation. Sources: FlatBuffers
+internals (tables, vtables, vectors); Arrow columnar format, Message.fbs, Schema.fbs and File.fbs.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def read_batch_header(message: memoryview) -> BatchHeader:
     version, kind, body = root.number(0, "<h"), root.number(1, "<B"), root.number(3, "<q")
     batch = root.table(2)
     if version != _V5 or kind != _RECORD_BATCH or batch is None or not root.absent(4) or not batch.absent(4):
-        raise FormatError(
-            f"arrow message: version {version} kind {kind}, expected a plain record batch of version 5"
-        )
+        raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
     body_offset = 8 + length
     if not 0 <= body <= len(message) - body_offset or body % 8:
         raise FormatError(f"arrow message: body of {body} bytes in a message of {len(message)}")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
+
 from .schema import FieldType, Schema
 
 __all__ = ["Block", "Column", "FixedColumn", "VariableColumn"]
@@ -19,23 +20,24 @@ __all__ = ["Block", "Column", "FixedColumn", "VariableColumn"]
 class FixedColumn:
     """A field whose payloads have one size.
 
-    `values` is (rows, *shape) in the field's little-endian dtype; read-only, perhaps strided and unaligned, perhaps a view
-    of the stored block: copy before keeping it.
+    `values` is (rows, *shape) in the field's little-endian dtype; read-only, perhaps strided and unaligned,
+    perhaps a view of the stored block: copy before keeping it.
     """
 
     values: NDArray[Any]
 
     def payload(self, row: int) -> bytes:
         """Canonical payload of one row."""
-        return self.values[row].tobytes()
+        payload: bytes = self.values[row].tobytes()
+        return payload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VariableColumn:
     """A field whose payloads vary: that of row i is ``data[starts[i]:ends[i]]``.
 
-    `data` is uint8 and read-only, perhaps a view of the stored block; `starts` and `ends` are (rows,) int64. Text has been
-    checked to be UTF-8; JSON has not been parsed.
+    `data` is uint8 and read-only, perhaps a view of the stored block; `starts` and `ends` are (rows,) int64.
+    Text has been checked to be UTF-8; JSON has not been parsed.
     """
 
     data: NDArray[np.uint8]
@@ -57,8 +59,8 @@ class Block:
     Attributes:
         schema: Fields, in order.
         rows: Number of rows.
-        nbytes: Bytes of memory that the block keeps alive: stored bytes where columns are views of them, and what was
-            decompressed.
+        nbytes: Bytes of memory that the block keeps alive: stored bytes where columns are views of them, and
+            what was decompressed.
     """
 
     def __init__(self, schema: Schema, rows: int, nbytes: int, load: Callable[[str], Column]) -> None:
@@ -104,7 +106,7 @@ def check_text(
     Raises:
         FormatError: names the first bad row.
     """
-    view = memoryview(data)
+    view = data.data
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         try:
             str(view[start:end], "utf-8")

@@ -1,7 +1,7 @@
 """Canonical JSON: one text for one value, so that its digest is an identity.
 
-Sorted keys, no spaces, UTF-8 unescaped, integers below 2**63 in magnitude, no floats: the subset of RFC 8785 in which
-every implementation agrees.
+Sorted keys, no spaces, UTF-8 unescaped, integers below 2**63 in magnitude, no floats: the subset of RFC 8785
+in which every implementation agrees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def dumps(value: object) -> bytes:
     """The canonical bytes of `value`.
 
     Raises:
-        UsageError: `value` holds something other than str, int (magnitude below 2**63), bool, None, list, tuple and
+        UsageError: `value` holds something other than str, int (magnitude below 2**63), bool, None, list,
+        tuple and
             dict with str keys, or nests deeper than `MAX_DEPTH`.
     """
     _check(value, 0)
@@ -36,7 +37,8 @@ def loads(data: bytes | bytearray | memoryview, max_bytes: int) -> Any:
     """Parse canonical JSON; anything that `dumps` would not have written is refused.
 
     Raises:
-        FormatError: longer than `max_bytes`, no JSON, not canonical (order, spaces, escapes, duplicate keys), a float,
+        FormatError: longer than `max_bytes`, no JSON, not canonical (order, spaces, escapes, duplicate keys),
+        a float,
             an integer out of range, or nested too deep.
     """
     if len(data) > max_bytes:

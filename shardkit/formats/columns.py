@@ -1,7 +1,8 @@
-"""The binary container of index sidecars, manifest pages and selections: named integer columns behind one header.
+"""The container of index sidecars, manifest pages and selections: named integer columns, one header.
 
-Bytes (SPEC.md §2): magic, header length, canonical-JSON header, then the columns at 64-byte boundaries, little-endian,
-each plain or one zstd frame. Reading is strict and never allocates more than the file's size and the caps allow.
+Bytes (SPEC.md §2): magic, header length, canonical-JSON header, then the columns at 64-byte boundaries,
+little-endian, each plain or one zstd frame. Reading is strict and never allocates more than the file's size
+and the caps allow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import FormatError, UsageError
+
 from . import canonical_json
 from .compression import compress_frame, decompress_frame
 
@@ -35,7 +37,10 @@ _KEYS = frozenset({"codec", "dtype", "name", "offset", "raw", "shape", "size"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """What a container holds: `meta` as written, `arrays` read-only and little-endian, views of the data where plain."""
+    """What a container holds.
+
+    `meta` is as it was written; `arrays` are read-only, little-endian, and views of the data where plain.
+    """
 
     meta: dict[str, Any]
     arrays: dict[str, np.ndarray[Any, Any]]
@@ -72,8 +77,13 @@ def pack_columns(
         offset = -(-offset // ALIGNMENT) * ALIGNMENT
         entries.append(
             {
-                **{"codec": codec, "dtype": array.dtype.str, "name": name, "offset": offset},
-                **{"raw": len(raw), "shape": list(array.shape), "size": len(data)},
+                "codec": codec,
+                "dtype": array.dtype.str,
+                "name": name,
+                "offset": offset,
+                "raw": len(raw),
+                "shape": list(array.shape),
+                "size": len(data),
             }
         )
         stored.append(data)
@@ -104,7 +114,8 @@ def unpack_columns(
         max_raw_bytes: Cap on the bytes of all columns together.
 
     Raises:
-        FormatError: anything that `pack_columns` would not have written; nothing large has been allocated then.
+        FormatError: anything that `pack_columns` would not have written; nothing large has been allocated
+        then.
     """
     view = memoryview(data).cast("B")
     header, start = _read_header(view, kind)
@@ -186,9 +197,9 @@ def _read_column(stored: memoryview, entry: dict[str, Any], kind: str) -> np.nda
         raw = stored
     dtype = np.dtype(entry["dtype"])
     try:
-        array = np.frombuffer(raw, np.uint8)
-        array = array if array.ctypes.data % dtype.itemsize == 0 else array.copy()
-        array = array.view(dtype).reshape(entry["shape"])
+        octets = np.frombuffer(raw, np.uint8)
+        octets = octets if octets.ctypes.data % dtype.itemsize == 0 else octets.copy()
+        array: np.ndarray[Any, Any] = octets.view(dtype).reshape(entry["shape"])
     except (ValueError, OverflowError, MemoryError) as error:
         raise FormatError(f"{kind}: column {entry['name']!r}: {error}") from None
     array.flags.writeable = False

@@ -23,14 +23,14 @@ _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
 _MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
 
 
-def normalise_compression(text: str) -> str:
+def normalise_compression(text: object) -> str:
     """``none``, ``lz4`` or ``zstd:LEVEL``; ``zstd`` alone means level 3.
 
     Raises:
         SchemaError: nothing of the kind, or a level outside 1 to 19.
     """
-    if text in ("none", "lz4"):
-        return text
+    if text == "none" or text == "lz4":
+        return str(text)
     match = _ZSTD.match(text) if isinstance(text, str) else None
     level = int(match.group(1) or 3) if match else 0
     if not 1 <= level <= MAX_LEVEL:
@@ -45,7 +45,7 @@ def zstd_level(compression: str) -> int | None:
     return int(compression.partition(":")[2]) if compression.startswith("zstd") else None
 
 
-def extension(format: str, compression: str) -> str:
+def extension(format: str, compression: str) -> str:  # noqa: A002
     """File name extension of a shard: ``tar``, ``tar.zst`` or ``arrow``.
 
     Raises:

@@ -27,7 +27,7 @@ def format_digest(raw: bytes) -> str:
     return DIGEST_PREFIX + raw.hex()
 
 
-def parse_digest(text: str) -> str:
+def parse_digest(text: object) -> str:
     """The 64 hexadecimal digits of a digest text.
 
     Raises:

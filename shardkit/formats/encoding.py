@@ -143,9 +143,9 @@ def _encode_numbers(kind: FieldType, value: object, where: str, name: str) -> by
 
 
 def _convert(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str) -> np.ndarray[Any, Any]:
-    """`array` in the field's dtype; refused where a value would change, except by the rounding of float to float."""
+    """`array` in the field's dtype; refused where a value would change, except by rounding float to float."""
     dtype = kind.numpy_dtype
-    if array.dtype.kind == "O" or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         _refuse(
             kind, array, where, name, f"items are {_item_type(array)}, expected numbers that fit {dtype.name}"
         )

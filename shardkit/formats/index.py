@@ -10,70 +10,30 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError, NotFoundError, SchemaError
-from .columns import pack_columns, unpack_columns
-from .compression import extension, normalise_compression
-from .schema import Schema
+from shardkit.errors import FormatError, NotFoundError
 
-__all__ = ["MAX_BLOCK_BYTES", "ShardIndex", "Texts", "block_starts"]
+from .columns import pack_columns, unpack_columns
+from .index_checks import check_index
+from .schema import Schema
+from .texts import Texts
+
+__all__ = ["ShardIndex", "block_starts"]
 
 KIND = "index"
 VERSION = 1
-MAX_BLOCK_BYTES = 8 << 30  # a sample of 5 GiB and its framing fit; no size in an index may ask for more
 _META = frozenset(
     {"block_rows", "compression", "format", "head_sha256", "head_size", "rows", "schema", "shard_size"}
     | {"sources", "tail_sha256", "version"}
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Texts:
-    """Many short texts in one buffer; text i is ``data[offsets[i]:offsets[i + 1]]``, UTF-8."""
-
-    data: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-
-    @classmethod
-    def pack(cls, texts: Sequence[str]) -> Texts:
-        """Texts as one buffer; lone surrogates (of undecodable file names) survive."""
-        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(text) for text in encoded], out=offsets[1:])
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, position: int) -> str:
-        raw = self.data[self.offsets[position] : self.offsets[position + 1]].tobytes()
-        return raw.decode("utf-8", "surrogatepass")
-
-    def to_list(self) -> list[str]:
-        """All texts."""
-        raw, ends = self.data.tobytes(), self.offsets.tolist()
-        return [
-            raw[start:end].decode("utf-8", "surrogatepass")
-            for start, end in zip(ends[:-1], ends[1:], strict=True)
-        ]
-
-    def check(self, what: str, count: int) -> None:
-        """Refuse offsets that do not cover the buffer with `count` texts in order."""
-        _check_array(what, self.offsets, np.int64, (count + 1,))
-        _check_array(what, self.data, np.uint8, (len(self.data),))
-        if (
-            self.offsets[0] != 0
-            or self.offsets[-1] != len(self.data)
-            or bool((np.diff(self.offsets) < 0).any())
-        ):
-            raise FormatError(f"index: offsets of {what} do not fit their {len(self.data)} bytes")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
     """Everything that reading a shard needs, except its bytes.
 
-    Arrays are read-only. Byte offsets of blocks count from the start of the shard, those of fields (tar only) from the start
-    of the raw block. A block is a run of rows; blocks follow one another without gaps between `head_size` and the tail.
+    Arrays are read-only. Byte offsets of blocks count from the start of the shard, those of fields (tar only)
+    from the start of the raw block. A block is a run of rows; blocks follow one another without gaps between
+    `head_size` and the tail.
 
     Attributes:
         format: ``tar`` or ``arrow``.
@@ -128,10 +88,7 @@ class ShardIndex:
     row_stratum: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check_blocks(self)
-        _check_rows(self)
-        _check_fields(self)
+        check_index(self)
 
     @property
     def blocks(self) -> int:
@@ -192,14 +149,22 @@ class ShardIndex:
     @cached_property
     def _bytes(self) -> bytes:
         meta = {
-            **{"version": VERSION, "format": self.format, "compression": self.compression},
-            **{"schema": self.schema.to_json(), "rows": self.rows, "block_rows": self.block_rows},
-            **{"shard_size": self.shard_size, "head_size": self.head_size, "head_sha256": self.head_sha256},
-            **{"tail_sha256": self.tail_sha256, "sources": list(self.source_names)},
+            "version": VERSION,
+            "format": self.format,
+            "compression": self.compression,
+            "schema": self.schema.to_json(),
+            "rows": self.rows,
+            "block_rows": self.block_rows,
+            "shard_size": self.shard_size,
+            "head_size": self.head_size,
+            "head_sha256": self.head_sha256,
+            "tail_sha256": self.tail_sha256,
+            "sources": list(self.source_names),
         }
         columns: dict[str, NDArray[Any] | None] = {
             **{name: getattr(self, name) for name in _BLOCK_COLUMNS},
-            **{"key_data": self.key_texts.data, "key_offset": self.key_texts.offsets},
+            "key_data": self.key_texts.data,
+            "key_offset": self.key_texts.offsets,
             **{name: getattr(self, name) for name in _OPTIONAL_COLUMNS},
             "original_data": None if self.original_texts is None else self.original_texts.data,
             "original_offset": None if self.original_texts is None else self.original_texts.offsets,
@@ -245,7 +210,7 @@ class ShardIndex:
             key_texts=key_texts,
             original_texts=original_texts,
             **{name: meta[name] for name in (*numbers, *texts)},
-            **arrays,
+            **cast(dict[str, Any], arrays),
         )
 
     def _check_row(self, row: int) -> None:
@@ -278,101 +243,3 @@ def _take_texts(arrays: dict[str, NDArray[Any]], name: str) -> Texts | None:
     if (data is None) != (offsets is None):
         raise FormatError(f"index: column {name}_data or {name}_offset is missing")
     return None if data is None or offsets is None else Texts(data, offsets)
-
-
-def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tuple[int, ...]) -> None:
-    if array is None or array.dtype != np.dtype(dtype) or array.shape != shape:
-        got = "nothing" if array is None else f"{array.dtype.name}{list(array.shape)}"
-        raise FormatError(f"index: column {name} is {got}, expected {np.dtype(dtype).name}{list(shape)}")
-
-
-def _check_numbers(index: ShardIndex) -> None:
-    try:
-        extension(index.format, index.compression)
-        normal = normalise_compression(index.compression)
-    except SchemaError as error:
-        raise FormatError(f"index: {error}") from None
-    if normal != index.compression:
-        raise FormatError(f"index: compression {index.compression!r}, expected {normal!r}")
-    if index.rows < 0 or index.block_rows < 1 or not 0 <= index.head_size <= index.shard_size < 2**63:
-        raise FormatError(
-            f"index: {index.rows} rows in blocks of {index.block_rows}, head {index.head_size} of {index.shard_size} bytes"
-        )
-    for digest in (index.head_sha256, index.tail_sha256):
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise FormatError(f"index: {digest!r:.80} is no SHA-256")
-
-
-def _check_blocks(index: ShardIndex) -> None:
-    blocks = index.block_offset.size
-    for name in ("block_offset", "block_size", "block_raw_size", "block_xxh3"):
-        _check_array(name, getattr(index, name), np.uint64, (blocks,))
-    _check_array("block_start", index.block_start, np.int64, (blocks + 1,))
-    _check_array("block_sha256", index.block_sha256, np.uint8, (blocks, 32))
-    steps = np.diff(index.block_start)
-    if index.block_start[0] != 0 or index.block_start[-1] != index.rows:
-        raise FormatError(f"index: blocks do not cover rows 0 to {index.rows}")
-    if blocks and not 1 <= int(steps.min()) <= int(steps.max()) <= index.block_rows:
-        raise FormatError(
-            f"index: a block holds {int(steps.min())} or {int(steps.max())} rows, not 1 to {index.block_rows}"
-        )
-    sizes = [*index.block_size.tolist(), *index.block_raw_size.tolist()]
-    if sizes and not 1 <= min(sizes) <= max(sizes) <= MAX_BLOCK_BYTES:
-        raise FormatError(
-            f"index: a block of {min(sizes)} or {max(sizes)} bytes, expected 1 to {MAX_BLOCK_BYTES}"
-        )
-    ends = index.head_size + np.cumsum(index.block_size, dtype=np.uint64)
-    begins = ends - index.block_size
-    if not np.array_equal(begins, index.block_offset) or (blocks and int(ends[-1]) > index.shard_size):
-        raise FormatError("index: blocks do not follow one another inside the shard")
-
-
-def _check_rows(index: ShardIndex) -> None:
-    rows = index.rows
-    index.key_texts.check("keys", rows)
-    lengths = np.diff(index.key_texts.offsets)
-    if rows and (
-        int(lengths.min()) < 1 or int(lengths.max()) > 80 or not _KEY_BYTES[index.key_texts.data].all()
-    ):
-        raise FormatError("index: a key is not 1 to 80 of A-Z a-z 0-9 _ -")
-    if (index.source_id is None) != (index.source_row is None) or (index.source_id is None) != (
-        not index.source_names
-    ):
-        raise FormatError("index: sources need source_id, source_row and names, or none of them")
-    if index.source_id is not None:
-        _check_array("source_id", index.source_id, np.int32, (rows,))
-        _check_array("source_row", index.source_row, np.int64, (rows,))
-        if rows and not -1 <= int(index.source_id.min()) <= int(index.source_id.max()) < len(
-            index.source_names
-        ):
-            raise FormatError("index: source_id names a source that is not listed")
-    if index.row_stratum is not None:
-        _check_array("row_stratum", index.row_stratum, np.int32, (rows,))
-    if (index.original_rows is None) != (index.original_texts is None):
-        raise FormatError("index: original keys need rows and texts")
-    if index.original_rows is not None:
-        count = index.original_rows.size
-        _check_array("original_rows", index.original_rows, np.int64, (count,))
-        cast(Texts, index.original_texts).check("original keys", count)
-        inside = count == 0 or 0 <= int(index.original_rows[0]) <= int(index.original_rows[-1]) < rows
-        if not inside or bool((np.diff(index.original_rows) <= 0).any()):
-            raise FormatError("index: rows of original keys are not ascending rows of the shard")
-
-
-def _check_fields(index: ShardIndex) -> None:
-    if index.format != "tar":
-        if index.field_offset is not None or index.field_size is not None:
-            raise FormatError("index: an arrow shard has no field offsets")
-        return
-    shape = (index.rows, len(index.schema))
-    _check_array("field_offset", index.field_offset, np.uint64, shape)
-    _check_array("field_size", index.field_size, np.uint64, shape)
-    offset, size = cast(NDArray[np.uint64], index.field_offset), cast(NDArray[np.uint64], index.field_size)
-    raw = np.repeat(index.block_raw_size, np.diff(index.block_start))[:, None]
-    # Compared by subtraction: a sum of hostile offsets could wrap around.
-    if bool((offset > raw).any()) or bool((size > raw - np.minimum(offset, raw)).any()):
-        raise FormatError("index: a field lies outside its block")
-
-
-_KEY_BYTES = np.zeros(256, bool)
-_KEY_BYTES[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")] = True

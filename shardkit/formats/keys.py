@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from shardkit.errors import SampleError, UsageError
+
 from .schema import FieldType
 
 __all__ = ["MAX_KEY_BYTES", "check_key", "fit_key", "is_key", "max_key_bytes"]
@@ -26,7 +27,7 @@ def is_key(text: str) -> bool:
     return _KEY.match(text) is not None
 
 
-def check_key(key: str, limit: int) -> None:
+def check_key(key: object, limit: int) -> None:
     """Refuse a key that a shard cannot hold.
 
     Raises:
@@ -39,8 +40,8 @@ def check_key(key: str, limit: int) -> None:
 def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:
     """A valid key for any text, the same one always; `original` itself where it fits.
 
-    Otherwise the text with other characters replaced by ``_``, cut, and ``-`` with 16 hexadecimal digits of the SHA-256
-    of the original, so that different originals stay different.
+    Otherwise the text with other characters replaced by ``_``, cut, and ``-`` with 16 hexadecimal digits of
+    the SHA-256 of the original, so that different originals stay different.
 
     Raises:
         UsageError: `limit` has no room for the hash, or is above 80.
@@ -54,7 +55,7 @@ def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:
     return f"{head}-{digest}" if head else digest
 
 
-def max_key_bytes(schema: Mapping[str, FieldType], format: str) -> int:
+def max_key_bytes(schema: Mapping[str, FieldType], format: str) -> int:  # noqa: A002
     """Longest key that a shard of `schema` can hold; tar member names end at 100 bytes."""
     if format != "tar":
         return MAX_KEY_BYTES

@@ -6,7 +6,7 @@ from .schema import FieldType
 
 __all__ = ["member_extension", "sniff_extension"]
 
-# (offset, magic bytes, extension); the first match wins. Four-letter extensions are the longest (`keys.MAX_EXTENSION`).
+# (offset, magic bytes, extension); the first match wins. Four letters at most (`keys.MAX_EXTENSION`).
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xd8\xff", "jpg"),
     (0, b"\x89PNG\r\n\x1a\n", "png"),

@@ -1,15 +1,13 @@
 """Headers of NumPy's npy format 1.0, written by ourselves so that they are the same under every NumPy.
 
-Format: numpy.lib.format, version 1.0: magic, version, little-endian uint16 header length, a Python literal padded with
-spaces and ended by a newline so that the data begins at a multiple of 64 bytes. Nothing here is ever evaluated: a
-header is compared with the one that the schema calls for.
+Format: numpy.lib.format, version 1.0: magic, version, little-endian uint16 header length, a Python literal
+padded with spaces and ended by a newline so that the data begins at a multiple of 64 bytes. Nothing here is
+ever evaluated: a header is compared with the one that the schema calls for.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-
-import numpy as np
 
 from .schema import FieldType
 
@@ -22,7 +20,7 @@ RAGGED_HEADER_BYTES = 128  # of any one-dimensional array: no length has enough 
 def npy_header(kind: FieldType, length: int = 0) -> bytes:
     """Header of a member of type `kind`; `length` is the number of items of a ragged one."""
     shape = (length,) if kind.kind == "ragged" else kind.shape
-    dtype: np.dtype[object] = kind.numpy_dtype
+    dtype = kind.numpy_dtype
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
     total = -(-(10 + len(text) + 1) // 64) * 64
     total = max(total, RAGGED_HEADER_BYTES)

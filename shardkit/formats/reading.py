@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
+
 from .arrow_blocks import decode_batch
 from .block import Block, Column
 from .compression import decompress_frame
@@ -52,7 +53,8 @@ def verify_block(
     if got != expected:
         name = "XXH3" if verify == "fast" else "SHA-256"
         raise IntegrityError(
-            f"block {block}: {name} mismatch (expected {expected}, got {got}); read another copy or repair the shard"
+            f"block {block}: {name} mismatch (expected {expected}, got {got}); "
+            "read another copy or repair the shard"
         )
 
 

@@ -10,9 +10,9 @@ __all__ = ["Row"]
 class Row(NamedTuple):
     """A sample as the writer takes it.
 
-    `payloads` are the canonical bytes of the fields in schema order (`Schema.encode`). `original_key` is the source's key
-    where it had to be rewritten, `source` the (source name, row number in it), `stratum` an index into the manifest's
-    strata, needed only where rare strata are pooled.
+    `payloads` are the canonical bytes of the fields in schema order (`Schema.encode`). `original_key` is the
+    source's key where it had to be rewritten, `source` the (source name, row number in it), `stratum` an
+    index into the manifest's strata, needed only where rare strata are pooled.
     """
 
     key: str

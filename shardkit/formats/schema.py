@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.errors import FormatError, SchemaError
+from shardkit.errors import FormatError, SampleError, SchemaError
+
 from .encoding import decode_payload, encode_value
 
 __all__ = ["MAX_FIELDS", "MAX_FIELD_NAME", "RESERVED_NAMES", "FieldType", "Schema"]
@@ -34,8 +35,8 @@ _TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[(\*|[0-9]+(?:,[0-9]+)*)\])?\Z")
 class FieldType:
     """The type of one field: ``bytes``, ``str``, ``json``, a scalar, a fixed array or a ragged one.
 
-    `kind` is one of bytes, str, json, scalar, array, ragged; `dtype` is the numpy name of the item ("" for the first
-    three); `shape` is the shape of a fixed array, else ().
+    `kind` is one of bytes, str, json, scalar, array, ragged; `dtype` is the numpy name of the item ("" for
+    the first three); `shape` is the shape of a fixed array, else ().
     """
 
     kind: str
@@ -43,7 +44,7 @@ class FieldType:
     shape: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> FieldType:
+    def parse(cls, text: object) -> FieldType:
         """The type written as ``bytes``, ``int64``, ``int32[2048]``, ``uint8[32,32,3]`` or ``int32[*]``.
 
         Raises:
@@ -63,7 +64,7 @@ class FieldType:
         if dimensions == "*":
             return cls("ragged", name)
         shape = tuple(int(size) for size in dimensions.split(","))
-        fits = len(shape) <= MAX_DIMENSIONS and all(0 < size for size in shape)
+        fits = len(shape) <= MAX_DIMENSIONS and all(size > 0 for size in shape)
         if not fits or prod(shape) * np.dtype(name).itemsize > MAX_ITEM_BYTES:
             raise SchemaError(
                 f"field type {text!r}: expected 1 to {MAX_DIMENSIONS} dimensions of at least 1 and at most "
@@ -115,7 +116,7 @@ class Schema(Mapping[str, FieldType]):
         parsed: dict[str, FieldType] = {}
         for name, text in fields.items():
             try:
-                parsed[name] = text if isinstance(text, FieldType) else FieldType.parse(text)  # type: ignore[arg-type]
+                parsed[name] = text if isinstance(text, FieldType) else FieldType.parse(text)
             except SchemaError as error:
                 raise SchemaError(f"field {name!r}: {error}") from None
         return cls(parsed)
@@ -150,7 +151,8 @@ class Schema(Mapping[str, FieldType]):
     def encode(self, sample: Mapping[str, object], *, where: str) -> tuple[bytes, ...]:
         """Canonical payloads of `sample`, in schema order.
 
-        bytes as they are, str as UTF-8, json as canonical compact JSON, numbers as little-endian C-order bytes.
+        bytes as they are, str as UTF-8, json as canonical compact JSON, numbers as little-endian C-order
+        bytes.
 
         Args:
             sample: Field name to value: numbers, numpy arrays, lists, or anything with ``__array__``.
@@ -220,21 +222,19 @@ def _check_names(names: Sequence[object]) -> None:
     for name in names:
         if not isinstance(name, str) or not _NAME.match(name) or len(name) > MAX_FIELD_NAME:
             raise SchemaError(
-                f"field name {name!r}: expected a letter or underscore, then letters, digits and underscores, "
+                f"field name {name!r}: expected a letter or underscore, then letters, digits, underscores, "
                 f"at most {MAX_FIELD_NAME}"
             )
         if name.lower() in RESERVED_NAMES:
             raise SchemaError(f"field name {name!r} is reserved for batches; call it {name}_")
         if name.lower() in seen:
             raise SchemaError(
-                f"field names {seen[name.lower()]!r} and {name!r} differ only in case, which WebDataset drops"
+                f"field names {seen[name.lower()]!r}, {name!r} differ only in case, which WebDataset drops"
             )
         seen[name.lower()] = name
 
 
 def _refuse_fields(sample: Mapping[str, object], fields: Mapping[str, FieldType], where: str) -> None:
-    from shardkit.errors import SampleError
-
     missing = [name for name in fields if name not in sample]
     unknown = [str(name) for name in sample if name not in fields]
     parts = [f"missing {', '.join(missing)}"] if missing else []

@@ -1,4 +1,4 @@
-"""Blocks of the `tar` format: consecutive ustar members, `key.field.extension`, in schema order (SPEC.md §3)."""
+"""Blocks of the `tar` format: consecutive ustar members `key.field.extension` (SPEC.md §3)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
+
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import compress_frame, zstd_level
 from .media import member_extension
@@ -92,7 +93,8 @@ def tar_column(
 
     Args:
         data: The raw block, uint8.
-        starts: Where each row's member content begins in it; inside it with its size (`ShardIndex` has checked).
+        starts: Where each row's member content begins in it; inside it with its size (`ShardIndex` has
+            checked).
         sizes: Bytes of each member.
         kind: The field's type.
         name: The field's name, for messages.
@@ -157,7 +159,7 @@ def _check_headers(
 
 
 def _gather(data: NDArray[np.uint8], starts: NDArray[np.int64], kind: FieldType) -> NDArray[Any]:
-    """Items of one size as (rows, *shape): a strided view where they lie at a constant pitch, else one copy."""
+    """Items of one size as (rows, *shape): a strided view where the pitch is constant, else one copy."""
     size, dtype = int(kind.item_bytes or 0), kind.numpy_dtype
     pitches = np.diff(starts)
     if len(starts) == 1 or bool((pitches == pitches[0]).all() and pitches[0] >= 0):
@@ -204,6 +206,6 @@ def _parse_integers(
     bottom = -int(np.iinfo(dtype).min) if dtype.kind == "i" else 0
     bad |= magnitude > np.where(negative, np.uint64(bottom), np.uint64(top))
     _refuse_rows(bad, name, f"no canonical decimal of {dtype.name}")
-    values = np.where(negative, np.uint64(0) - magnitude, magnitude).astype(dtype)
+    values: NDArray[Any] = np.where(negative, np.uint64(0) - magnitude, magnitude).astype(dtype)
     values.flags.writeable = False
     return values

@@ -1,4 +1,7 @@
-"""POSIX ustar headers, deterministic to write and strict to read (IEEE Std 1003.1, pax utility, "ustar Interchange Format")."""
+"""POSIX ustar headers, deterministic to write and strict to read.
+
+Source: IEEE Std 1003.1, pax utility, "ustar Interchange Format".
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def iter_members(data: memoryview, start: int, end: int) -> Iterator[tuple[str, 
         (name, offset of the content in `data`, size).
 
     Raises:
-        FormatError: a byte differs from what `member_header` writes, padding is not zero, or a member is cut short.
+        FormatError: a byte differs from what `member_header` writes, padding is not zero, or a member is cut
+        short.
     """
     position = start
     while position < end:

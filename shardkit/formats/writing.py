@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
+
 from .arrow_blocks import ArrowEncoder
 from .compression import extension, normalise_compression
 from .digest import xxh3
-from .index import ShardIndex, Texts
+from .index import ShardIndex
 from .keys import check_key, max_key_bytes
 from .rows import Row
 from .schema import Schema
 from .tar_blocks import TarEncoder, member_bytes
+from .texts import Texts
 
 __all__ = ["MAX_SAMPLE_BYTES", "ShardWriter", "Sink", "open_writer", "raw_row_bytes"]
 
@@ -52,7 +54,12 @@ class BlockEncoder(Protocol):
 
 
 def open_writer(
-    sink: Sink, *, format: str = "tar", compression: str = "none", schema: Schema, block_rows: int
+    sink: Sink,
+    *,
+    format: str = "tar",  # noqa: A002
+    compression: str = "none",
+    schema: Schema,
+    block_rows: int,
 ) -> ShardWriter:
     """A writer of one shard.
 
@@ -77,7 +84,7 @@ def open_writer(
     )
 
 
-def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:
+def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:  # noqa: A002
     """Raw bytes that a row takes: exact for tar; for arrow an estimate that takes a key of 24 bytes.
 
     Args:
@@ -104,7 +111,7 @@ class ShardWriter:
         sink: Sink,
         encoder: BlockEncoder,
         *,
-        format: str,
+        format: str,  # noqa: A002
         compression: str,
         schema: Schema,
         block_rows: int,
@@ -138,8 +145,8 @@ class ShardWriter:
         """Write one block of 1 to `block_rows` rows.
 
         Raises:
-            SampleError: a key is invalid or already in the shard, payloads do not fit the schema, or a sample is above 5 GiB.
-            UsageError: no rows or too many, or the writer has finished or failed.
+            SampleError: a key is invalid or already in the shard, payloads do not fit the schema, or a sample
+            is above 5 GiB. UsageError: no rows or too many, or the writer has finished or failed.
         """
         if not self._usable:
             raise UsageError("this shard writer has finished or failed; open another")
@@ -197,7 +204,7 @@ class ShardWriter:
     def _write(self, data: bytes) -> None:
         self._written += len(data)
         view = memoryview(data)
-        while len(view):
+        while view:
             taken = self._sink.write(view)  # type: ignore[arg-type]
             view = view[len(view) if taken is None else taken :]
 
@@ -225,7 +232,7 @@ class ShardWriter:
                 f"key {row.key!r}: a sample of {total} bytes, at most {MAX_SAMPLE_BYTES} (5 GiB) fit a shard"
             )
 
-    def _field_columns(self) -> dict[str, NDArray[np.uint64]]:
+    def _field_columns(self) -> dict[str, Any]:
         if self.format != "tar":
             return {}
         empty = np.empty((0, len(self.schema)), np.uint64)
@@ -235,9 +242,9 @@ class ShardWriter:
         }
 
 
-def _lineage(rows: Sequence[Row]) -> dict[str, object]:
+def _lineage(rows: Sequence[Row]) -> dict[str, Any]:
     """Optional columns of the index; those that no row needs are absent."""
-    columns: dict[str, object] = {}
+    columns: dict[str, Any] = {}
     names = list(dict.fromkeys(row.source[0] for row in rows if row.source is not None))
     if names:
         number = {name: place for place, name in enumerate(names)}
