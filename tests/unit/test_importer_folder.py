@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import NotFoundError, ShardkitError, SourceError
+from shardkit_tools.importers import ImportOptions, detect, open_source
+from shardkit_tools.importers.conformance import check_importer, read_all
+from shardkit_tools.importers.source_files import list_source
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
+JPEG = b"\xff\xd8\xff\xe0" + b"pixels"
+
+
+def tree(root: Path, files: dict[str, bytes]) -> str:
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return str(root)
+
+
+def test_class_folders_become_labels_and_names(tmp_path: Path) -> None:
+    source = tree(
+        tmp_path, {"dog/1.png": PNG + b"d1", "cat/a.png": PNG + b"ca", "cat/deep/b.jpg": JPEG + b"cb"}
+    )
+    importer = open_source(source)
+    samples = check_importer(importer)
+    assert importer.classes == ("cat", "dog")
+    assert {name: str(kind) for name, kind in importer.schema.items()} == {"image": "bytes", "label": "int64"}
+    assert [(row.key, row.sample["label"], row.source_name) for row in samples] == [
+        ("cat/a", 0, "cat/a.png"),
+        ("cat/deep/b", 0, "cat/deep/b.jpg"),
+        ("dog/1", 1, "dog/1.png"),
+    ]
+    assert samples[2].sample["image"] == PNG + b"d1"
+
+
+def test_loose_files_have_no_label_and_sidecars_become_fields(tmp_path: Path) -> None:
+    source = tree(
+        tmp_path,
+        {"b.wav": b"RIFFb", "b.json": b'{"speaker": 2}', "b.txt": b"two", "a.wav": b"RIFFa", "a.txt": b"one",
+         "a.json": b'{"speaker": 1}', ".DS_Store": b"junk"},
+    )  # fmt: skip
+    importer = open_source(source)
+    samples = check_importer(importer)
+    assert importer.classes == ()
+    assert [dict(row.sample) for row in samples] == [
+        {"audio": b"RIFFa", "meta": {"speaker": 1}, "text": "one"},
+        {"audio": b"RIFFb", "meta": {"speaker": 2}, "text": "two"},
+    ]
+
+
+def test_unknown_extensions_are_blobs(tmp_path: Path) -> None:
+    assert list(open_source(tree(tmp_path, {"a.dat": b"1", "b.xyz": b"2", "c": b"3"})).schema) == ["blob"]
+
+
+def test_classes_can_be_switched_off(tmp_path: Path) -> None:
+    source = tree(tmp_path, {"x/1.png": PNG, "2.png": PNG})
+    with pytest.raises(SourceError, match=r"2\.png: lies beside the class folders"):
+        open_source(source)
+    importer = open_source(source, options=ImportOptions(classes=False))
+    assert "label" not in importer.schema
+    assert len(check_importer(importer)) == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.png": PNG, "b.wav": b"RIFF"}, r"mixed: audio \(b\.wav\), image \(a\.png\)"),
+        ({"a.png": PNG, "a.jpg": JPEG}, r"a\.png: has the same stem as a\.jpg"),
+        ({"a.png": PNG, "b.png": PNG, "b.txt": b"t"}, r"a\.png: has no \.txt sidecar"),
+        ({"a.png": PNG, "a.txt": b"t", "c.txt": b"t"}, r"c\.txt: a sidecar without its sample"),
+        ({"a.png": PNG, "b.png": b""}, r"b\.png: an empty file"),
+        ({"a.png": PNG, "b.png": b"<html>404</html>"}, r"b\.png: not an image \(it starts with 3c 68"),
+        ({"a.png": PNG, "a.json": b"{"}, r"a\.json: not valid JSON"),
+        (
+            {"a.png": PNG, "a.json": b'{"x": 1, "x": 2}'},
+            r"a\.json: not valid JSON \(the key 'x' is given twice",
+        ),
+        ({"a.png": PNG, "a.json": b'{"x": NaN}'}, r"a\.json: not valid JSON \(NaN"),
+        ({"a.png": PNG, "a.json": b"[1]"}, r"a\.json: holds a list"),
+        ({"a.png": PNG, "a.txt": b"\xff"}, r"a\.txt: not UTF-8 \(byte 0\)"),
+        ({"a.json": b"{}", "b.txt": b""}, r"only sidecars"),
+    ],
+)
+def test_errors_name_the_file(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        read_all(open_source(tree(tmp_path, files), "folder"))
+
+
+def test_a_broken_file_costs_its_own_sample_only(tmp_path: Path) -> None:
+    importer = open_source(tree(tmp_path, {"a.png": PNG, "b.png": b"", "c.png": PNG}))
+    rows = list(importer.read(importer.tasks()[0]))
+    assert [type(row).__name__ for row in rows] == ["SourceSample", "SourceFailure", "SourceSample"]
+
+
+def test_empty_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="holds no files"):
+        open_source(str(tmp_path))
+    tree(tmp_path, {"cat/a.png": PNG})
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(SourceError, match="dog: an empty folder"):
+        open_source(str(tmp_path))
+
+
+def test_links_out_of_the_source_and_special_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(PNG)
+    source = tree(tmp_path / "s", {"a.png": PNG})
+    os.symlink("a.png", tmp_path / "s" / "b.png")
+    assert len(read_all(open_source(source))) == 2
+    os.symlink("../secret.png", tmp_path / "s" / "c.png")
+    with pytest.raises(SourceError, match=r"c\.png: a symbolic link out of the source"):
+        open_source(source)
+    with pytest.raises(SourceError, match=r"c\.png: a symbolic link out of the source"):
+        open_source(source + "/*.png")
+    os.unlink(tmp_path / "s" / "c.png")
+    os.mkfifo(tmp_path / "s" / "d.png")
+    with pytest.raises(SourceError, match=r"d\.png: neither a file nor a folder"):
+        open_source(source)
+
+
+def test_links_to_folders_and_dangling_links_are_refused(tmp_path: Path) -> None:
+    source = tree(tmp_path, {"cat/a.png": PNG})
+    os.symlink("cat", tmp_path / "dog")
+    with pytest.raises(SourceError, match="dog: a link to a folder"):
+        open_source(source)
+    os.unlink(tmp_path / "dog")
+    os.symlink("nowhere", tmp_path / "cat" / "b.png")
+    with pytest.raises(SourceError, match=r"b\.png: cannot be read"):
+        open_source(source)
+
+
+def test_a_file_that_changes_or_vanishes_is_named(tmp_path: Path) -> None:
+    importer = open_source(tree(tmp_path, {"a.png": PNG, "b.png": PNG}))
+    (tmp_path / "a.png").write_bytes(PNG + b"longer")
+    with pytest.raises(SourceError, match=r"a\.png: changed since it was listed"):
+        read_all(importer)
+    os.unlink(tmp_path / "a.png")
+    with pytest.raises(SourceError, match=r"a\.png: cannot be read"):
+        read_all(importer)
+
+
+def test_globs_and_missing_sources(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"x/a.png": PNG, "x/b.json": b"{}", "y/c.png": PNG})
+    importer = open_source(f"{root}/**/*.png")
+    assert [row.source_name for row in check_importer(importer)] == ["x/a.png", "y/c.png"]
+    for missing in (f"{root}/nothing", f"{root}/*.gif"):
+        with pytest.raises(NotFoundError, match=missing.replace("*", r"\*")):
+            open_source(missing)
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ({"a.jsonl": b"", "b.ndjson.gz": b""}, "jsonl"),
+        ({"a.npy": b""}, "npy"),
+        ({"s/a.tar": b"", "s/b.tar.zst": b"", "s/c.tgz": b""}, "webdataset"),
+        ({"a.py": b"", "b.md": b""}, "text"),
+        ({"a.png": b"", "a.txt": b""}, "folder"),
+    ],
+)
+def test_the_importer_is_detected(tmp_path: Path, files: dict[str, bytes], kind: str) -> None:
+    assert detect(list_source(tree(tmp_path, files))) == kind
+
+
+def test_records_beside_other_files_are_not_taken_for_samples(tmp_path: Path) -> None:
+    source = tree(tmp_path, {"a.jsonl": b"{}", "README.md": b"hello"})
+    with pytest.raises(SourceError, match=r"several kinds \(README\.md, a\.jsonl\); give a glob"):
+        open_source(source)
+    with pytest.raises(ShardkitError, match="no such importer; expected one of"):
+        open_source(source, "excel")

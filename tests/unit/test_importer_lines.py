@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+import shardkit_tools.importers.line_ranges as line_ranges
+from shardkit.errors import SchemaError, SourceError, UsageError
+from shardkit_tools.importers import ImportOptions, SourceFailure, open_source, parse_field_types
+from shardkit_tools.importers.conformance import check_importer, read_all
+
+
+def json_lines(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def types_of(source: str, **given: str) -> dict[str, str]:
+    return {
+        name: str(kind)
+        for name, kind in open_source(source, options=ImportOptions(field_types=given)).schema.items()
+    }
+
+
+def test_types_are_inferred(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"i": 1, "f": 2, "s": "é", "b": True, "o": {"k": [1.5]}, "l": [1], "u": 2**63},
+        {"l": [], "o": {}, "b": False, "s": "", "f": 0.5, "i": -(2**63), "u": 0},
+    ]
+    source = json_lines(tmp_path / "rows.jsonl", rows)
+    assert types_of(source) == {
+        "i": "int64", "f": "float64", "s": "str", "b": "bool", "o": "json", "l": "json", "u": "uint64"
+    }  # fmt: skip
+    samples = check_importer(open_source(source))
+    assert [dict(row.sample) for row in samples] == rows
+    assert [(row.key, row.source_name, row.source_row) for row in samples] == [
+        (None, "rows.jsonl", 0),
+        (None, "rows.jsonl", 1),
+    ]
+
+
+def test_given_types_replace_inferred_ones(tmp_path: Path) -> None:
+    source = json_lines(tmp_path / "a.jsonl", [{"t": [1, 2, 3], "x": None}, {"t": [4, 5, 6], "x": "y"}])
+    given = parse_field_types(["t=int32[3]", "x=json"])
+    assert types_of(source, **given) == {"t": "int32[3]", "x": "json"}
+    check_importer(open_source(source, options=ImportOptions(field_types=given)))
+    with pytest.raises(
+        SchemaError, match="names the field 'tt', which the source does not have; did you mean 't'"
+    ):
+        types_of(source, x="json", tt="int32[3]")
+    with pytest.raises(UsageError, match="expected field=type"):
+        parse_field_types(["t"])
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ('{"a": 2}', r"rows\.jsonl line 3: the field 'b' is missing \(.*line 1 has it\)"),
+        ('{"a": 2, "b": "x", "c": 1}', r"line 3: has the field 'c', which .*line 1 does not have"),
+        ('{"a": "2", "b": "x"}', r"line 3: field 'a' is a string \('2'\), but an integer \(1\) in .*line 1"),
+        ('{"a": true, "b": "x"}', r"line 3: field 'a' is a boolean \(True\), but an integer"),
+        ('{"a": null, "b": "x"}', r"line 3: field 'a' is null; .*--schema a=json"),
+        (
+            '{"a": 18446744073709551616, "b": "x"}',
+            r"line 3: field 'a' is 18446744073709551616, which no 64-bit",
+        ),
+        ('{"a": 2, "b": "x"', r"line 3: not valid JSON"),
+        ('{"a": 2, "a": 3, "b": "x"}', r"line 3: not valid JSON \(the key 'a' is given twice"),
+        ('{"a": Infinity, "b": "x"}', r"line 3: not valid JSON \(Infinity"),
+        ("[1, 2]", r"line 3: holds a list, not an object"),
+        ('{"a": 2, "b": "\udcff"}', r"line 3: not UTF-8"),
+    ],
+)
+def test_errors_name_file_and_row(tmp_path: Path, second: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1, "b": "x"}\n\n' + second.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(SourceError, match=message):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("second", ['{"a": 1.5}', '{"a": "x"}', "{", "{}"])
+def test_rows_after_the_scan_are_checked(
+    tmp_path: Path, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.json_lines.SCAN_ROWS", 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n' + second + '\n{"a": 3}\n')
+    importer = open_source(str(path))
+    rows = list(importer.read(importer.tasks()[0]))
+    assert [isinstance(row, SourceFailure) for row in rows] == [False, True, False]
+    with pytest.raises(SourceError, match=r"rows\.jsonl line 2"):
+        read_all(importer)
+
+
+def test_reserved_and_odd_names_are_refused_with_the_source(tmp_path: Path) -> None:
+    for name in ("step", "a-b"):
+        with pytest.raises(SchemaError, match=rf"rows\.jsonl.*{name}"):
+            open_source(json_lines(tmp_path / "rows.jsonl", [{name: 1}]))
+
+
+def test_no_rows_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    with pytest.raises(SourceError, match="no fields found"):
+        open_source(str(tmp_path / "rows.jsonl"))
+
+
+def test_compressed_lines(tmp_path: Path) -> None:
+    data = b'{"a": 1}\n{"a": 2}\n'
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(data))
+    compressor = zstandard.ZstdCompressor()
+    (tmp_path / "2.jsonl.zst").write_bytes(compressor.compress(data) + compressor.compress(data))
+    assert [row.sample["a"] for row in check_importer(open_source(str(tmp_path)))] == [1, 2, 1, 2, 1, 2]
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(data)[:-9])
+    with pytest.raises(SourceError, match=r"1\.jsonl\.gz: cannot be decompressed"):
+        open_source(str(tmp_path))
+
+
+def test_text_by_file_and_by_line(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.txt").write_bytes("Zürich\r\n\nlast".encode())
+    (tmp_path / "b" / "2.md").write_bytes(b"x\n")
+    whole = open_source(str(tmp_path))
+    assert [dict(row.sample) for row in check_importer(whole)] == [
+        {"text": "Zürich\r\n\nlast", "label": 0},
+        {"text": "x\n", "label": 1},
+    ]
+    assert whole.classes == ("a", "b")
+    lines = check_importer(open_source(str(tmp_path), options=ImportOptions(per="line")))
+    assert [(row.sample["text"], row.source_name, row.source_row) for row in lines] == [
+        ("Zürich", "a/1.txt", 0),
+        ("last", "a/1.txt", 2),
+        ("x", "b/2.md", 0),
+    ]
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_bytes(b"caf\xe9\n")
+    for per in ("file", "line"):
+        with pytest.raises(SourceError, match=r"old\.txt.*not UTF-8 \(byte 3 is 0xe9\).*--schema text=bytes"):
+            read_all(open_source(str(tmp_path), options=ImportOptions(per=per)))
+    importer = open_source(str(tmp_path), options=ImportOptions(field_types={"text": "bytes"}))
+    assert [row.sample["text"] for row in check_importer(importer)] == [b"caf\xe9\n"]
+    with pytest.raises(UsageError, match="expected 'file' or 'line'"):
+        ImportOptions(per="word")
+
+
+def test_large_files_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 50)
+    monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 7)
+    lines = [f"line {i} " + "x" * (i % 13) for i in range(60)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    importer = open_source(str(tmp_path), options=ImportOptions(per="line"))
+    assert len(importer.tasks()) > 5
+    assert [(row.sample["text"], row.source_row) for row in check_importer(importer)] == list(
+        zip(lines, range(60), strict=True)
+    )

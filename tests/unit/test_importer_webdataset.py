@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from shardkit.errors import SourceError
+from shardkit_tools.importers import ImportOptions, SourceFailure, open_source
+from shardkit_tools.importers.conformance import check_importer, read_all
+from shardkit_tools.importers.tar_members import read_members
+
+
+def npy(array: object) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.asarray(array))
+    return stream.getvalue()
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], tar_format: int = tarfile.PAX_FORMAT) -> str:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            info.mtime = 1700000000.5  # webdataset writes fractions: a pax header each
+            tar.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def header(
+    name: bytes = b"a.txt", size: bytes = b"00000000002\0", kind: bytes = b"0", magic: bytes = b"ustar\x0000"
+) -> bytes:
+    """A tar header with the right checksum around whatever fields it is given."""
+    block = bytearray(512)
+    block[0 : len(name)] = name
+    block[100:124] = b"0000644\x000000000\x000000000\0"
+    block[124:136] = size
+    block[136:148] = b"00000000000\0"
+    block[156:157] = kind
+    block[257:265] = magic
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def pax(records: Mapping[str, str]) -> bytes:
+    body = b""
+    for keyword, value in records.items():
+        text = f" {keyword}={value}\n".encode()
+        length = len(text) + len(str(len(text) + len(str(len(text)))))
+        body += str(length).encode() + text
+    return header(b"pax", b"%011o\0" % len(body), b"x") + body.ljust(-(-len(body) // 512) * 512, b"\0")
+
+
+BODY = b"hi".ljust(512, b"\0")
+END = bytes(1024)
+GLOBAL_PATH = header(b"g", b"%011o\0" % 16, b"g") + b"16 path=../evil\n".ljust(512, b"\0")
+
+
+def test_samples_of_the_peers_own_writer(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    samples = [
+        {"__key__": f"dir/{i:04d}", "jpg": b"\xff\xd8\xff" + bytes([i]), "cls": i % 3, "json": {"i": i},
+         "txt": f"n° {i}",
+         "tokens.npy": np.arange(4, dtype=np.int32) + i}
+        for i in range(20)
+    ]  # fmt: skip
+    with webdataset.TarWriter(str(path), encoder=True) as writer:
+        for sample in samples:
+            writer.write(sample)
+    importer = open_source(str(path))
+    read = check_importer(importer)
+    assert {name: str(kind) for name, kind in importer.schema.items()} == {
+        "image": "bytes",
+        "label": "int64",
+        "meta": "json",
+        "text": "str",
+        "tokens": "int32[4]",
+    }
+    for ours, theirs in zip(read, samples, strict=True):
+        assert ours.key == theirs["__key__"]
+        assert ours.sample["image"] == theirs["jpg"]
+        assert ours.sample["label"] == theirs["cls"]
+        assert ours.sample["meta"] == theirs["json"]
+        assert ours.sample["text"] == theirs["txt"]
+        assert np.array_equal(np.asarray(ours.sample["tokens"]), np.asarray(theirs["tokens.npy"]))
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_formats_of_common_writers_and_long_names(tmp_path: Path, tar_format: int) -> None:
+    name = "d" * 90 + "/" + "k" * (60 if tar_format == tarfile.USTAR_FORMAT else 140)
+    members = {"./" + name + ".txt": b"one", "b.txt": b"two"}
+    if tar_format != tarfile.USTAR_FORMAT:
+        members["Grüße.txt"] = b"three"
+    importer = open_source(write_tar(tmp_path / "a.tar", members, tar_format))
+    assert [(row.key, row.sample["text"]) for row in check_importer(importer)] == [
+        (name_.removeprefix("./").removesuffix(".txt"), data.decode()) for name_, data in members.items()
+    ]
+
+
+def test_compressed_tars_and_folders_in_them(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        folder = tarfile.TarInfo("data")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        info = tarfile.TarInfo("data/1.txt")
+        info.size = 1
+        tar.addfile(info, io.BytesIO(b"x"))
+    (tmp_path / "x.tgz").write_bytes(gzip.compress((tmp_path / "x.tar").read_bytes()))
+    (tmp_path / "x.tar").unlink()
+    assert [row.key for row in check_importer(open_source(str(tmp_path)))] == ["data/1"]
+
+
+def test_vectors_of_several_lengths_are_ragged(tmp_path: Path) -> None:
+    source = write_tar(tmp_path / "a.tar", {"1.t.npy": npy(np.arange(3)), "2.t.npy": npy(np.arange(5))})
+    assert str(open_source(source).schema["t"]) == "int64[*]"
+    source = write_tar(tmp_path / "a.tar", {"1.t.npy": npy(np.arange(3)), "2.t.npy": npy(np.zeros(3))})
+    with pytest.raises(SourceError, match=r"'2' \.t\.npy: an array of type float64\[3\], but int64\[3\]"):
+        open_source(source)
+
+
+@pytest.mark.parametrize("name", ["0.pyd", "0.pth", "0.pt", "0.pickle", "0.x.pkl"])
+def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
+    source = write_tar(tmp_path / "a.tar", {name: pickle.dumps(1)})
+    with pytest.raises(SourceError, match=rf"a\.tar member '{name}': a pickle can run any code"):
+        open_source(source)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"1.txt": b"a", "2.cls": b"1"}, "sample '2': the field 'text' is missing"),
+        ({"1.txt": b"a", "2.txt": b"a", "2.cls": b"1"}, "sample '2': has the field 'label'"),
+        ({"1.jpg": b"a", "1.png": b"b"}, r"member '1\.png': a second member for the field 'image'"),
+        ({"1.txt": b"a", "2.txt": b"b", "1.TXT": b"c"}, r"member '1\.TXT': the sample '1' appears twice"),
+        ({"1": b"a"}, "member '1': has no extension"),
+        ({"1.cls": b"one"}, r"'1' \.cls: b'one' is not an integer"),
+        ({"1.json": b"{"}, r"'1' \.json: not valid JSON"),
+        ({"1.txt": b"\xff"}, r"'1' \.txt: not UTF-8"),
+        ({"1.npy": b"\x93NUMPY"}, r"'1' \.npy: not a readable"),
+        ({"1.npy": npy(np.arange(9))[:-1]}, r"'1' \.npy: 199 bytes, but the array's header asks for 200"),
+        ({"1.npy": npy(["text"])}, "cannot be stored"),
+        ({"1.msgpack": b""}, "MessagePack members are not read"),
+        ({}, "holds no samples"),
+    ],
+)
+def test_errors_name_tar_and_member(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
+    with pytest.raises(SourceError, match=rf"a\.tar.*{message}"):
+        read_all(open_source(write_tar(tmp_path / "a.tar", members)))
+
+
+def test_a_bad_member_costs_its_sample_only_and_types_can_be_given(tmp_path: Path) -> None:
+    source = write_tar(tmp_path / "a.tar", {"1.cls": b"1", "2.cls": b"two", "3.cls": b"3"})
+    importer = open_source(source)
+    assert [isinstance(row, SourceFailure) for row in importer.read(importer.tasks()[0])] == [
+        False,
+        True,
+        False,
+    ]
+    texts = open_source(source, options=ImportOptions(field_types={"label": "bytes"}))
+    assert [row.sample["label"] for row in check_importer(texts)] == [b"1", b"two", b"3"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(b"../../x.txt") + BODY + END, r"'\.\./\.\./x\.txt' has a name that leads out"),
+        (header(b"/abs.txt") + BODY + END, r"'/abs\.txt' has a name that leads out"),
+        (header(b"a/../../x.txt") + BODY + END, "leads out"),
+        (pax({"path": "../evil.txt"}) + header() + BODY + END, r"'\.\./evil\.txt' has a name that leads out"),
+        (pax({"size": "0"}) + header() + BODY + END, r"has the size 2 in its header and 0 in its pax record"),
+        (pax({"size": "1024"}) + header() + BODY + BODY + END, "has the size 2 in its header and 1024"),
+        (pax({"size": "-1"}) + header() + BODY + END, "claims the size '-1'"),
+        (pax({"GNU.sparse.realsize": "1099511627776"}) + header() + BODY + END, "realsize' changes how"),
+        (header(kind=b"S", size=b"\x80" + (2**40).to_bytes(11, "big")) + END, "GNU sparse file|claims 1099"),
+        (header(size=b"\x80" + (2**42).to_bytes(11, "big")) + END, "claims 4398046511104 bytes"),
+        (header(size=b"\xff" * 12) + END, "claims a negative size"),
+        (header(size=b"99999999999\0") + END, "not an octal number"),
+        (header(kind=b"1", size=b"00000000000\0") + END, "is a hard link"),
+        (header(kind=b"2", size=b"00000000000\0") + END, "is a symbolic link"),
+        (header(kind=b"3", size=b"00000000000\0") + END, "is a character device"),
+        (header(kind=b"6", size=b"00000000000\0") + END, "is a pipe"),
+        (header(kind=b"Z") + BODY + END, "unknown type"),
+        (header(b"d", kind=b"5") + BODY + END, "claims 2 bytes of data"),
+        (header(b"a.txt", b"%011o\0" % (1 << 21), b"x") + END, "extension header claims 2097152"),
+        (header() + BODY + END + header(b"hidden.txt") + BODY + END, "data follows the end of the tar"),
+        (header() + BODY + bytes(512), "one zero block instead of two"),
+        (header() + BODY, r"ends inside a header"),
+        (header() + b"h", r"ends inside member 'a\.txt'"),
+        (header(size=b"00000010000\0") + BODY, r"ends inside member 'a\.txt' \(512 of 4096 bytes\)"),
+        (header().replace(b"a.txt", b"b.txt") + BODY + END, "checksum is"),
+        (pax({"path": "b.txt"}) + END, "not followed by a member"),
+        (GLOBAL_PATH + header() + BODY + END, "a global pax header sets path"),
+        (header(b"x", b"%011o\0" % 9, b"x") + b"99 a=bcd\n".ljust(512, b"\0") + END, "malformed"),
+        (header(b"\xff.txt") + BODY + END, "not UTF-8"),
+        (b"not a tar".ljust(512) + END, "not an octal number"),
+    ],
+)  # fmt: skip
+def test_hostile_tars_are_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=rf"(?s)a\.tar.*({message})"):
+        open_source(str(path))
+
+
+def test_a_claimed_size_is_not_allocated() -> None:
+    class Counting(io.BytesIO):
+        largest = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            assert size is not None
+            self.largest = max(self.largest, size)
+            return super().read(size)
+
+    stream = Counting(header(size=b"%011o\0" % (4 << 30)) + BODY)
+    with pytest.raises(SourceError, match="ends inside member"):
+        list(read_members(stream, "a.tar"))
+    assert stream.largest <= 32 << 20
+
+
+def flipped_headers() -> Iterator[tuple[int, bytes]]:
+    whole = header() + BODY + header(b"b.txt") + BODY + END
+    for bit in range(512 * 8):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bit, bytes(damaged)
+
+
+def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing() -> None:
+    for bit, damaged in flipped_headers():
+        try:
+            members = [(member.name, member.data) for member in read_members(io.BytesIO(damaged), "a.tar")]
+        except SourceError:
+            continue
+        assert members == [("a.txt", b"hi"), ("b.txt", b"hi")], f"bit {bit}"

@@ -1,0 +1,104 @@
+"""Which importer a source needs: by the extensions of its files, or by the name that the user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from shardkit.errors import SourceError, UsageError
+from shardkit_tools.importers.folder import MEDIA, open_folder
+from shardkit_tools.importers.json_lines import open_json_lines
+from shardkit_tools.importers.numpy_rows import open_numpy
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import Importer
+from shardkit_tools.importers.source_files import Source, file_suffix, list_source
+from shardkit_tools.importers.text import open_text
+from shardkit_tools.importers.webdataset import open_webdataset
+
+__all__ = ["IMPORTERS", "detect", "open_source"]
+
+IMPORTERS: dict[str, Callable[[Source, ImportOptions], Importer]] = {
+    "folder": open_folder,
+    "text": open_text,
+    "jsonl": open_json_lines,
+    "npy": open_numpy,
+    "webdataset": open_webdataset,
+}
+"""Name for ``--from`` → what opens the source."""
+
+# Extensions that belong to one importer: files of records, never samples by themselves.
+_RECORDS = {"jsonl": "jsonl", "ndjson": "jsonl", "npy": "npy", "tar": "webdataset", "tgz": "webdataset"}
+_TEXTS = frozenset(
+    (
+        *(
+            "txt",
+            "text",
+            "md",
+            "rst",
+            "tex",
+            "html",
+            "htm",
+            "xml",
+            "log",
+            "py",
+            "pyi",
+            "c",
+            "h",
+            "cc",
+            "cpp",
+            "hpp",
+        ),
+        *("rs", "go", "java", "js", "ts", "sh", "sql", "r", "jl"),
+    )
+)
+
+
+def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> Importer:
+    """Open a source with the importer that fits it.
+
+    Args:
+        source: a file, a folder or a glob.
+        kind: one of `IMPORTERS`; None: detected.
+        options: what the user says about the source.
+
+    Raises:
+        NotFoundError: nothing is there.
+        SourceError: the source cannot be read as that kind, or its kind cannot be told.
+        SchemaError: a field cannot be stored under its name, or `options` type a field that is not there.
+    """
+    if kind is not None and kind not in IMPORTERS:
+        raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
+    listed = list_source(source)
+    return IMPORTERS[kind or detect(listed)](listed, options or ImportOptions())
+
+
+def detect(source: Source) -> str:
+    """The importer that the extensions of a source's files call for.
+
+    Raises:
+        SourceError: the files call for several importers, or for none.
+    """
+    suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
+    records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
+    others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
+    if len(records) == 1 and not others:
+        return next(iter(records))
+    if records:
+        shown = sorted({*(file.name for file in records.values()), *(file.name for file in others)})
+        raise SourceError(
+            f"{source.given}: holds files of several kinds ({', '.join(shown[:3])}); give a glob that "
+            "matches one kind, such as "
+            f"'{source.given}/**/*.{file_suffix(next(iter(records.values())).name)}', or name an importer "
+            "with --from"
+        )
+    if suffixes.keys() <= _TEXTS:
+        return "text"
+    if source.is_single_file and not _is_media(suffixes):
+        raise SourceError(
+            f"{source.given}: its extension calls for no importer; name one with --from "
+            f"({', '.join(IMPORTERS)})"
+        )
+    return "folder"
+
+
+def _is_media(suffixes: Iterable[str]) -> bool:
+    return any(suffix in known for suffix in suffixes for known in MEDIA.values())

@@ -1,0 +1,200 @@
+"""Folders of files: one sample per image, sound, film or other file, with its class and its sidecars.
+
+cats/17.jpg  cats/17.json  dogs/4.jpg …     class per folder → int64 ``label``, names in ``classes``
+a.wav  a.txt  b.wav  b.txt …                no folders → no label; ``a.txt`` is the text of ``a.wav``
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardkit.errors import SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, group_files, read_file
+from shardkit_tools.importers.strict_json import parse_json
+
+__all__ = ["MEDIA", "FolderImporter", "class_of", "folder_classes", "open_folder"]
+
+MEDIA = {
+    "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
+              "avif", "heic", "jp2", "jxl"),
+    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
+    "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
+}  # fmt: skip
+_SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
+# JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
+_IMAGE_SIGNATURES = (
+    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    *(b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"P7", b"\0\0\0", b"\xff\x0a", b"\xff\x4f\xff\x51"),
+)
+
+
+@dataclass(frozen=True)
+class FolderImporter:
+    """A folder of files as a source; made by `open_folder`."""
+
+    samples: tuple[tuple[SourceFile, ...], ...]  # the sample's own file first, then its sidecars
+    media: str  # the field that holds the file: image, audio, video or blob
+    schema: Schema
+    classes: tuple[str, ...]
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every file, sidecars included."""
+        return sorted((file for sample in self.samples for file in sample), key=lambda file: file.name)
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """Runs of whole samples."""
+        own_files = [SourceFile(own.name, own.path, own.size + sum(s.size for s in rest), own.stamp)
+                     for own, *rest in self.samples]  # fmt: skip
+        tasks = []
+        start = 0
+        for group in group_files(own_files):
+            stop = start + len(group.files)
+            files = tuple(file for sample in self.samples[start:stop] for file in sample)
+            tasks.append(SourceTask(group.name, files, group.size))
+            start = stop
+        return tasks
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """One sample per file; a file that cannot be read costs its own sample only."""
+        width = 1 + sum(name in self.schema for name, _ in _SIDECARS.values())
+        for start in range(0, len(task.files), width):
+            own, *sidecars = task.files[start : start + width]
+            try:
+                sample = self._sample(own, sidecars)
+            except SourceError as error:
+                yield SourceFailure(own.name, 0, error)
+                continue
+            yield SourceSample(sample, file_stem(own.name), own.name, 0)
+
+    def _sample(self, own: SourceFile, sidecars: Sequence[SourceFile]) -> dict[str, object]:
+        data = read_file(own)
+        if not data:
+            raise SourceError(f"{own.path}: an empty file; fetch it again, or remove it")
+        if self.media == "image" and not data.startswith(_IMAGE_SIGNATURES):
+            raise SourceError(
+                f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
+            )
+        sample: dict[str, object] = {self.media: data}
+        if self.classes:
+            sample["label"] = bisect_left(self.classes, class_of(own.name))
+        for sidecar in sidecars:
+            name, _ = _SIDECARS[file_suffix(sidecar.name)]
+            sample[name] = _sidecar_value(name, sidecar)
+        return sample
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe."""
+        return {"importer": "folder", "classes": bool(self.classes)}
+
+
+def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
+    """Recognise the samples of a folder.
+
+    Raises:
+        SourceError: kinds of files are mixed, a sidecar has no sample or a sample no sidecar, two samples
+        share a
+            stem, or files lie both beside and in the class folders; names the files.
+    """
+    by_stem: dict[str, list[SourceFile]] = {}
+    media: dict[str, SourceFile] = {}
+    for file in source.files:
+        by_stem.setdefault(file_stem(file.name), []).append(file)
+        if file_suffix(file.name) not in _SIDECARS:
+            media.setdefault(_media_of(file), file)
+    if len(media) != 1:
+        raise SourceError(f"{source.given}: {_mixture(media, source)}")
+    samples = sorted((_arranged(files) for files in by_stem.values()), key=lambda sample: sample[0].name)
+    sidecars = _common_sidecars(samples)
+    classes = folder_classes(source, options)
+    (own,) = media
+    fields = {own: "bytes"} | ({"label": "int64"} if classes else {})
+    fields |= dict(_SIDECARS[suffix] for suffix in sidecars)
+    return FolderImporter(tuple(samples), own, options.schema(fields, source.given), classes)
+
+
+def folder_classes(source: Source, options: ImportOptions) -> tuple[str, ...]:
+    """Names of the folders directly below the source, sorted; empty where they are no classes.
+
+    Raises:
+        SourceError: some files lie in such folders and some beside them.
+    """
+    loose = [file for file in source.files if "/" not in file.name]
+    if options.classes is False or (len(loose) == len(source.files) and not options.classes):
+        return ()
+    if loose:
+        raise SourceError(
+            f"{loose[0].path}: lies beside the class folders, so it has no class; move it into one of them, "
+            "or pass --no-classes to build without labels"
+        )
+    return tuple(sorted({class_of(file.name) for file in source.files}))
+
+
+def class_of(name: str) -> str:
+    """The class folder that a file lies in, at any depth."""
+    return name.partition("/")[0]
+
+
+def _media_of(file: SourceFile) -> str:
+    suffix = file_suffix(file.name)
+    return next((name for name, suffixes in MEDIA.items() if suffix in suffixes), "blob")
+
+
+def _mixture(media: dict[str, SourceFile], source: Source) -> str:
+    if not media:
+        return (
+            f"only sidecars ({source.files[0].name} …), no files that they describe; for text use --from "
+            "text, for JSON lines name the files .jsonl"
+        )
+    shown = ", ".join(f"{name} ({file.name})" for name, file in sorted(media.items()))
+    return f"kinds of files are mixed: {shown}; give a folder or a glob with one kind"
+
+
+def _arranged(files: list[SourceFile]) -> tuple[SourceFile, ...]:
+    own = [file for file in files if file_suffix(file.name) not in _SIDECARS]
+    if len(own) > 1:
+        raise SourceError(
+            f"{own[1].path}: has the same stem as {own[0].name}; rename one, for the stem is the sample's key"
+        )
+    if not own:
+        raise SourceError(
+            f"{files[0].path}: a sidecar without its sample; remove it, or add the file that it describes"
+        )
+    rest = sorted((file for file in files if file is not own[0]), key=lambda file: file_suffix(file.name))
+    suffixes = [file_suffix(file.name) for file in rest]
+    if len(set(suffixes)) != len(suffixes):
+        raise SourceError(
+            f"{own[0].path}: two sidecars of one kind ({', '.join(f.name for f in rest)}); remove one"
+        )
+    return (own[0], *rest)
+
+
+def _common_sidecars(samples: list[tuple[SourceFile, ...]]) -> tuple[str, ...]:
+    seen = {file_suffix(file.name) for sample in samples for file in sample[1:]}
+    for own, *rest in samples:
+        missing = seen - {file_suffix(file.name) for file in rest}
+        if missing:
+            raise SourceError(
+                f"{own.path}: has no .{min(missing)} sidecar, though other samples have one; every sample "
+                "must have every field: add it, or remove the others"
+            )
+    return tuple(sorted(seen))
+
+
+def _sidecar_value(name: str, file: SourceFile) -> object:
+    data = read_file(file)
+    if name == "meta":
+        value = parse_json(data, file.path)
+        if not isinstance(value, dict):
+            raise SourceError(
+                f"{file.path}: holds a {type(value).__name__}; a sidecar must be one JSON object"
+            )
+        return value
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{file.path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from error

@@ -1,0 +1,95 @@
+"""Files of lines, cut into ranges that processes can read apart, with the number of every line known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardkit.errors import SourceError
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.importers.source_files import group_files, open_file, open_plain
+
+__all__ = ["LineTasks", "cut_lines", "read_lines"]
+
+_RANGE_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
+_MAX_LINE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class LineTasks:
+    """Tasks over files of lines.
+
+    Attributes:
+        tasks: in source order; large files are cut at line ends, small ones grouped.
+        first_lines: (file name, first byte) → number of the line that starts there, for ranges that do not
+        start at 0.
+    """
+
+    tasks: tuple[SourceTask, ...]
+    first_lines: dict[tuple[str, int], int]
+
+    def read(self, task: SourceTask) -> Iterator[tuple[SourceFile, int, bytes]]:
+        """(file, line number from 0, line without its end) of a task's lines."""
+        for file in task.files:
+            first = self.first_lines.get((file.name, task.start), 0)
+            for number, line in enumerate(read_lines(file, task.start, task.stop), first):
+                yield file, number, line
+
+
+def cut_lines(files: tuple[SourceFile, ...]) -> LineTasks:
+    """Cut files into tasks. Large files are read once to count their lines."""
+    tasks: list[SourceTask] = []
+    first_lines: dict[tuple[str, int], int] = {}
+    small: list[SourceFile] = []
+    for file in files:
+        packed = file.name.lower().endswith((".gz", ".zst"))
+        if packed or file.size <= 2 * _RANGE_BYTES:
+            small.append(file)
+            continue
+        tasks += group_files(small)
+        small = []
+        borders = list(_borders(file))
+        for number, (start, line) in enumerate(borders):
+            stop = borders[number + 1][0] if number + 1 < len(borders) else file.size
+            first_lines[file.name, start] = line
+            tasks.append(SourceTask(f"{file.name}:{line}", (file,), stop - start, start, stop))
+    return LineTasks((*tasks, *group_files(small)), first_lines)
+
+
+def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """The lines of a file without their ends, or of a range of it that starts and stops at line ends.
+
+    Raises:
+        SourceError: the file cannot be read, or a line is longer than 1 GiB.
+    """
+    with open_plain(file) as stream:
+        if start:
+            stream.seek(start)
+        at = start
+        while stop is None or at < stop:
+            line = stream.readline(_MAX_LINE_BYTES)
+            if not line:
+                return
+            at += len(line)
+            if len(line) == _MAX_LINE_BYTES:
+                raise SourceError(
+                    f"{file.path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
+                )
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _borders(file: SourceFile) -> Iterator[tuple[int, int]]:
+    """(first byte, line number) of ranges that start at a line and are at least the range size long."""
+    yield 0, 0
+    wanted = _RANGE_BYTES
+    at = lines = 0
+    with open_file(file) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            if at + len(piece) > wanted:
+                end = piece.find(b"\n", max(0, wanted - at))
+                if end >= 0 and at + end + 1 < file.size:
+                    yield at + end + 1, lines + piece.count(b"\n", 0, end + 1)
+                    wanted = at + end + 1 + _RANGE_BYTES
+            lines += piece.count(b"\n")
+            at += len(piece)

@@ -1,0 +1,180 @@
+"""NumPy ``.npy`` files: the rows of the first axis are the samples.
+
+Several files with equally many rows are the fields of one sample.
+
+The header is parsed by numpy's own reader with pickling off; the data is read by offset, so that a file of
+any size takes the memory of one range of rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from shardkit.errors import SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import Source, file_stem, open_file
+
+__all__ = ["NumpyImporter", "open_numpy"]
+
+_TASK_BYTES = 64 << 20
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """A ``.npy`` file whose header has been read.
+
+    Attributes:
+        field: the field that its rows become.
+        offset: first byte of the data.
+        columns_first: Fortran order: a row is not one run of bytes.
+    """
+
+    file: SourceFile
+    field: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    columns_first: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape[1:], dtype=np.int64))
+
+    def field_type(self) -> str:
+        """The field type of a row, in native spelling (`>i4` and `<i4` are both int32)."""
+        name = np.dtype(self.dtype).newbyteorder("=").name
+        inner = self.shape[1:]
+        return f"{name}[{','.join(map(str, inner))}]" if inner else name
+
+    def rows(self, start: int, stop: int) -> NDArray[np.generic]:
+        """Rows start … stop − 1 as a fresh array."""
+        if self.columns_first:
+            mapped = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
+            return np.array(mapped[start:stop])
+        with open_file(self.file) as stream:
+            stream.seek(self.offset + start * self.row_bytes)
+            data = stream.read((stop - start) * self.row_bytes)
+        if len(data) != (stop - start) * self.row_bytes:
+            raise SourceError(
+                f"{self.file.path} rows {start}:{stop}: the file ends inside them; write it again"
+            )
+        return np.frombuffer(data, np.dtype(self.dtype)).reshape(stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class NumpyImporter:
+    """Arrays as a source; made by `open_numpy`."""
+
+    arrays: tuple[ArrayFile, ...]
+    schema: Schema
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every array file."""
+        return [array.file for array in self.arrays]
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """Runs of rows of about 64 MiB."""
+        row_bytes = sum(array.row_bytes for array in self.arrays)
+        rows = self.arrays[0].shape[0]
+        step = max(1, _TASK_BYTES // max(1, row_bytes))
+        return [
+            SourceTask(f"rows {start}:{stop}", tuple(self.files()), (stop - start) * row_bytes, start, stop)
+            for start in range(0, rows, step)
+            for stop in [min(rows, start + step)]
+        ]
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """One sample per row."""
+        stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
+        name = self.arrays[0].file.name
+        step = max(1, _PIECE_BYTES // max(1, sum(array.row_bytes for array in self.arrays)))
+        for start in range(task.start, stop, step):
+            end = min(stop, start + step)
+            columns = {array.field: array.rows(start, end) for array in self.arrays}
+            for row in range(end - start):
+                yield SourceSample(
+                    {name: column[row] for name, column in columns.items()}, None, name, start + row
+                )
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe."""
+        return {"importer": "npy"}
+
+
+def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
+    """Read the headers of a source of ``.npy`` files.
+
+    A single file gives the field ``value``; several give one field per file, named after it.
+
+    Raises:
+        SourceError: a file is damaged, holds objects, or has another number of rows than the others.
+    """
+    source.keep(("npy",), "a NumPy array")
+    single = len(source.files) == 1
+    arrays = tuple(_read_header(file, "value" if single else _field_name(file)) for file in source.files)
+    first = arrays[0]
+    for array in arrays[1:]:
+        if array.shape[0] != first.shape[0]:
+            raise SourceError(
+                f"{array.file.path}: {array.shape[0]} rows, but {first.file.name} has {first.shape[0]}; the "
+                "files of a folder are the fields of one sample, so they need equally many rows"
+            )
+    if not first.shape[0]:
+        raise SourceError(f"{first.file.path}: the array has no rows; give an array with samples in it")
+    return NumpyImporter(arrays, options.schema({a.field: a.field_type() for a in arrays}, source.given))
+
+
+def _field_name(file: SourceFile) -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", file_stem(file.name))
+
+
+def _read_header(file: SourceFile, field: str) -> ArrayFile:
+    with open_file(file) as stream:
+        try:
+            version = npy_format.read_magic(stream)
+            read = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}.get(
+                version
+            )
+            if read is None:
+                raise ValueError(
+                    f"format version {version} is not 1.0 or 2.0"
+                )  # 3.0 has field names in UTF-8 only
+            shape, columns_first, dtype = read(stream)
+        except (ValueError, EOFError) as error:
+            raise SourceError(
+                f"{file.path}: not a readable .npy file ({error}); write it again with numpy.save"
+            ) from error
+        offset = stream.tell()
+    where = f"{file.path}: an array of dtype {dtype}"
+    if dtype.hasobject:
+        raise SourceError(
+            f"{where} holds pickled Python objects, which are never loaded; save it with a plain dtype"
+        )
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise SourceError(
+            f"{where}: only booleans, integers and floats up to 64 bits can be stored; convert it first"
+        )
+    if not shape:
+        raise SourceError(
+            f"{file.path}: an array without axes has no rows; save it with the samples on the first axis"
+        )
+    expected = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if expected != file.size:
+        raise SourceError(
+            f"{file.path}: {file.size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; it "
+            "is cut short or damaged, write it again"
+        )
+    return ArrayFile(
+        file, field, dtype.str, tuple(int(n) for n in shape), offset, bool(columns_first and len(shape) > 1)
+    )

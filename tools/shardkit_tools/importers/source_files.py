@@ -1,0 +1,285 @@
+"""The files of a source: which there are, in one order, and their bytes.
+
+A source is a file, a folder or a glob (``data/**/*.jsonl``). Files are listed in the order of their names (by
+code point, `/` as separator), so that the same source gives the same rows on every machine. Nothing outside
+the source is read through a symlink inside it, nothing that is not a regular file is opened, and every error
+names the file.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+import zstandard
+
+from shardkit.errors import NotFoundError, SourceError
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
+
+__all__ = [
+    "Source",
+    "file_stem",
+    "file_suffix",
+    "group_files",
+    "list_source",
+    "open_file",
+    "open_plain",
+    "read_file",
+]
+
+_WILDCARDS = frozenset("*?[")
+_TASK_BYTES = 64 << 20
+_TASK_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A listed source.
+
+    Attributes:
+        given: the source as the user typed it, for messages.
+        files: sorted by name.
+        is_single_file: the user named one file, not a folder or a glob.
+    """
+
+    given: str
+    files: tuple[SourceFile, ...]
+    is_single_file: bool = False
+
+    def keep(self, suffixes: Iterable[str], what: str) -> Source:
+        """The same source, once it is sure that every file has one of the suffixes.
+
+        Raises:
+            SourceError: names the first other file.
+        """
+        wanted = frozenset(suffixes)
+        for file in self.files:
+            if file_suffix(file.name) not in wanted:
+                raise SourceError(
+                    f"{file.path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); "
+                    "leave it out, give a glob that matches only the samples, or name another importer with "
+                    "--from"
+                )
+        return self
+
+
+def file_suffix(name: str) -> str:
+    """The last extension in lower case without its dot, or ""; that before it for ``.gz`` and ``.zst``."""
+    base = name.rsplit("/", 1)[-1].lower()
+    for packed in (".gz", ".zst"):
+        base = base.removesuffix(packed)
+    return base.rpartition(".")[2] if "." in base[1:] else ""
+
+
+def file_stem(name: str) -> str:
+    """The name without its last extension: what a sample and its sidecars share."""
+    head, slash, base = name.rpartition("/")
+    return head + slash + (base.rpartition(".")[0] if "." in base[1:] else base)
+
+
+def list_source(source: str) -> Source:
+    """List a source.
+
+    Args:
+        source: a file, a folder (searched to any depth; names that start with a dot are left out) or a glob.
+
+    Raises:
+        NotFoundError: nothing is there.
+        SourceError: a folder without files, a link that leads out of the folder, or something that is not a
+        file.
+    """
+    if os.path.isdir(source):
+        files = tuple(sorted(_walk(source), key=_by_name))
+        if not files:
+            raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
+        return Source(source, files)
+    if os.path.lexists(source):
+        return Source(source, (_regular(source, os.path.basename(source)),), is_single_file=True)
+    if _WILDCARDS.intersection(source):
+        return _from_glob(source)
+    raise NotFoundError(f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'")
+
+
+def open_file(file: SourceFile) -> BinaryIO:
+    """Open a file for reading, buffered and seekable.
+
+    Raises:
+        SourceError: it cannot be read, or its size is no longer the listed one.
+    """
+    try:
+        # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+    stream = os.fdopen(descriptor, "rb", buffering=1 << 18)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
+        stream.close()
+        raise SourceError(
+            f"{file.path}: changed since it was listed ({file.size} bytes then, {found.st_size} now); build "
+            "from a source that nobody writes to"
+        )
+    return stream
+
+
+def read_file(file: SourceFile) -> bytes:
+    """All bytes of a file; errors as for `open_file`."""
+    with open_file(file) as stream:
+        try:
+            data = stream.read()
+        except OSError as error:
+            raise _unreadable(file.path, error) from error
+    if len(data) != file.size:
+        raise SourceError(
+            f"{file.path}: {file.size} bytes when listed, {len(data)} when read; it changed meanwhile"
+        )
+    return data
+
+
+def open_plain(file: SourceFile) -> BinaryIO:
+    """Open a file, decompressed on the way (and not seekable) if it ends in ``.gz``, ``.tgz`` or ``.zst``."""
+    stream = open_file(file)
+    if file.name.lower().endswith((".gz", ".tgz")):
+        return cast(
+            BinaryIO, io.BufferedReader(_Guarded(gzip.GzipFile(fileobj=stream), stream, file.path), 1 << 18)
+        )
+    if file.name.lower().endswith(".zst"):
+        reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+        return cast(BinaryIO, io.BufferedReader(_Guarded(reader, stream, file.path), 1 << 18))
+    return stream
+
+
+def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
+    """Tasks of whole files, in order, of about 64 MiB and at most 4,096 files each."""
+    tasks: list[SourceTask] = []
+    group: list[SourceFile] = []
+    size = 0
+    for file in files:
+        if group and (size + file.size > _TASK_BYTES or len(group) == _TASK_FILES):
+            tasks.append(SourceTask(group[0].name, tuple(group), size))
+            group, size = [], 0
+        group.append(file)
+        size += file.size
+    if group:
+        tasks.append(SourceTask(group[0].name, tuple(group), size))
+    return tasks
+
+
+class _Guarded(io.RawIOBase):
+    """A decompressor whose errors name the file."""
+
+    def __init__(
+        self, inner: gzip.GzipFile | zstandard.ZstdDecompressionReader, packed: BinaryIO, path: str
+    ) -> None:
+        self._inner = inner
+        self._packed = packed
+        self._path = path
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        try:
+            data = self._inner.read(len(buffer))
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise SourceError(
+                f"{self._path}: cannot be decompressed ({error}); fetch or write it again"
+            ) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._packed.close()  # neither decompressor closes what it reads from
+        super().close()
+
+
+def _by_name(file: SourceFile) -> str:
+    return file.name
+
+
+def _walk(root: str) -> Iterator[SourceFile]:
+    inside = os.path.realpath(root)
+    pending = [""]
+    while pending:
+        below = pending.pop()
+        try:
+            entries = list(os.scandir(os.path.join(root, below)))
+        except OSError as error:
+            raise _unreadable(os.path.join(root, below), error) from error
+        entries = [entry for entry in entries if not entry.name.startswith(".")]
+        if not entries and below:
+            # a class folder whose files did not arrive would otherwise vanish from the dataset without a word
+            raise SourceError(
+                f"{os.path.join(root, below)}: an empty folder; fill it, or remove it from the source"
+            )
+        for entry in entries:
+            name = f"{below}/{entry.name}" if below else entry.name
+            if entry.is_symlink():
+                _check_link(entry.path, inside)
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(name)
+            elif entry.is_dir():
+                raise SourceError(
+                    f"{entry.path}: a link to a folder inside the source would give its files twice; remove "
+                    "the link"
+                )
+            else:
+                yield _regular(entry.path, name)
+
+
+def _check_link(path: str, inside: str) -> None:
+    target = os.path.realpath(path)
+    if os.path.commonpath([target, inside]) != inside:
+        raise SourceError(
+            f"{path}: a symbolic link out of the source (to {target}); copy the file into the source, or "
+            "build from the folder that holds it"
+        )
+
+
+def _regular(path: str, name: str) -> SourceFile:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise SourceError(f"{path!r}: the file's name is not UTF-8; rename it") from error
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise SourceError(
+            f"{path}: neither a file nor a folder (a pipe, socket or device); remove it from the source"
+        )
+    return SourceFile(name, path, found.st_size, str(found.st_mtime_ns))
+
+
+def _from_glob(pattern: str) -> Source:
+    literal = []
+    for part in pattern.split("/"):
+        if _WILDCARDS.intersection(part):
+            break
+        literal.append(part)
+    root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
+    found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
+    if not found:
+        raise NotFoundError(f"{pattern}: no file matches the pattern; quote it, and check it with ls")
+    inside = os.path.realpath(root)
+    files = []
+    for path in found:
+        if os.path.islink(path):
+            _check_link(path, inside)
+        files.append(_regular(path, os.path.relpath(path, root).replace(os.sep, "/")))
+    return Source(pattern, tuple(sorted(files, key=_by_name)))
+
+
+def _unreadable(path: str, error: OSError) -> SourceError:
+    return SourceError(
+        f"{path}: cannot be read ({error.strerror or error}); mend its permissions, or leave it out"
+    )

@@ -1,0 +1,158 @@
+"""WebDataset tars: members that share a name up to its first dot are one sample."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkit.errors import SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.member_values import field_of, field_type_of, value_of
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import Source, open_plain
+from shardkit_tools.importers.tar_members import read_members
+
+__all__ = ["WebDatasetImporter", "open_webdataset"]
+
+# The schema is inferred from this many samples, in source order; the rest are checked against it.
+_SCAN_SAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _TarSample:
+    """The members of one sample.
+
+    Attributes:
+        row: its number in the tar.
+        members: field → (extension, data).
+    """
+
+    key: str
+    row: int
+    members: dict[str, tuple[str, bytes]]
+
+
+@dataclass(frozen=True)
+class WebDatasetImporter:
+    """Tars as a source; made by `open_webdataset`."""
+
+    source: Source
+    schema: Schema
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every tar."""
+        return self.source.files
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """One per tar: a tar can only be read from its start."""
+        return [SourceTask(file.name, (file,), file.size) for file in self.source.files]
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """The samples of one tar; a member that cannot be decoded costs its own sample only."""
+        (file,) = task.files
+        types = {name: str(kind) for name, kind in self.schema.items()}
+        for found in _samples(file):
+            where = f"{file.path} sample {found.key!r}"
+            try:
+                _check_fields(found.members, types, where)
+                sample = {
+                    name: value_of(extension, types[name], data, f"{where} .{extension}")
+                    for name, (extension, data) in found.members.items()
+                }
+            except SourceError as error:
+                yield SourceFailure(file.name, found.row, error)
+                continue
+            yield SourceSample(sample, found.key, file.name, found.row)
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe."""
+        return {"importer": "webdataset"}
+
+
+def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporter:
+    """Infer the schema of tars from their first samples.
+
+    Raises:
+        SourceError: a tar is damaged, a member is refused, or samples have different fields.
+    """
+    source.keep(("tar", "tgz"), "a tar")
+    samples = (
+        (f"{file.path} sample {found.key!r}", found.members)
+        for file in source.files
+        for found in _samples(file)
+    )
+    types: dict[str, str] = {}
+    for where, members in itertools.islice(samples, _SCAN_SAMPLES):
+        if types:
+            _check_fields(members, types, where)
+        for name, (extension, data) in members.items():
+            if name not in options.field_types:
+                found = field_type_of(extension, data, f"{where} .{extension}")
+                types[name] = _merged(types.get(name, found), found, f"{where} .{extension}")
+            else:
+                types[name] = options.field_types[name]
+    if not types:
+        raise SourceError(f"{source.given}: the tar holds no samples; give tars with samples in them")
+    return WebDatasetImporter(source, options.schema(types, source.given))
+
+
+def _samples(file: SourceFile) -> Iterator[_TarSample]:
+    keys: set[str] = set()
+    sample: _TarSample | None = None
+    with open_plain(file) as stream:
+        for member in read_members(stream, file.path):
+            head, slash, base = member.name.rpartition("/")
+            stem, dot, extension = base.partition(".")
+            if not stem:
+                continue  # hidden files and the resource forks that macOS adds
+            key = head + slash + stem
+            where = f"{file.path} member {member.name!r}"
+            if not dot:
+                raise SourceError(
+                    f"{where}: has no extension, so its field is unknown; rename it (key.extension)"
+                )
+            if sample is None or sample.key != key:
+                if sample is not None:
+                    yield sample
+                if key in keys:
+                    raise SourceError(
+                        f"{where}: the sample {key!r} appears twice in the tar; rename one of them"
+                    )
+                keys.add(key)
+                sample = _TarSample(key, len(keys) - 1, {})
+            name = field_of(extension.lower(), where)
+            if name in sample.members:
+                raise SourceError(
+                    f"{where}: a second member for the field {name!r} of one sample; rename or remove one"
+                )
+            sample.members[name] = (extension.lower(), member.data)
+    if sample is not None:
+        yield sample
+
+
+def _check_fields(members: Mapping[str, object], types: Mapping[str, str], where: str) -> None:
+    if members.keys() == types.keys():
+        return
+    missing = [name for name in types if name not in members]
+    if missing:
+        raise SourceError(f"{where}: the field {missing[0]!r} is missing; every sample must have every field")
+    added = next(name for name in members if name not in types)
+    raise SourceError(
+        f"{where}: has the field {added!r}, which the samples before it do not have; remove it, or add it to "
+        "all"
+    )
+
+
+def _merged(known: str, found: str, where: str) -> str:
+    """One type for two arrays: equal ones stay, vectors of one dtype and several lengths become ragged."""
+    if known == found:
+        return known
+    (dtype, _, shape), (other, _, other_shape) = known.partition("["), found.partition("[")
+    if dtype == other and shape and other_shape and "," not in shape + other_shape:
+        return f"{dtype}[*]"
+    raise SourceError(
+        f"{where}: an array of type {found}, but {known} in the samples before it; make the arrays alike"
+    )
