@@ -13,13 +13,17 @@ ustar          strict tar headers
 npy            npy headers, written and compared, never evaluated
 tar_blocks     blocks of the tar format
 arrow_message  bounds-checked reader of Arrow metadata
-arrow_blocks   blocks of the arrow format
+arrow_schema   the Arrow schema of a shard
+arrow_writing  blocks of the arrow format, written
+arrow_reading  blocks of the arrow format, read
 block          a verified block: columns and samples
 texts          many short texts in one buffer
 index          the sidecar of a shard
 index_checks   what must hold in an index
 writing        the writer of both formats
 reading        verify and decode a block
+whole_shard    find damage in a shard, check what lies around its blocks
+rebuilding     a shard's index from its bytes
 """
 
 from .block import Block, Column, FixedColumn, VariableColumn
@@ -29,9 +33,11 @@ from .digest import format_digest, parse_digest, sha256_digest, xxh3
 from .index import ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .reading import Verify, read_block, verify_block
+from .rebuilding import build_index
 from .rows import Row
 from .schema import RESERVED_NAMES, FieldType, Schema
 from .texts import Texts
+from .whole_shard import Damage, check_whole_shard, find_damage
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
 
 __all__ = [
@@ -40,6 +46,7 @@ __all__ = [
     "Block",
     "Column",
     "Columns",
+    "Damage",
     "FieldType",
     "FixedColumn",
     "Row",
@@ -51,7 +58,10 @@ __all__ = [
     "VariableColumn",
     "Verify",
     "block_starts",
+    "build_index",
+    "check_whole_shard",
     "extension",
+    "find_damage",
     "fit_key",
     "format_digest",
     "is_key",

@@ -14,10 +14,20 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
 
-__all__ = ["FILE_MAGIC", "BatchHeader", "read_batch_header", "read_footer_blocks"]
+__all__ = [
+    "CONTINUATION",
+    "END_OF_STREAM",
+    "FILE_MAGIC",
+    "BatchHeader",
+    "file_head_size",
+    "raw_message_bytes",
+    "read_batch_header",
+    "read_footer_blocks",
+]
 
 FILE_MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
+END_OF_STREAM = CONTINUATION + bytes(4)
 _V5 = 4
 _RECORD_BATCH = 3
 _CODECS = {0: "lz4", 1: "zstd"}
@@ -132,6 +142,41 @@ def _check_buffers(buffers: NDArray[np.int64], body: int) -> None:
         if offset < end or offset % 8 or length < 0 or offset + length > body:
             raise FormatError(f"arrow message: buffer of {length} bytes at {offset} in a body of {body}")
         end = offset + length
+
+
+def raw_message_bytes(header: BatchHeader, message: memoryview) -> int:
+    """Bytes that the message would have without compression; buffers padded to 8 as pyarrow does."""
+    if header.codec == "none":
+        return header.message_bytes
+    total = header.body_offset
+    for offset, length in header.buffers.tolist():
+        if length == 0:
+            continue
+        start = header.body_offset + offset
+        raw = int.from_bytes(message[start : start + 8], "little", signed=True)
+        if raw == -1:  # stored as it is behind the prefix
+            raw = length - 8
+        if length < 8 or raw < 0:
+            raise FormatError(f"arrow message: compressed buffer of {length} bytes declares {raw}")
+        total += -(-raw // 8) * 8
+    return total
+
+
+def file_head_size(data: memoryview) -> int:
+    """Bytes of magic and schema message at the start of an Arrow IPC file.
+
+    Raises:
+        FormatError: it does not begin like one.
+    """
+    length = int.from_bytes(data[12:16], "little")
+    if (
+        len(data) < 16
+        or data[:8] != FILE_MAGIC + b"\x00\x00"
+        or data[8:12] != CONTINUATION
+        or length > len(data) - 16
+    ):
+        raise FormatError("arrow file: no magic and schema at its start")
+    return 16 + length
 
 
 def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
 
 
-def sniff_extension(payload: bytes) -> str:
+def sniff_extension(payload: bytes | memoryview) -> str:
     """Extension for opaque bytes by their first 16 bytes; ``bin`` where nothing is recognised."""
     head = bytes(payload[:16])
     for offset, magic, extension in _MAGIC:
@@ -40,7 +40,7 @@ def sniff_extension(payload: bytes) -> str:
     return "bin"
 
 
-def member_extension(kind: FieldType, payload: bytes) -> str:
+def member_extension(kind: FieldType, payload: bytes | memoryview) -> str:
     """Extension of the tar member that holds `payload`, by webdataset's conventions."""
     if kind.kind == "bytes":
         return sniff_extension(payload)

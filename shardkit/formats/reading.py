@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
-from .arrow_blocks import decode_batch
+from .arrow_reading import decode_batch
 from .block import Block, Column
 from .compression import decompress_frame
 from .digest import xxh3

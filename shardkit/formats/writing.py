@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
 
-from .arrow_blocks import ArrowEncoder
+from .arrow_writing import ArrowEncoder
 from .compression import extension, normalise_compression
 from .digest import xxh3
 from .index import ShardIndex

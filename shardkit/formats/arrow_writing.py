@@ -1,0 +1,133 @@
+"""Writing blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardkit.errors import SampleError
+
+from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
+from .arrow_schema import arrow_item_type, arrow_schema, arrow_type
+from .compression import zstd_level
+from .rows import Row
+from .schema import FieldType, Schema
+
+__all__ = ["ArrowEncoder"]
+
+
+class _Chunks:
+    """The file object that pyarrow writes to: keeps the pieces until a block is complete."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._pieces: list[Any] = []
+
+    def write(self, data: Any) -> int:
+        self._pieces.append(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered elsewhere."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def take(self) -> bytes:
+        """Everything written since the last call."""
+        taken = b"".join(self._pieces)
+        self._pieces.clear()
+        return taken
+
+
+class ArrowEncoder:
+    """Rows to stored record batch messages, written by pyarrow's own file writer."""
+
+    def __init__(self, schema: Schema, compression: str) -> None:
+        self._kinds = list(schema.items())
+        self._schema = arrow_schema(schema)
+        level = zstd_level(compression)
+        codec = pa.Codec("zstd", compression_level=level) if level is not None else None
+        self._options = pa.ipc.IpcWriteOptions(
+            # allow_64bit: a child array of a ragged field may hold more than 2**31 items.
+            compression=codec or ("lz4" if compression == "lz4" else None),
+            use_threads=False,
+            allow_64bit=True,
+        )
+        with pa.ipc.new_file(empty := _Chunks(), self._schema, options=self._options):
+            pass
+        without_rows = empty.take()
+        self._head = without_rows[: file_head_size(memoryview(without_rows))]
+        self._chunks = _Chunks()
+        self._writer = pa.ipc.new_file(self._chunks, self._schema, options=self._options)
+        self._begun = False
+
+    def head(self) -> bytes:
+        """Magic and schema message."""
+        return self._head
+
+    def encode(self, rows: Sequence[Row]) -> tuple[bytes, int, None, None]:
+        """Stored message of a block and its raw size; Arrow needs no field offsets."""
+        keys = _variable_array(pa.large_string(), [row.key.encode() for row in rows])
+        arrays = [keys]
+        for place, (name, kind) in enumerate(self._kinds):
+            arrays.append(_to_array(kind, [row.payloads[place] for row in rows], name))
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        written = self._take()
+        header = read_batch_header(memoryview(written))
+        return written, raw_message_bytes(header, memoryview(written)), None, None
+
+    def tail(self) -> bytes:
+        """End-of-stream marker and footer."""
+        self._writer.close()
+        return self._take()
+
+    def _take(self) -> bytes:
+        # pyarrow writes the head together with whatever comes first.
+        written = self._chunks.take()
+        begun, self._begun = self._begun, True
+        return written if begun else written[len(self._head) :]
+
+
+def _variable_array(kind: Any, payloads: list[bytes]) -> Any:
+    offsets = np.zeros(len(payloads) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)), out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(payloads))]
+    return pa.Array.from_buffers(kind, len(payloads), buffers, null_count=0)
+
+
+def _to_array(kind: FieldType, payloads: list[bytes], name: str) -> Any:
+    """One field of many rows, from its payloads joined once."""
+    if kind.kind in ("bytes", "str", "json"):
+        array = _variable_array(arrow_type(kind), payloads)
+        if kind.kind != "bytes":
+            try:
+                array.validate(full=True)
+            except pa.ArrowException as error:
+                raise SampleError(
+                    f"field {name!r}: a payload is not UTF-8 ({error}); use Schema.encode"
+                ) from None
+        return array
+    dtype = kind.numpy_dtype
+    raw = b"".join(payloads)
+    if dtype.kind == "b":
+        raw = np.packbits(np.frombuffer(raw, np.uint8), bitorder="little").tobytes()
+    item = arrow_item_type(kind)
+    count = sum(map(len, payloads)) // dtype.itemsize
+    values = pa.Array.from_buffers(item, count, [None, pa.py_buffer(raw)], null_count=0)
+    if kind.kind == "ragged":
+        offsets = np.zeros(len(payloads) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)), out=offsets[1:])
+        buffers = [None, pa.py_buffer(offsets // dtype.itemsize)]
+        return pa.Array.from_buffers(
+            arrow_type(kind), len(payloads), buffers, null_count=0, children=[values]
+        )
+    for place in reversed(range(len(kind.shape))):
+        level = arrow_type(FieldType("array", kind.dtype, kind.shape[place:]))
+        count //= kind.shape[place]
+        values = pa.Array.from_buffers(level, count, [None], null_count=0, children=[values])
+    return values
