@@ -1,0 +1,117 @@
+"""The deal: how many samples of each group every lane has drawn before any step, in closed form (SPEC.md §2).
+
+One `Deal` is one turn of the table: ``steps`` steps in ``lanes`` phases. Slots of a step, sorted by group, go round
+the lanes; in phase p slot i goes to lane (i + p) mod L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rounding import muldiv
+
+__all__ = ["Deal"]
+
+Counts = NDArray[np.int64]
+
+
+class Deal:
+    """Counts of one turn.
+
+    Args:
+        cumulative: masses of groups 0..g for each g (Python integers, ascending, the last is the total).
+        global_batch: B, a multiple of ``lanes``.
+        lanes: L.
+        steps: S, steps of the turn.
+        dither: added to every prefix before rounding, 0 <= dither < total.
+    """
+
+    def __init__(
+        self, cumulative: Sequence[int], global_batch: int, lanes: int, steps: int, dither: int = 0
+    ) -> None:
+        self.total = cumulative[-1]
+        self.batch, self.lanes, self.steps, self.dither = global_batch, lanes, steps, dither
+        parts = [divmod(global_batch * c, self.total) for c in cumulative]
+        self._low: Counts = np.array(
+            [q for q, _ in parts], dtype=np.int64
+        )  # q_g: slots below group g+1, rounded down
+        self._carry = np.array([f for _, f in parts], dtype=_fit(self.total))  # f_g: what is lost, per step
+        self._ramp: Counts = -(
+            (np.arange(lanes + 1, dtype=np.int64) * -steps) // lanes
+        )  # first step of each phase
+        self._turn, self._residue = self._low // lanes, self._low % lanes
+
+    def prefix(self, steps: NDArray[np.int64]) -> Counts:
+        """C: samples of groups <= g drawn by all lanes before each step; (len(steps), groups)."""
+        return steps[:, None] * self._low + muldiv(steps[:, None], self._carry, self.dither, self.total)
+
+    def phase(self, step: int) -> int:
+        """Turn of the table at a step."""
+        return step * self.lanes // self.steps if self.steps else 0
+
+    def lane_prefix(
+        self, steps: NDArray[np.int64], lane: NDArray[np.int64] | int, chosen: NDArray[np.int64] | None = None
+    ) -> Counts:
+        """D: samples of groups <= g drawn by ``lane`` before each step.
+
+        Args:
+            steps: int64[n], 0 <= step <= S.
+            lane: one lane, or int64[n] lanes, one for each entry of ``steps``.
+            chosen: int64[k], the groups g that are asked for; all of them by default.
+
+        Returns:
+            (n, k) int64; the column of the last group is ``steps * B / L``.
+        """
+        of = slice(None) if chosen is None else chosen
+        residue = self._residue[of]
+        lanes = np.asarray(lane, dtype=np.int64).reshape(-1, 1)
+        at = steps[:, None]
+        # Slots 0..q-1 of each step: q // L rounds, and one more while the phase lies in (lane - q % L, lane].
+        first = lanes - residue + 1  # may be negative: then the range of phases wraps
+        inside = self._time(at, lanes + 1) - self._time(at, np.maximum(first, 0))
+        wrapped = np.where(first < 0, at - self._time(at, np.minimum(first, 0) + self.lanes), 0)
+        drawn = at * self._turn[of] + inside + wrapped
+        # Slot q exists in the steps that carry; it reaches this lane in one phase of the turn.
+        phase = (lanes - residue) % self.lanes
+        begin, end = self._ramp[phase], self._ramp[phase + 1]
+        return drawn + self._carries(self._carry[of], begin, np.clip(at, begin, end))
+
+    def lane_counts(
+        self, steps: NDArray[np.int64], lane: NDArray[np.int64] | int, chosen: NDArray[np.int64]
+    ) -> Counts:
+        """Samples of the chosen groups drawn by ``lane`` before each step: (n, k) int64."""
+        below = self.lane_prefix(steps, lane, np.maximum(chosen - 1, 0))
+        return self.lane_prefix(steps, lane, chosen) - np.where(chosen > 0, below, 0)
+
+    def _time(self, at: Counts, phase: Counts) -> Counts:
+        """Steps before ``at`` that lie in phases before ``phase``."""
+        return np.minimum(at, self._ramp[phase])
+
+    def _carries(self, carry: NDArray[np.int64], begin: Counts, end: Counts) -> Counts:
+        """Carrying steps in [begin, end): exact, and in int64 wherever the products fit."""
+        if (int(self.steps) + 1) * self.total < 2**62:
+            start = (begin * carry + self.dither) % self.total
+        else:
+            start = (begin.astype(object) * carry + self.dither) % self.total
+        return muldiv(end - begin, carry, start, self.total)
+
+    def short_step(self, rows: int) -> Counts:
+        """Counts of the last, short step of ``rows`` slots: (L, groups), groups <= g cumulated, phase 0."""
+        if not rows:
+            return np.zeros((self.lanes, len(self._low)), dtype=np.int64)
+        left = self._left()[None, :]
+        return np.maximum(0, (left - np.arange(self.lanes)[:, None] + self.lanes - 1) // self.lanes)
+
+    def _left(self) -> Counts:
+        """Samples of groups <= g that the turn leaves over."""
+        rest = self.total - self.steps * self.batch
+        # N_g - floor((S B N_g + dither) / N) = ceil((N_g (N - S B) - dither) / N), and N_g B = q_g N + f_g
+        cumulative = (self._low.astype(object) * self.total + self._carry) // self.batch
+        return np.array([-((self.dither - int(c) * rest) // self.total) for c in cumulative], dtype=np.int64)
+
+
+def _fit(total: int) -> type:
+    return np.int64 if total < 2**62 else object

@@ -1,0 +1,195 @@
+"""Decks: a lane's hands of one pass in drawing order (SPEC.md §4).
+
+`WindowDeck` shuffles windows of blocks; `FullDeck` permutes each hand as a whole, in O(1) per sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base_order import BaseOrder, Blocks
+from .permutation import Feistel, derive_each, grouped_order
+from .rounding import ragged
+
+__all__ = ["SHUFFLES", "Deck", "FullDeck", "Hands", "WindowDeck", "build_deck"]
+
+_BLOCKS, _WINDOWS, _STAGGER = 0, 1, 2  # what a hand's key is for
+SHUFFLES = ("window", "full", "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Hands:
+    """Which base ranges a lane holds, and under which keys they are shuffled.
+
+    Attributes:
+        group, lo, hi: int64[n], ranges [lo, hi) of base positions; a group may have several, in its order of play.
+        keys: uint64[groups], one key per hand.
+        window: int64[groups], blocks per window.
+    """
+
+    group: NDArray[np.int64]
+    lo: NDArray[np.int64]
+    hi: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    window: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowDeck:
+    """Hands in drawing order. Positions run through all groups: group g's hand starts at ``start[g]``.
+
+    Attributes:
+        start: int64[groups + 1].
+        sample: int64[blocks], first sample number of each block, in drawing order.
+        rows: int64[blocks].
+        window_row: int64[windows + 1], position at which each window starts.
+        window_block: int64[windows + 1], block at which each window starts.
+        window_key: uint64[windows]; empty where rows are not shuffled.
+    """
+
+    start: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    window_row: NDArray[np.int64]
+    window_block: NDArray[np.int64]
+    window_key: NDArray[np.uint64]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the deck holds."""
+        return sum(
+            a.nbytes for a in (self.sample, self.rows, self.window_row, self.window_block, self.window_key)
+        )
+
+    def windows(
+        self, lo: NDArray[np.int64], hi: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First window and end window of position ranges [lo, hi), none of them empty."""
+        return (
+            np.searchsorted(self.window_row, lo, side="right") - 1,
+            np.searchsorted(self.window_row, hi, side="left"),
+        )
+
+    def take(self, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
+        first, last = self.windows(lo, hi)
+        rows, sizes = self._rows(first, last)
+        if len(self.window_key):
+            numbers = ragged(first, last - first)
+            rows = rows[grouped_order(self.window_key[numbers], sizes)]
+        # the windows reach beyond the ranges: cut
+        whole = self.window_row[last] - self.window_row[first]
+        return rows[ragged(np.cumsum(whole) - whole + lo - self.window_row[first], hi - lo)]
+
+    def place(self, sample: int, group: int) -> int:
+        """Position of a sample that is in the hand of ``group``."""
+        first, last = self.windows(self.start[group : group + 1], self.start[group + 1 : group + 2])
+        begin, end = int(self.window_block[first[0]]), int(self.window_block[last[0]])
+        inside = (self.sample[begin:end] <= sample) & (sample < self.sample[begin:end] + self.rows[begin:end])
+        block = begin + int(np.flatnonzero(inside)[0])
+        window = int(np.searchsorted(self.window_block, block, side="right")) - 1
+        lo, hi = self.window_row[window : window + 1], self.window_row[window + 1 : window + 2]
+        return int(lo[0]) + int(np.flatnonzero(self.take(lo, hi) == sample)[0])
+
+    def _rows(
+        self, first: NDArray[np.int64], last: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sample numbers of windows in block order, and the rows of each window."""
+        begin, end = self.window_block[first], self.window_block[last]
+        blocks = ragged(begin, end - begin)
+        windows = ragged(first, last - first)
+        return ragged(self.sample[blocks], self.rows[blocks]), self.window_row[windows + 1] - self.window_row[
+            windows
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class FullDeck:
+    """Hands of which every row may come next; nothing is shuffled before it is asked for.
+
+    Attributes:
+        start: int64[groups + 1], position at which each hand starts.
+        sample: int64[pieces], first sample number of each run of rows, in base order.
+        begin: int64[pieces + 1], position of each run before shuffling.
+        keys: uint64[groups].
+    """
+
+    start: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    begin: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+
+    def take(self, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
+        parts = []
+        for a, b in zip(lo.tolist(), hi.tolist(), strict=True):
+            group = int(np.searchsorted(self.start, a, side="right")) - 1
+            first, last = int(self.start[group]), int(self.start[group + 1])
+            shuffle = Feistel(int(self.keys[group]), last - first)
+            parts.append(shuffle(np.arange(a - first, b - first, dtype=np.int64)) + first)
+        position = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        piece = np.searchsorted(self.begin, position, side="right") - 1
+        return self.sample[piece] + position - self.begin[piece]
+
+    def place(self, sample: int, group: int) -> int:
+        """Position of a sample that is in the hand of ``group``."""
+        first, last = int(self.start[group]), int(self.start[group + 1])
+        begin, end = np.searchsorted(self.begin, [first, last])
+        inside = (self.sample[begin:end] <= sample) & (
+            sample < self.sample[begin:end] + np.diff(self.begin[begin : end + 1])
+        )
+        piece = int(begin) + int(np.flatnonzero(inside)[0])
+        before = np.array([int(self.begin[piece]) + sample - int(self.sample[piece]) - first])
+        return first + int(Feistel(int(self.keys[group]), last - first).inverse(before)[0])
+
+
+Deck = WindowDeck | FullDeck
+
+
+def build_deck(order: BaseOrder, hands: Hands, shuffle: str) -> Deck:
+    """Cut hands into blocks, permute them, and mark the windows.
+
+    ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time, the first window shorter by
+    a keyed amount so that lanes do not change windows in the same step; ``"none"`` keeps blocks and rows in base order.
+    """
+    if shuffle == "full":
+        return _full_deck(order, hands)
+    groups = len(hands.keys)
+    blocks = order.blocks(hands.group, hands.lo, hands.hi)
+    if shuffle == "window":
+        ranks = grouped_order(
+            derive_each(hands.keys, np.full(groups, _BLOCKS, dtype=np.int64)), blocks.per_group
+        )
+        blocks = Blocks(blocks.sample[ranks], blocks.rows[ranks], blocks.per_group)
+    ends = np.cumsum(blocks.per_group)
+    firsts = ends - blocks.per_group
+    stagger = derive_each(hands.keys, np.full(groups, _STAGGER, dtype=np.int64)) % hands.window.astype(
+        np.uint64
+    )
+    head = hands.window - stagger.astype(np.int64)  # blocks of the first window: 1 .. window
+    num = np.where(blocks.per_group > 0, 1 + np.maximum(0, -((head - blocks.per_group) // hands.window)), 0)
+    group = np.repeat(np.arange(groups), num)
+    place = ragged(np.zeros(groups, dtype=np.int64), num)
+    begin = firsts[group] + np.where(place > 0, head[group] + (place - 1) * hands.window[group], 0)
+    position = np.concatenate(([0], np.cumsum(blocks.rows)))
+    window_block = np.append(begin, len(blocks.rows))
+    keys = derive_each(hands.keys, np.full(groups, _WINDOWS, dtype=np.int64))
+    return WindowDeck(
+        np.append(position[firsts], position[-1]),
+        blocks.sample,
+        blocks.rows,
+        position[window_block],
+        window_block,
+        derive_each(keys[group], place) if shuffle == "window" else np.empty(0, dtype=np.uint64),
+    )
+
+
+def _full_deck(order: BaseOrder, hands: Hands) -> FullDeck:
+    pieces = order.pieces(hands.group, hands.lo, hands.hi)
+    position = np.concatenate(([0], np.cumsum(pieces.rows)))
+    sizes = np.zeros(len(hands.keys), dtype=np.int64)
+    np.add.at(sizes, hands.group, np.maximum(0, hands.hi - hands.lo))
+    return FullDeck(np.concatenate(([0], np.cumsum(sizes))), pieces.sample, position, hands.keys)

@@ -1,0 +1,164 @@
+"""Keyed permutations: integer arithmetic only, the same on every CPU and in every release (SPEC.md §4).
+
+``order(key, n)`` sorts the pairs (high 32 bits of splitmix64 output i under ``key``, i). Pairs are distinct, so every
+sorting method gives the same answer. ``Feistel`` is the O(1) permutation for domains that are too large to sort.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "GOLDEN",
+    "Feistel",
+    "derive",
+    "derive_each",
+    "grouped_order",
+    "mix64",
+    "order",
+    "order_rows",
+]
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64 (Steele, Lea, Flood 2014)
+_MASK = (1 << 64) - 1
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_U = np.uint64
+_MIX_BITS = 32
+
+
+def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64, in place; ``values`` must be an array of at least one dimension."""
+    values ^= values >> _U(30)
+    values *= _U(_M1)
+    values ^= values >> _U(27)
+    values *= _U(_M2)
+    values ^= values >> _U(31)
+    return values
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _M1) & _MASK
+    value = ((value ^ (value >> 27)) * _M2) & _MASK
+    return value ^ (value >> 31)
+
+
+def derive(key: int, *parts: int) -> int:
+    """A 64-bit key below ``key``: for each part, output number ``part`` of the splitmix64 stream seeded so far."""
+    for part in parts:
+        key = _mix((key + GOLDEN * (part + 1)) & _MASK)
+    return key
+
+
+def derive_each(keys: NDArray[np.uint64] | int, parts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """`derive` with one part, elementwise."""
+    start = np.asarray(keys & _MASK if isinstance(keys, int) else keys, dtype=np.uint64)
+    values = parts.astype(np.uint64)
+    values += _U(1)
+    values *= _U(GOLDEN)
+    values += start
+    return mix64(values)
+
+
+def order(key: int, n: int) -> NDArray[np.int64]:
+    """The permutation of range(n) under ``key``; n below 2**32."""
+    values = derive_each(key, np.arange(n, dtype=np.int64))
+    values &= _U(0xFFFFFFFF00000000)
+    values |= np.arange(n, dtype=np.uint64)
+    values.sort()
+    values &= _U(0xFFFFFFFF)
+    return values.astype(np.int64)
+
+
+def order_rows(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
+    """`order` for many keys and one n: (len(keys), n) int64."""
+    # One splitmix64 stream per row. Short rows keep the index in few bits; the pairs compare alike.
+    ramp = np.arange(1, n + 1, dtype=np.uint64)
+    ramp *= _U(GOLDEN)
+    values = mix64(keys[:, None] + ramp[None, :])
+    values &= _U(0xFFFFFFFF00000000)
+    values |= np.arange(n, dtype=np.uint64)[None, :]
+    values.sort(axis=1)
+    values &= _U(0xFFFFFFFF)
+    return values.view(np.int64)
+
+
+def grouped_order(keys: NDArray[np.uint64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`order` within each of many groups, as one array.
+
+    Args:
+        keys: uint64[g], one per group.
+        sizes: int64[g], elements per group.
+
+    Returns:
+        int64[sum(sizes)]: for each group in turn, its permutation of range(size), plus the group's start.
+    """
+    total = int(sizes.sum())
+    if not total:
+        return np.empty(0, dtype=np.int64)
+    index_bits = int(sizes.max() - 1).bit_length()
+    room = 64 - _MIX_BITS - index_bits
+    starts = np.cumsum(sizes) - sizes
+    if len(sizes) > 1 << room:  # too many groups for the bits left beside mix and index: take them in turns
+        parts = []
+        for first in range(0, len(sizes), 1 << room):
+            part = slice(first, first + (1 << room))
+            parts.append(grouped_order(keys[part], sizes[part]) + starts[first])
+        return np.concatenate(parts)
+    group = np.arange(len(sizes), dtype=np.uint64)
+    index = np.arange(total, dtype=np.uint64)
+    within = index - np.repeat(starts.astype(np.uint64), sizes)
+    # key + golden * (within + 1), with the group's part of the sum repeated once
+    values = mix64(np.repeat(keys, sizes) + (within + _U(1)) * _U(GOLDEN))
+    values >>= _U(64 - _MIX_BITS)
+    values <<= _U(index_bits)
+    values |= within
+    if len(sizes) > 1:
+        values |= np.repeat(group << _U(_MIX_BITS + index_bits), sizes)
+    values.sort()
+    values &= _U((1 << index_bits) - 1)
+    values += np.repeat(starts.astype(np.uint64), sizes)
+    return values.view(np.int64)
+
+
+class Feistel:
+    """A keyed permutation of range(n) with O(1) evaluation and inverse.
+
+    A balanced Feistel network of `ROUNDS` rounds over 2b bits with ``2**(2b) >= n``; values outside the range walk the
+    cycle until they fall inside (Black and Rogaway 2002), fewer than four steps on average. The round function is
+    splitmix64.
+    """
+
+    ROUNDS = 6
+
+    def __init__(self, key: int, n: int) -> None:
+        self.n = n
+        self._half = max(1, ((max(1, n - 1)).bit_length() + 1) // 2)
+        self._keys = [derive(key, r) for r in range(self.ROUNDS)]
+
+    def __call__(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Images of ``values``, int64."""
+        return self._walk(values, inverse=False)
+
+    def inverse(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Preimages of ``values``, int64."""
+        return self._walk(values, inverse=True)
+
+    def _walk(self, values: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
+        out = self._once(values.astype(np.uint64), inverse=inverse)
+        outside = np.flatnonzero(out >= _U(self.n))
+        while len(outside):
+            again = self._once(out[outside], inverse=inverse)
+            out[outside] = again
+            outside = outside[again >= _U(self.n)]
+        return out.astype(np.int64)
+
+    def _once(self, values: NDArray[np.uint64], *, inverse: bool) -> NDArray[np.uint64]:
+        bits, mask = _U(self._half), _U((1 << self._half) - 1)
+        left, right = values >> bits, values & mask
+        for key in reversed(self._keys) if inverse else self._keys:
+            if inverse:
+                left, right = right ^ (mix64(left * _U(GOLDEN) + _U(key)) & mask), left
+            else:
+                left, right = right, left ^ (mix64(right * _U(GOLDEN) + _U(key)) & mask)
+        return (left << bits) | right

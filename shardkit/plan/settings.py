@@ -1,0 +1,80 @@
+"""What a caller chooses, checked, resolved to integers and names, and written canonically."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import PlanError
+from .deck import SHUFFLES
+from .population import Population
+from .rounding import divisors
+
+__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "default_lanes"]
+
+DEFAULT_WINDOW_BLOCKS = 16
+"""Blocks that a lane keeps open. 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes: half of the
+loader's default memory, the other half is for what comes next."""
+
+TARGET_LANES = 64
+LEAST_LANES = 8
+REMAINDERS = ("drop", "short")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Resolved settings; every field is part of the plan's digest."""
+
+    global_batch: int
+    lanes: int
+    seed: int = 0
+    remainder: str = "drop"
+    window_blocks: int = DEFAULT_WINDOW_BLOCKS
+    shuffle: str = "window"
+
+    def __post_init__(self) -> None:
+        _at_least("global_batch", self.global_batch, 1)
+        _at_least("lanes", self.lanes, 1)
+        _at_least("window_blocks", self.window_blocks, 1)
+        if not 0 <= self.seed < 2**63:
+            raise PlanError(f"plan: seed is {self.seed}, expected 0 <= seed < 2**63")
+        if self.global_batch % self.lanes:
+            fit = [d for d in divisors(self.global_batch) if d <= 1024]
+            raise PlanError(
+                f"plan: lanes is {self.lanes}, expected a divisor of the global batch {self.global_batch}: {fit}"
+            )
+        _one_of("remainder", self.remainder, REMAINDERS)
+        _one_of("shuffle", self.shuffle, SHUFFLES)
+
+    def canonical(self) -> dict[str, object]:
+        """The settings as canonical JSON takes them."""
+        return {name: getattr(self, name) for name in sorted(self.__dataclass_fields__)}
+
+
+def default_lanes(population: Population, global_batch: int) -> int:
+    """The divisor of the batch nearest to 64; fewer (but not below 8) for datasets with fewer than 4 blocks per lane."""
+    _at_least("global_batch", global_batch, 1)
+    most = max(LEAST_LANES, num_blocks(population) // 4)
+    fit = [d for d in divisors(global_batch) if d <= most] or [1]
+    return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
+
+
+def num_blocks(population: Population) -> int:
+    """Blocks of the dataset that hold a selected row; blocks restart at segment borders."""
+    total, slab = 0, 1 << 18
+    for first in range(0, len(population.segment_rows), slab):
+        part = slice(first, first + slab)
+        size = population.shard_block_rows[population.segment_shard[part]]
+        total += int((-(-population.segment_rows[part] // size)).sum())
+    return total
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise PlanError(f"plan: {name} is {value!r}, expected an integer >= {least}")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"plan: {name} is {value!r}, expected one of {', '.join(choices)}")
