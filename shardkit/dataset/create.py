@@ -1,0 +1,237 @@
+"""`shardkit.create`: samples in, a committed version out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from shardkit.dataset.committing import NewVersion, StratumNumbers, commit_version, make_manifest, split_rows
+from shardkit.dataset.encoding import RowEncoder, ordinal_identity
+from shardkit.dataset.layout import LayoutSettings, lay_out
+from shardkit.dataset.row_table import check_unique_keys, describe_row, join_parts, rows_of_shards
+from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.shard_writing import write_shard
+from shardkit.dataset.sizes import parse_size
+from shardkit.dataset.splits import parse_split
+from shardkit.errors import UsageError
+from shardkit.formats import Schema, extension, normalise_compression
+from shardkit.manifest import Manifest
+from shardkit.storage import Repository
+from shardkit.storage.temporaries import FOLDER, temporary_name
+
+__all__ = ["Writer", "create"]
+
+
+def create(
+    root: str | os.PathLike[str],
+    schema: Mapping[str, str] | Schema,
+    *,
+    stratify: str | Sequence[str] | None = None,
+    format: str = "tar",  # noqa: A002 (the word of the interface)
+    compression: str = "none",
+    shard_size: int | str = "256MiB",
+    block_size: int | str = "1MiB",
+    seed: int = 0,
+    shuffle: bool = True,
+    classes: Sequence[str] = (),
+    split: Mapping[str, float | str] | None = None,
+    split_by: str | None = None,
+    ref: str = "main",
+    message: str = "",
+    scratch: str | os.PathLike[str] | None = None,
+) -> Writer:
+    """Open a writer of a new version of the dataset at ``root``; a context manager.
+
+    The manifest depends on the samples and these settings alone. Samples with keys may be added in any order
+    and from any thread (with ``shuffle=False`` the order of adding is the order of the dataset). Samples without
+    keys are named by the order of adding.
+
+    Args:
+        root: a directory, new or with versions in it.
+        schema: field → type, such as ``{"image": "bytes", "label": "int64"}``.
+        stratify: field or fields (str, int or bool scalars) by which batches are balanced; ``"__class__"``
+            for the class names of ``label``.
+        format: ``"tar"`` or ``"arrow"``.
+        compression: ``"none"``, ``"zstd"``, ``"zstd:9"`` or, for arrow, ``"lz4"``.
+        shard_size: raw bytes per shard.
+        block_size: raw bytes per block.
+        seed: of the shuffle.
+        shuffle: False keeps the order of adding within each stratum.
+        classes: names of the values 0, 1, … of the field ``label``.
+        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref beside ``ref``, which holds all.
+        split_by: field whose equal values stay in one split.
+        ref: the ref that is moved to the new version.
+        message: of the commit.
+        scratch: directory for what does not fit in memory; by default inside ``root``.
+
+    Raises:
+        SchemaError, ConfigurationError: a setting that cannot be carried out.
+        StoreError: ``root`` cannot be written.
+    """
+    compression = normalise_compression(compression)
+    extension(format, compression)
+    parsed = Schema.parse(schema)
+    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
+    if split_by is not None and split is None:
+        raise UsageError(f"split_by={split_by!r} without split; give the shares too")
+    version = NewVersion(
+        schema=parsed,
+        format=format,
+        compression=compression,
+        axes=axes,
+        classes=tuple(classes),
+        settings=LayoutSettings(
+            seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
+        ),
+        split=parse_split(split, split_by) if split is not None else None,
+    )
+    encoder = RowEncoder(parsed, format, stratify=axes, classes=version.classes, split_by=split_by)
+    return Writer(Repository.create(root), version, encoder, ref=ref, message=message, scratch=scratch)
+
+
+class Writer:
+    """Takes samples and commits them as one version on `close`; made by `create`.
+
+    Leaving the ``with`` block by an exception aborts: no ref moves and the scratch file goes. Shards that were
+    published by then are objects that nothing names, and the next build of the same samples uses them.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        version: NewVersion,
+        encoder: RowEncoder,
+        *,
+        ref: str,
+        message: str,
+        scratch: str | os.PathLike[str] | None,
+    ) -> None:
+        self._repository = repository
+        self._version = version
+        self._encoder = encoder
+        self._ref = ref
+        self._message = message
+        self._lock = threading.Lock()
+        self._spool: RowSpool | None = RowSpool(
+            scratch_folder(repository, scratch),
+            temporary_name("spool"),
+            seed=version.settings.seed if version.settings.shuffle else None,
+        )
+        self._manifest: Manifest | None = None
+
+    def add(
+        self, sample: Mapping[str, object], key: str | None = None, *, source: tuple[str, int] | None = None
+    ) -> None:
+        """Add a sample; safe from several threads.
+
+        Args:
+            sample: field → value; numbers, text, bytes, lists, arrays, whatever has ``__array__``.
+            key: any text, unique in the dataset; by default the number of the sample.
+            source: (name, row) where it comes from, for the record.
+
+        Raises:
+            SampleError: names the sample and the field that does not fit.
+            StoreFullError: the scratch disk is full.
+        """
+        name = f"sample {key!r}" if key is not None else f"sample {len(self._open())}"
+        row = self._encoder.encode(sample, key, source, where=name)
+        with self._lock:
+            spool = self._open()
+            spool.append(row, row.identity or ordinal_identity(len(spool)))
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that `close` committed.
+
+        Raises:
+            UsageError: not committed yet, or aborted.
+        """
+        if self._manifest is None:
+            raise UsageError("this writer has not committed; leave its with-block, or call close(), first")
+        return self._manifest
+
+    def close(self) -> None:
+        """Write what was added as shards and commit it; a second call does nothing.
+
+        Raises:
+            UsageError: nothing was added, or the writer was aborted.
+            SampleError: two samples have the same key.
+            StoreError: the root or the scratch disk failed; nothing was committed.
+            CommitConflict: another commit moved the ref meanwhile.
+        """
+        if self._manifest is not None:
+            return
+        with self._lock:
+            spool = self._open()
+            try:
+                self._manifest = self._write(spool)
+            finally:
+                self._spool = None
+                spool.drop()
+
+    def abort(self) -> None:
+        """Forget what was added; nothing is committed."""
+        with self._lock:
+            if self._spool is not None:
+                self._spool.drop()
+                self._spool = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _open(self) -> RowSpool:
+        if self._spool is None:
+            raise UsageError("this writer is closed; open another with shardkit.create")
+        return self._spool
+
+    def _write(self, spool: RowSpool) -> Manifest:
+        columns, part = spool.finish()
+        if not len(columns) or part is None:
+            raise UsageError("no sample was added; a dataset holds at least one")
+        rows = join_parts([columns])
+        check_unique_keys(
+            rows, lambda ordinal: describe_row(rows, [part], ordinal, len(self._version.schema))
+        )
+        split_rows(self._version, rows)  # what cannot be split is known before anything is written
+        layout = lay_out(rows.table, len(rows.strata), self._version.settings)
+        numbers = StratumNumbers(rows.strata, layout.pooled)
+        shards = [
+            write_shard(
+                self._repository,
+                [part],
+                shard,
+                schema=self._version.schema,
+                format=self._version.format,
+                compression=self._version.compression,
+            )
+            for shard in rows_of_shards(rows, layout, numbers.of_stratum)
+        ]
+        made = make_manifest(self._repository, self._version, rows, layout, shards)
+        commit_version(self._repository, made, ref=self._ref, message=self._message)
+        return made.manifest
+
+
+def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:
+    """Where scratch files of a build go.
+
+    Raises:
+        UsageError: the store has no directory for them, or the one given does not exist.
+    """
+    if scratch is not None:
+        folder = os.fspath(scratch)
+        if not os.path.isdir(folder):
+            raise UsageError(f"scratch directory {folder} does not exist; make it, or name another")
+        return folder
+    folder = os.path.join(repository.url, FOLDER)
+    os.makedirs(folder, exist_ok=True)
+    return folder

@@ -1,0 +1,208 @@
+"""From a sample to an encoded row: payloads, identity, stratum, split value and size, all pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from shardkit.dataset.layout import MAX_SHARD_BYTES
+from shardkit.errors import ConfigurationError, SampleError
+from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
+
+__all__ = [
+    "CLASS_AXIS",
+    "EncodedRow",
+    "RowEncoder",
+    "generated_key",
+    "key_identity",
+    "ordinal_identity",
+    "split_value",
+]
+
+CLASS_AXIS = "__class__"
+"""Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""
+
+_MAX_STRATUM_TEXT = 200
+
+
+class EncodedRow(NamedTuple):
+    """A row on its way to scratch.
+
+    Attributes:
+        key: as it will stand in the shard, None where it is generated from the row's ordinal.
+        original_key: the caller's key where it had to be made to fit.
+        source: (source name, row in it) where known.
+        payloads: canonical bytes per field, in schema order.
+        identity: 128-bit hash of the key, else of the source, as (high, low); None where there is neither.
+        stratum: texts of the values by which the dataset is stratified.
+        split: 64-bit hash of the value that decides the split; None where the identity decides.
+        raw_bytes: bytes of the row in a shard before compression.
+    """
+
+    key: str | None
+    original_key: str | None
+    source: tuple[str, int] | None
+    payloads: tuple[bytes, ...]
+    identity: tuple[int, int] | None
+    stratum: tuple[str, ...]
+    split: int | None
+    raw_bytes: int
+
+
+class RowEncoder:
+    """Encodes samples for one dataset; holds settings only, so threads may share it.
+
+    Args:
+        schema: of the samples.
+        format: of the shards; it limits the length of keys and gives the size of a row.
+        stratify: fields (str, int or bool scalars), or `CLASS_AXIS`.
+        classes: names of the values of ``label``.
+        split_by: a field whose equal values stay in one split; None: rows are split by themselves.
+
+    Raises:
+        ConfigurationError: a field to stratify or split by does not exist or is of another type.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        format: str,  # noqa: A002 (the word of the interface)
+        *,
+        stratify: Sequence[str] = (),
+        classes: Sequence[str] = (),
+        split_by: str | None = None,
+    ) -> None:
+        self.schema = schema
+        self._format = format
+        self._classes = tuple(classes)
+        self._axes = tuple(stratify)
+        self._split_by = split_by
+        self._key_limit = max_key_bytes(schema, format)
+        for name in dict.fromkeys([*stratify, *([split_by] if split_by else [])]):
+            _check_field(schema, name, self._classes)
+        if len(set(self._axes)) != len(self._axes):
+            raise ConfigurationError(f"stratify names a field twice: {', '.join(self._axes)}; name each once")
+
+    def encode(
+        self,
+        sample: Mapping[str, object],
+        key: str | None,
+        source: tuple[str, int] | None,
+        *,
+        where: str,
+    ) -> EncodedRow:
+        """Encode one sample.
+
+        Args:
+            sample: field → value.
+            key: any text that is unique in the dataset, or None.
+            source: (name, row) where it comes from, or None.
+            where: what to call the sample in messages.
+
+        Raises:
+            SampleError: names the sample, the field and the value that do not fit.
+        """
+        payloads = self.schema.encode(sample, where=where)
+        fitted = None if key is None else self._fit(key, where)
+        raw_bytes = raw_row_bytes(self._format, self.schema, [len(payload) for payload in payloads])
+        if raw_bytes > MAX_SHARD_BYTES:
+            raise SampleError(
+                f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
+                "(an object of one PUT); cut the sample into several"
+            )
+        if fitted is not None:
+            identity: tuple[int, int] | None = key_identity(fitted)
+        else:
+            identity = None if source is None else _source_identity(source)
+        return EncodedRow(
+            key=fitted,
+            original_key=None if fitted == key else key,
+            source=source,
+            payloads=payloads,
+            identity=identity,
+            stratum=tuple([self._text(axis, sample, where) for axis in self._axes]),
+            split=split_value(self._text(self._split_by, sample, where)) if self._split_by else None,
+            raw_bytes=raw_bytes,
+        )
+
+    def _fit(self, key: object, where: str) -> str:
+        if not isinstance(key, str) or not key:
+            raise SampleError(
+                f"{where}: key {key!r} is no text; give a str that is unique in the dataset, or None"
+            )
+        fitted: str = fit_key(key, self._key_limit)
+        return fitted
+
+    def _text(self, axis: str, sample: Mapping[str, object], where: str) -> str:
+        """The value of a field as the name of a stratum."""
+        if axis == CLASS_AXIS:
+            number = int(sample["label"])  # type: ignore[call-overload]  # encode has checked that it is an int64
+            if not 0 <= number < len(self._classes):
+                raise SampleError(
+                    f"{where}: label {number} has no class name (there are {len(self._classes)}); "
+                    'mend the label, or stratify by "label"'
+                )
+            return self._classes[number]
+        value = sample[axis]
+        kind = self.schema[axis]
+        if kind.kind == "str":
+            text = str(value)
+        elif kind.dtype == "bool":
+            text = "true" if value else "false"
+        else:
+            text = str(int(value))  # type: ignore[call-overload]  # encode has checked that it is a whole number
+        if not text or len(text) > _MAX_STRATUM_TEXT:
+            raise SampleError(
+                f"{where}: field {axis!r} has {len(text)} characters; a field to stratify or split by "
+                f"needs 1 to {_MAX_STRATUM_TEXT}"
+            )
+        return text
+
+
+def key_identity(key: str) -> tuple[int, int]:
+    """Identity of a row that has a key: equal for equal keys only."""
+    return _identity(b"k" + key.encode("ascii"))
+
+
+def ordinal_identity(ordinal: int) -> tuple[int, int]:
+    """Identity of a row that has neither key nor source: its place in the order of adding."""
+    return _identity(b"o" + ordinal.to_bytes(8, "little"))
+
+
+def split_value(text: str) -> int:
+    """The 64-bit hash by which all rows with this value go to one split."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
+
+
+def generated_key(ordinal: int) -> str:
+    """The key of a row that came without one."""
+    return f"{ordinal:010d}"
+
+
+def _source_identity(source: tuple[str, int]) -> tuple[int, int]:
+    name, row = source
+    return _identity(b"s" + row.to_bytes(8, "little") + name.encode("utf-8"))
+
+
+def _identity(text: bytes) -> tuple[int, int]:
+    return divmod(xxhash.xxh3_128_intdigest(text), 2**64)
+
+
+def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
+    if name == CLASS_AXIS:
+        if not classes or "label" not in schema:
+            raise ConfigurationError(
+                f'cannot stratify by "{CLASS_AXIS}": the samples have no class names; name a field instead'
+            )
+        return
+    if name not in schema:
+        raise ConfigurationError(
+            f"cannot stratify or split by {name!r}: no such field; the fields are {', '.join(schema)}"
+        )
+    kind = schema[name]
+    if kind.kind != "str" and not (kind.kind == "scalar" and not kind.dtype.startswith("float")):
+        raise ConfigurationError(
+            f"cannot stratify or split by {name!r}: it is of type {kind}; expected str, bool or an integer"
+        )

@@ -1,0 +1,152 @@
+"""The rows of all parts as one table: joined, checked for duplicate keys, and handed out shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.dataset.encoding import generated_key, key_identity
+from shardkit.dataset.layout import Layout, RowTable
+from shardkit.dataset.scratch import Part, RowColumns, read_rows
+from shardkit.dataset.shard_writing import ShardRows
+from shardkit.errors import SampleError
+
+__all__ = ["AllRows", "check_unique_keys", "describe_row", "join_parts", "rows_of_shards"]
+
+Strata = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllRows:
+    """One entry per row of the dataset, in ordinal order: the rows of part 0, of part 1, and so on.
+
+    Attributes:
+        strata: value texts of every stratum, sorted; ``table.stratum`` indexes them.
+        table: what the layout needs.
+        split: uint64[n], the hash that decides the split.
+        generated: bool[n], whether the key is made from the ordinal.
+        part: int32[n]; offset, length: int64[n]; check: uint64[n]: where the record is.
+    """
+
+    strata: Strata
+    table: RowTable
+    split: NDArray[np.uint64]
+    generated: NDArray[np.bool_]
+    part: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    check: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def join_parts(parts: Sequence[RowColumns]) -> AllRows:
+    """Join the columns of parts; strata that several parts have are one."""
+    strata = tuple(sorted({values for part in parts for values in part.strata}))
+    number = {values: index for index, values in enumerate(strata)}
+    stratum = [
+        np.array([number[values] for values in part.strata], dtype=np.int32)[part.stratum]
+        for part in parts
+        if len(part)
+    ]
+
+    def joined(name: str, dtype: type) -> NDArray[np.generic]:
+        arrays = [getattr(part, name) for part in parts]
+        return np.concatenate([*arrays, np.zeros(0, dtype)]) if arrays else np.zeros(0, dtype)
+
+    sizes = [len(part) for part in parts]
+    identity = np.stack([joined("identity_high", np.uint64), joined("identity_low", np.uint64)], axis=1)
+    return AllRows(
+        strata=strata,
+        table=RowTable(
+            identity=identity.astype(np.uint64, copy=False),
+            stratum=np.concatenate([*stratum, np.zeros(0, np.int32)]),
+            raw_bytes=joined("raw_bytes", np.int64).astype(np.int64, copy=False),
+        ),
+        split=joined("split", np.uint64).astype(np.uint64, copy=False),
+        generated=joined("generated", np.uint8).astype(np.bool_),
+        part=np.repeat(np.arange(len(parts), dtype=np.int32), sizes),
+        offset=joined("offset", np.int64).astype(np.int64, copy=False),
+        length=joined("length", np.int64).astype(np.int64, copy=False),
+        check=joined("check", np.uint64).astype(np.uint64, copy=False),
+    )
+
+
+def check_unique_keys(rows: AllRows, describe: Callable[[int], str]) -> None:
+    """Refuse a key that two rows share, given or generated.
+
+    Args:
+        rows: of the whole dataset.
+        describe: names a row by key and source, given its ordinal.
+
+    Raises:
+        SampleError: names the key and both rows.
+    """
+    identity = rows.table.identity
+    if rows.generated.all():
+        return  # ordinals differ
+    if rows.generated.any():
+        identity = identity.copy()
+        for ordinal in np.flatnonzero(rows.generated).tolist():
+            identity[ordinal] = key_identity(generated_key(ordinal))
+    high = np.sort(identity[:, 0])
+    if not (high[1:] == high[:-1]).any():
+        return
+    order = np.lexsort((identity[:, 1], identity[:, 0]))  # stable: of equal keys the earlier row comes first
+    ranked = identity[order]
+    equal = np.flatnonzero((ranked[1:] == ranked[:-1]).all(axis=1))
+    if len(equal):
+        first = int(order[equal].min())
+        second = int(order[equal[int(order[equal].argmin())] + 1])
+        raise SampleError(
+            f"{describe(second)} has the key of {describe(first)}; keys are unique in a dataset: leave "
+            "one out, give it another key, or give no keys"
+        )
+
+
+def rows_of_shards(rows: AllRows, layout: Layout, manifest_stratum: NDArray[np.int32]) -> Iterator[ShardRows]:
+    """What each shard holds, in shard order; made one at a time.
+
+    Args:
+        rows: of the whole dataset.
+        layout: of these rows.
+        manifest_stratum: int32[strata], the number of each stratum in the manifest.
+    """
+    for shard in range(layout.shards):
+        first, last = int(layout.shard_start[shard]), int(layout.shard_start[shard + 1])
+        ordinal = layout.rows[first:last]
+        segments = layout.segments_of(shard)
+        segment_stratum = layout.segment_stratum[segments]
+        has_pool = bool((segment_stratum == len(layout.pooled)).any())
+        yield ShardRows(
+            number=shard,
+            ordinal=ordinal,
+            part=rows.part[ordinal],
+            offset=rows.offset[ordinal],
+            length=rows.length[ordinal],
+            check=rows.check[ordinal],
+            stratum=manifest_stratum[rows.table.stratum[ordinal]] if has_pool else None,
+            segment_stratum=segment_stratum,
+            segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
+            block_rows=int(layout.block_rows[shard]),
+            raw_bytes=int(rows.table.raw_bytes[ordinal].sum()),
+        )
+
+
+def describe_row(rows: AllRows, parts: Sequence[Part], ordinal: int, num_fields: int) -> str:
+    """A row by key and source, for messages."""
+    (row,) = read_rows(
+        parts,
+        rows.part[ordinal : ordinal + 1],
+        rows.offset[ordinal : ordinal + 1],
+        rows.length[ordinal : ordinal + 1],
+        rows.check[ordinal : ordinal + 1],
+        np.array([ordinal]),
+        num_fields,
+    )
+    name = f"sample {row.original_key or row.key!r}"
+    return f"{name} ({row.source[0]} row {row.source[1]})" if row.source else f"{name} (number {ordinal})"

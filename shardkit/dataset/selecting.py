@@ -1,0 +1,112 @@
+"""Versions of the same bytes that hold only some of their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import UsageError
+from shardkit.formats import parse_digest, sha256_digest
+from shardkit.manifest import Manifest, Selection, ShardTable, Stratum, paginate, stratum_counts
+from shardkit.storage import Repository, put_manifest, put_selection
+
+__all__ = ["put_selected", "select_rows"]
+
+RowStrata = Callable[[int], NDArray[np.int32] | None]
+"""Shard → int32[rows], the own stratum of each row (`ShardIndex.row_stratum`), None where no row is pooled."""
+
+
+def select_rows(
+    manifest: Manifest,
+    table: ShardTable,
+    masks: Mapping[int, NDArray[np.bool_]],
+    *,
+    row_strata: RowStrata | None = None,
+    build: Mapping[str, Any] | None = None,
+) -> tuple[Manifest, ShardTable, dict[int, Selection]]:
+    """The version of a dataset that holds the rows of ``masks``; nothing is written (`put_selected` does).
+
+    Args:
+        manifest: of the dataset that rows are taken from; it becomes the parent.
+        table: its shards.
+        masks: bool[rows] for every shard.
+        row_strata: needed where the dataset has pooled strata, whose rows are counted by it.
+        build: what to note in the manifest beside the parent's build settings.
+
+    Returns:
+        Its manifest, its table, and the selections of those shards of which only some rows are selected.
+
+    Raises:
+        UsageError: a mask is missing or of another length, or no row is selected.
+    """
+    for shard, rows in enumerate(table.rows.tolist()):
+        if shard not in masks or masks[shard].shape != (rows,):
+            raise UsageError(f"selecting rows: shard {shard} needs a mask of {rows} rows")
+    selections: dict[int, Selection] = {}
+    digests = np.zeros_like(table.selection_digest)
+    segment_selected = table.segment_selected.copy()
+    for shard, mask in sorted(masks.items()):
+        segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
+        starts = np.cumsum(table.segment_rows[segments]) - table.segment_rows[segments]
+        segment_selected[segments] = np.add.reduceat(mask.astype(np.int64), starts)
+        if not mask.all():
+            selections[shard] = Selection.from_mask(mask)
+            digest = parse_digest(sha256_digest(selections[shard].to_bytes()))
+            digests[shard] = np.frombuffer(bytes.fromhex(digest), dtype=np.uint8)
+    selected = np.array([int(masks[shard].sum()) for shard in range(len(table))], dtype=np.int64)
+    if not selected.any():
+        raise UsageError("no row is selected; a dataset holds at least one")
+    new_table = table.replace(selected=selected, selection_digest=digests, segment_selected=segment_selected)
+    strata = _recounted(manifest, new_table, _pooled_counts(manifest, masks, row_strata))
+    new_manifest = dataclasses.replace(
+        manifest,
+        strata=strata,
+        selected=int(selected.sum()),
+        pages=tuple(ref for ref, _ in paginate(new_table)),
+        parent=manifest.id,
+        parts=(),
+        build={**manifest.build, **(build or {})},
+    )
+    return new_manifest, new_table, selections
+
+
+def put_selected(
+    repository: Repository, manifest: Manifest, table: ShardTable, selections: Mapping[int, Selection]
+) -> None:
+    """Make what `select_rows` gave durable, so that a commit may name it."""
+    for selection in selections.values():
+        put_selection(repository, selection)
+    put_manifest(repository, manifest, [data for _, data in paginate(table)])
+
+
+def _pooled_counts(
+    manifest: Manifest, masks: Mapping[int, NDArray[np.bool_]], row_strata: RowStrata | None
+) -> NDArray[np.int64]:
+    """int64[strata], selected rows of each stratum that lies in a pool."""
+    counts = np.zeros(len(manifest.strata), dtype=np.int64)
+    if not any(stratum.in_pool for stratum in manifest.strata):
+        return counts
+    if row_strata is None:
+        raise UsageError("selecting rows: this dataset has pooled strata; give row_strata to count them")
+    for shard, mask in masks.items():
+        own = row_strata(shard)
+        if own is not None:
+            inside = own[mask & (own >= 0)]
+            counts += np.bincount(inside, minlength=len(counts))
+    return counts
+
+
+def _recounted(
+    manifest: Manifest, table: ShardTable, pooled_counts: NDArray[np.int64]
+) -> tuple[Stratum, ...]:
+    _, selected = stratum_counts(table, len(manifest.strata))
+    return tuple(
+        dataclasses.replace(
+            stratum, selected=int(pooled_counts[number] if stratum.in_pool else selected[number])
+        )
+        for number, stratum in enumerate(manifest.strata)
+    )

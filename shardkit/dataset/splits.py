@@ -1,0 +1,94 @@
+"""Which split a row belongs to: a keyed hash of its key, or of a field that keeps groups together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.dataset.layout import mix64
+from shardkit.errors import ConfigurationError
+
+__all__ = ["Split", "parse_split", "split_of"]
+
+# Not the seed of the shuffle: shuffling anew must not move a row from val to train.
+_SPLIT_KEY = np.uint64(0x73706C69742D6F66)  # "split-of"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Named shares of a dataset.
+
+    Attributes:
+        names: of the splits; each becomes a ref.
+        shares: exact, in the same order, together at most 1; what is left over belongs to no split.
+        by: the field whose equal values stay together, or None.
+    """
+
+    names: tuple[str, ...]
+    shares: tuple[Fraction, ...]
+    by: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """As the manifest keeps it: shares as texts, for JSON has no exact fractions."""
+        shares = [[name, str(share)] for name, share in zip(self.names, self.shares, strict=True)]
+        return {"by": self.by, "shares": shares}
+
+
+def parse_split(shares: Mapping[str, float | str | Fraction], by: str | None = None) -> Split:
+    """A split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as.
+
+    Raises:
+        ConfigurationError: no splits, a name that cannot be a ref, a share that is not in (0, 1], or more than
+            1 in all.
+    """
+    if not shares:
+        raise ConfigurationError("split is empty; give names and shares such as train=0.9,val=0.1")
+    exact: dict[str, Fraction] = {}
+    for name, share in shares.items():
+        if _NAME.fullmatch(name) is None or name == "main":
+            raise ConfigurationError(
+                f"split {name!r} cannot be a ref: give letters, digits, '.', '_' and '-', and not 'main', "
+                "which stands for all rows"
+            )
+        try:
+            exact[name] = Fraction(str(share))
+        except (ValueError, ZeroDivisionError):
+            raise ConfigurationError(
+                f"split {name} has the share {share!r}; give a number such as 0.1"
+            ) from None
+        if not 0 < exact[name] <= 1:
+            raise ConfigurationError(f"split {name} has the share {share}; give a number above 0, at most 1")
+    total = sum(exact.values())
+    if total > 1:
+        raise ConfigurationError(f"the shares of split add up to {float(total)}; give at most 1 in all")
+    return Split(tuple(exact), tuple(exact.values()), by)
+
+
+def split_of(
+    split: Split, identity: NDArray[np.uint64], group: NDArray[np.uint64] | None
+) -> NDArray[np.int16]:
+    """The split of each row.
+
+    Args:
+        split: names and shares.
+        identity: uint64[n, 2], see `RowTable`.
+        group: uint64[n], hash of the value of ``split.by``; None: every row by its own identity.
+
+    Returns:
+        int16[n], index into ``split.names``, -1 where the shares leave the row over.
+    """
+    values = mix64(identity[:, 0] ^ mix64(identity[:, 1])) if group is None else group
+    drawn = mix64(values ^ _SPLIT_KEY)
+    ends = np.cumsum(np.array(split.shares, dtype=object))
+    # A row belongs to the first split whose end its draw is below; an end of 1 is above every 64-bit number.
+    limits = np.array([min(int(end * 2**64), 2**64 - 1) for end in ends], dtype=np.uint64)
+    index = np.searchsorted(limits, drawn, side="right").astype(np.int16)
+    if ends[-1] == 1:
+        return np.minimum(index, np.int16(len(limits) - 1))
+    return np.where(index == len(limits), np.int16(-1), index)
