@@ -82,8 +82,8 @@ def compose(
 def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | None = None) -> Manifest:
     """A manifest over the shards of others, without copying a byte.
 
-    The sample order is that of the parts, one after the other; a stratum is a part's name before the values of one of
-    its strata.
+    The sample order is that of the parts, one after the other; a stratum is a part's name before the values
+    of one of its strata.
 
     Raises:
         SchemaError: The parts have different schemas.
@@ -100,7 +100,8 @@ def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | N
             )
         if manifest.parts:
             raise UsageError(
-                f"part {name!r} is merged itself; name its parts {[part for part, _ in manifest.parts]} instead"
+                f"part {name!r} is merged itself; name its parts {[part for part, _ in manifest.parts]} "
+                "instead"
             )
     merged = Manifest(
         schema=manifests[0].schema,
@@ -138,7 +139,8 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
         if (int(rows[number]), int(selected[number])) != expected:
             _refuse(
                 manifest,
-                f"stratum {stratum.name!r} has {rows[number]} rows, {selected[number]} selected, expected {expected}",
+                f"stratum {stratum.name!r} has {rows[number]} rows, {selected[number]} selected, expected "
+                f"{expected}",
             )
     totals = (sum(table.raw_bytes.tolist()), sum(table.size.tolist()), len(table))
     if totals != (manifest.raw_bytes, manifest.stored_bytes, manifest.shards):
@@ -153,7 +155,8 @@ def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], N
     """
     if len(table.segment_stratum) and int(table.segment_stratum.max()) >= strata:
         raise FormatError(
-            f"a segment belongs to stratum {int(table.segment_stratum.max())}, there are {strata}; do not trust it"
+            f"a segment belongs to stratum {int(table.segment_stratum.max())}, there are {strata}; do not "
+            "trust it"
         )
     rows, selected = np.zeros(strata, dtype=np.int64), np.zeros(strata, dtype=np.int64)
     np.add.at(rows, table.segment_stratum, table.segment_rows)  # exact, unlike a weighted bincount

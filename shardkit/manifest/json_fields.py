@@ -1,7 +1,7 @@
 """Strict reading of the JSON objects that shardkit itself writes: exact keys, exact types, stated limits.
 
-Everything is checked here, once, so that the code behind it works with values of known type and size; whatever does not
-fit is a `FormatError` that names the document and the field.
+Everything is checked here, once, so that the code behind it works with values of known type and size;
+whatever does not fit is a `FormatError` that names the document and the field.
 """
 
 from __future__ import annotations

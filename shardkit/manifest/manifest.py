@@ -1,4 +1,4 @@
-"""The root of a manifest: one version of a dataset, small, canonical, and named by the SHA-256 of its bytes."""
+"""The root of a manifest: one version of a dataset, small, canonical, named by the SHA-256 of its bytes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Stratum:
 
     @property
     def name(self) -> str:
-        """The values joined by ``/`` (a ``/`` or ``%`` in a value is percent-encoded); ``all`` without axes."""
+        """The values joined by ``/``, percent-encoded where they hold one; ``all`` without axes."""
         return "/".join(value.replace("%", "%25").replace("/", "%2F") for value in self.values) or "all"
 
 
@@ -100,8 +100,8 @@ class PageRef:
 class Manifest:
     """One immutable version of a dataset.
 
-    No URL, host, time, credential or library version is in it: the same samples and settings give the same bytes,
-    and so the same `id`, wherever and with however many jobs they were built.
+    No URL, host, time, credential or library version is in it: the same samples and settings give the same
+    bytes, and so the same `id`, wherever and with however many jobs they were built.
     """
 
     schema: Schema

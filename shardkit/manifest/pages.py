@@ -1,4 +1,4 @@
-"""Pages: the shard table in content-addressed pieces of at most 4,096 shards, so that an append writes new ones only."""
+"""Pages: the shard table in content-addressed pieces of at most 4,096 shards; an append adds new ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["PAGE_EXTENSION", "pack_page", "paginate", "unpack_page"]
 PAGE_EXTENSION: Final = "page"
 
 _KIND: Final = "page"
-# segment_shard is not stored: the number of segments of each shard says the same, is shorter, and cannot be out of order.
+# segment_shard is not stored: the number of segments of each shard says the same, is shorter, and cannot be
+# out of order.
 _STORED: Final = {
     **SHARD_COLUMNS,
     "segments": np.uint32,
@@ -36,7 +37,8 @@ def pack_page(table: ShardTable) -> bytes:
     segments = np.diff(table.segment_starts)
     if not 1 <= len(table) <= SHARDS_PER_PAGE or int(segments.sum()) > MAX_SEGMENTS_PER_PAGE:
         raise UsageError(
-            f"page of {len(table)} shards and {int(segments.sum())} segments: expected 1 to {SHARDS_PER_PAGE} shards "
+            f"page of {len(table)} shards and {int(segments.sum())} segments: expected 1 to "
+            f"{SHARDS_PER_PAGE} shards "
             f"and at most {MAX_SEGMENTS_PER_PAGE} segments; order rows by stratum inside a shard"
         )
     columns = {name: segments if name == "segments" else getattr(table, name) for name in _STORED}
@@ -78,7 +80,8 @@ def unpack_page(data: bytes, ref: PageRef | None = None) -> ShardTable:
         table = ShardTable(**arrays, segment_shard=shard)
         if ref is not None and (len(table) != ref.shards or int(table.rows.sum()) != ref.rows):
             raise FormatError(
-                f"{len(table)} shards and {int(table.rows.sum())} rows, the root says {ref.shards} and {ref.rows}"
+                f"{len(table)} shards and {int(table.rows.sum())} rows, the root says {ref.shards} and "
+                f"{ref.rows}"
             )
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error

@@ -1,7 +1,8 @@
 """Selections: which rows of a shard a version holds, as a bitmap with constant-time rank and fast select.
 
-Rank and select over a plain bitmap with one running count per 64-bit word (Jacobson, Space-efficient static trees and
-graphs, FOCS 1989, with one level): 12.5 % on top of the bits, and vectorised here over whole arrays of queries.
+Rank and select over a plain bitmap with one running count per 64-bit word (Jacobson, Space-efficient static
+trees and graphs, FOCS 1989, with one level): 12.5 % on top of the bits, and vectorised here over whole arrays
+of queries.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Selection:
 
     Args:
         rows: Rows of the shard.
-        bits: uint8[⌈rows/8⌉], row r is bit ``r % 8`` (least significant first) of byte ``r // 8``; bits past the last row
-            are zero. Kept, not copied.
+        bits: uint8[⌈rows/8⌉], row r is bit ``r % 8`` (least significant first) of byte ``r // 8``; bits past
+            the last row are zero. Kept, not copied.
     """
 
     def __init__(self, rows: int, bits: NDArray[np.uint8]) -> None:

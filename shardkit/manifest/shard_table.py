@@ -142,7 +142,8 @@ class ShardTable:
 
         Args:
             tables: In the order of the shards.
-            stratum_offsets: Added to the stratum numbers of each table: for parts that bring their own strata.
+            stratum_offsets: Added to the stratum numbers of each table: for parts that bring their own
+                strata.
         """
         if not tables:
             return cls.from_records([])

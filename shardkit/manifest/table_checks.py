@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_VALUE", "check_table"]
 
 MAX_VALUE: Final = 2**42
-"""Largest size or count of one shard (4 TiB, 4·10¹² rows): sums over `MAX_SHARDS` shards stay below 2⁶³ only where
-callers add in Python integers; sums over one page always do."""
+"""Largest size or count of one shard (4 TiB, 4·10¹² rows): sums over `MAX_SHARDS` shards stay below 2⁶³ only
+where callers add in Python integers; sums over one page always do."""
 
 
 def check_table(table: ShardTable) -> None:

@@ -71,7 +71,8 @@ class Version:
         borders = np.concatenate([[0], np.cumsum(self.table.segment_rows[first:last])])
         if not np.array_equal(np.diff(selection.rank(borders)), self.table.segment_selected[first:last]):
             raise FormatError(
-                f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do not trust it"
+                f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do "
+                "not trust it"
             )
         return selection
 
@@ -82,7 +83,8 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     Args:
         repository: Where the manifest lies.
         manifest_id: ``sha256:<hex>``, as `Repository.resolve` gives it.
-        find_part: Finds the repositories of a merged manifest's parts; by default they lie in `repository` too.
+        find_part: Finds the repositories of a merged manifest's parts; by default they lie in `repository`
+            too.
 
     Raises:
         NotFoundError: The manifest or one of its pages is not there.

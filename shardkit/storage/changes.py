@@ -1,4 +1,4 @@
-"""What a commit asks for, applied to a head: pure, so that a racing commit can be rebased by applying it again."""
+"""What a commit asks for, applied to a head; pure, so that a commit is rebased by applying it again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Every system call by which shardkit reads or changes a local root, in one place.
 
-One owner makes two proofs possible: the crash-state enumerator (`shardkit.testing.crash_states`) records the calls of
-the real code and replays what a power cut could leave of them, and the fault drills make any single call fail. Both
-substitute the object that `active` returns; nothing else in shardkit opens, writes, links or removes a store's files.
+One owner makes two proofs possible: the crash-state enumerator (`shardkit.testing.crash_states`) records the
+calls of the real code and replays what a power cut could leave of them, and the fault drills make any single
+call fail. Both substitute the object that `active` returns; nothing else in shardkit opens, writes, links or
+removes a store's files.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Handle:
 class FileOperations:
     """The calls themselves, thin over `os`: each raises `OSError` as the kernel reports it.
 
-    Entries are named relative to an open directory (``openat`` and its like), so that a directory which is swapped for
-    a symbolic link after it was looked at cannot lead out of the root.
+    Entries are named relative to an open directory (``openat`` and its like), so that a directory which is
+    swapped for a symbolic link after it was looked at cannot lead out of the root.
     """
 
     def open_root(self, path: str) -> Handle:
@@ -136,7 +137,7 @@ def active() -> FileOperations:
 
 @contextlib.contextmanager
 def substituted(operations: FileOperations) -> Iterator[None]:
-    """Let all stores of this process, in every thread, use `operations` meanwhile: for fault drills and records."""
+    """Let all stores of this process, in every thread, use `operations`: for fault drills and records."""
     global _active
     before, _active = _active, operations
     try:

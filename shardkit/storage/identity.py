@@ -54,7 +54,8 @@ class Identity:
         identity = cls(fields.text("id", pattern=_UUID), fields.features(_FEATURES))
         if identity.to_bytes() != data:
             raise IntegrityError(
-                f"{IDENTITY_NAME} of {where}: its digest is {fields.digest('digest')}, its content has another; "
+                f"{IDENTITY_NAME} of {where}: its digest is {fields.digest('digest')}, its content has "
+                "another; "
                 "restore it from a copy of the root"
             )
         return identity

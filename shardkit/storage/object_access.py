@@ -99,7 +99,8 @@ class ObjectAccess:
     def _is_good(self, descriptor: Descriptor) -> bool:
         """Whether the object that lies there has the bytes that its name promises.
 
-        Someone who puts an object again has the good bytes in hand: the moment to find out, and to heal, bad ones.
+        Someone who puts an object again has the good bytes in hand: the moment to find out, and to heal, bad
+        ones.
         """
         name = descriptor.name
         try:

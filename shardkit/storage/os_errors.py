@@ -14,8 +14,10 @@ __all__ = ["explained", "store_error"]
 
 _FULL: Final = {
     errno.ENOSPC: "no room is left; make room, then run it again: what was published is kept",
-    errno.EDQUOT: "the quota is used up; make room or raise it, then run it again: what was published is kept",
-    errno.EFBIG: "the file would be larger than the limit of this process or file system; raise the limit (ulimit -f)",
+    errno.EDQUOT: "the quota is used up; make room or raise it, then run it again: what was published is "
+    "kept",
+    errno.EFBIG: "the file would be larger than the limit of this process or file system; raise the limit "
+    "(ulimit -f)",
 }
 _READ_ONLY: Final = {
     errno.EROFS: "the file system is mounted read-only; mount it for writing or choose another root",
@@ -24,7 +26,8 @@ _READ_ONLY: Final = {
 }
 _OTHER: Final = {
     errno.EIO: "the disk reports an input/output error; look at the system log, then run it again",
-    errno.ELOOP: "it is a symbolic link, and links inside a store are not followed; put the file itself there",
+    errno.ELOOP: "it is a symbolic link, and links inside a store are not followed; put the file itself "
+    "there",
     errno.EMFILE: "too many files are open in this process; raise the limit (ulimit -n)",
     errno.ENFILE: "too many files are open on this machine; close some",
     errno.ESTALE: "the network file system lost the file; mount it again, then run it again",

@@ -123,7 +123,7 @@ class Repository:
 
     @contextlib.contextmanager
     def stage_object(self, extension: str) -> Iterator[ObjectStage]:
-        """Write a large object piece by piece: ``write()``, then ``finish()``; what is not finished is dropped."""
+        """Write a large object: ``write()`` pieces, then ``finish()``; what is not finished is dropped."""
         self._check_writable()
         with self._objects.stage(extension) as stage:
             yield stage
@@ -166,7 +166,8 @@ class Repository:
             entries.append(entry)
         if entries and entries[-1].previous != sha256_digest(self._identity.to_bytes()):
             raise IntegrityError(
-                f"log of {self.url}: entry 1 belongs to another {IDENTITY_NAME}; restore it from a copy of the root"
+                f"log of {self.url}: entry 1 belongs to another {IDENTITY_NAME}; restore it from a copy of "
+                "the root"
             )
         return entries
 
@@ -216,8 +217,8 @@ class Repository:
     ) -> LogEntry:
         """Move refs and add tags, all or nothing, durably.
 
-        All objects that the manifests name must have been put before: what `put_object` has returned is durable. Commits
-        of other processes that touch other refs are rebased over.
+        All objects that the manifests name must have been put before: what `put_object` has returned is
+        durable. Commits of other processes that touch other refs are rebased over.
 
         Args:
             set_refs: Ref → manifest id, None to drop the ref.
@@ -246,7 +247,8 @@ class Repository:
             time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
             head = self.head()
         raise CommitConflict(
-            f"{self.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
+            f"{self.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again "
+            "later"
         )
 
     def _next_entry(
@@ -279,8 +281,8 @@ class Repository:
     def _append(self, entry: LogEntry) -> bool:
         """Put the entry; True when it is durably in the log, False when another commit has its number.
 
-        After an error the entry is read back and known by its transaction id, never guessed at. Ours is put again: that
-        it exists then also says that it is durable.
+        After an error the entry is read back and known by its transaction id, never guessed at. Ours is put
+        again: that it exists then also says that it is durable.
         """
         name, data = entry_name(entry.n), entry.to_bytes()
         failure: StoreError | None = None
@@ -313,7 +315,8 @@ class Repository:
             return None
         except (StoreError, IntegrityError, FormatError) as error:
             raise CommitUnknown(
-                f"commit {entry.txn} to {self.url}: writing entry {entry.n} failed ({failure}) and it cannot be read "
+                f"commit {entry.txn} to {self.url}: writing entry {entry.n} failed ({failure}) and it cannot "
+                "be read "
                 f"back ({error}); ask later: Repository.find_commit({entry.txn!r})"
             ) from error
 
@@ -337,7 +340,8 @@ class Repository:
         entry = LogEntry.from_bytes(data, where)
         if entry.n != number or entry.repository != self.id:
             raise IntegrityError(
-                f"{where} is entry {entry.n} of repository {entry.repository}, expected entry {number} of {self.id}; "
+                f"{where} is entry {entry.n} of repository {entry.repository}, expected entry {number} of "
+                f"{self.id}; "
                 "restore it from a copy of the root"
             )
         return entry, data
@@ -346,7 +350,8 @@ class Repository:
         for manifest in sorted(changes.manifests):
             if self._store.head(object_name(manifest, "manifest")) is None:
                 raise NotFoundError(
-                    f"manifest {manifest} is not in {self.url}: expected its objects to be put before the commit"
+                    f"manifest {manifest} is not in {self.url}: expected its objects to be put before the "
+                    "commit"
                 )
 
     def _check_writable(self) -> None:
@@ -359,7 +364,8 @@ def _read_identity(store: Store) -> Identity:
         data = store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
     except NotFoundError:
         raise NotFoundError(
-            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build"
+            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit "
+            "build"
         ) from None
     return Identity.from_bytes(data, store.url)
 

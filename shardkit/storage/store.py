@@ -1,7 +1,7 @@
 """The one protocol that every store implements, and the names that a store accepts.
 
-Local roots implement it in `shardkit.storage.local`; object stores and fsspec URLs implement the same protocol, and the
-suite in `shardkit.testing.store_conformance` is run on all of them.
+Local roots implement it in `shardkit.storage.local`; object stores and fsspec URLs implement the same
+protocol, and the suite in `shardkit.testing.store_conformance` is run on all of them.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ class Store(Protocol):
     def put_new(self, name: str, data: bytes) -> bool:
         """Create durably, never overwrite: True if this call created the name, False if it existed.
 
-        False also promises that the object that was there is durable. After an error the name is either absent or
-        complete: read it back to know.
+        False also promises that the object that was there is durable. After an error the name is either
+        absent or complete: read it back to know.
         """
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put bytes over an object, durably and in one step: healing only, with bytes of the digest in its name."""
+        """Put bytes over an object, durably and in one step: for healing, with bytes of its digest."""
 
     def head(self, name: str) -> ObjectStat | None:
         """Size and stored checksum, None where the name does not exist."""
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names under the folder `prefix` (``""`` or ending in ``/``) that sort after `after`, in byte order."""
+        """Names under the folder `prefix` (``""`` or ending in ``/``) after `after`, in byte order."""
 
     def delete(self, name: str) -> None:
         """Remove durably; no error where the name does not exist."""
@@ -107,16 +107,18 @@ class Store(Protocol):
 def check_name(name: str) -> tuple[str, ...]:
     """The components of a valid name.
 
-    Names are plain: ASCII letters, digits, ``. _ -`` and ``/`` between components; no component starts with a dot or a
-    dash, so neither ``..`` nor an option of some tool can be spelled.
+    Names are plain: ASCII letters, digits, ``. _ -`` and ``/`` between components; no component starts with a
+    dot or a dash, so neither ``..`` nor an option of some tool can be spelled.
 
     Raises:
         UsageError: The name is not one that every store takes.
     """
     if len(name) > MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
         raise UsageError(
-            f"store name {name[:200]!r}: expected at most {MAX_NAME} of [A-Za-z0-9._/-], starting with a lower-case "
-            f'letter or digit, no component starting with "." or "-", not below "{_PRIVATE}"; use another name'
+            f"store name {name[:200]!r}: expected at most {MAX_NAME} of [A-Za-z0-9._/-], starting with a "
+            "lower-case "
+            f'letter or digit, no component starting with "." or "-", not below "{_PRIVATE}"; use another '
+            "name"
         )
     return tuple(name.split("/"))
 

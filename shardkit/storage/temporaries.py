@@ -1,8 +1,8 @@
 """Names of files that are still being written, and the sweep of those whose writer is dead.
 
-A temporary is named ``<boot>-<pid namespace>-<pid>-<start>-<random>[.suffix]``, and its writer holds an advisory lock on
-it. Sweeping too much costs the writer a clean error and nothing else (publishing links the temporary by name), but it
-would be rude; sweeping too little costs space.
+A temporary is named ``<boot>-<pid namespace>-<pid>-<start>-<random>[.suffix]``, and its writer holds an
+advisory lock on it. Sweeping too much costs the writer a clean error and nothing else (publishing links the
+temporary by name), but it would be rude; sweeping too little costs space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shardkit.storage.file_operations import FileOperations, Handle
 __all__ = ["FOLDER", "temporary_name", "writer_is_dead"]
 
 FOLDER: Final = "tmp"
-"""Folder of a local root that holds temporaries; on the same file system as the objects, so that `link` works."""
+"""Folder of a local root that holds temporaries; on the same file system as the objects, so that `link`
+works."""
 
 _FOREIGN_GRACE_S: Final = 24 * 3600
 _NAME: Final = re.compile(r"([0-9a-z]+)-([0-9a-z]+)-([0-9]+)-([0-9]+)-[0-9a-f]{16}(?:\.[a-z0-9.]+)?")
@@ -37,9 +38,9 @@ def temporary_name(suffix: str = "") -> str:
 def writer_is_dead(operations: FileOperations, folder: Handle, name: str) -> bool:
     """Whether the process that wrote this temporary certainly is gone.
 
-    A writer of this boot and this process namespace is looked up. Any other may be one of an earlier boot or one on
-    another machine or in another container: it counts as dead only when nobody holds the file's lock and the file has
-    not been written to for a day.
+    A writer of this boot and this process namespace is looked up. Any other may be one of an earlier boot or
+    one on another machine or in another container: it counts as dead only when nobody holds the file's lock
+    and the file has not been written to for a day.
     """
     match = _NAME.fullmatch(name)
     if match is None:

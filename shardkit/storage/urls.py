@@ -21,8 +21,8 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split ``ROOT[@REF]``.
 
-    Only an ``@`` in the last component separates; a root whose own name holds one is written with a slash at its end
-    (``data/cats@home/``).
+    Only an ``@`` in the last component separates; a root whose own name holds one is written with a slash at
+    its end (``data/cats@home/``).
 
     Returns:
         The root, and the ref, tag or ``sha256:<hex>`` behind the ``@``, None where there is none.
