@@ -1,7 +1,7 @@
-"""Base order: the rows of each group in manifest order, found without an array of rows or a sort of all segments.
+"""Base order: the rows of each group in manifest order, without an array of rows.
 
-A coarse table holds, for every run of `chunk` segments, how many rows of each group come before it; a look-up scans
-only the chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
+No sort of all segments either: a coarse table holds, for every run of `chunk` segments, how many rows of each group come before it; a
+look-up scans only the chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -164,12 +164,12 @@ class BaseOrder:
         out: list[tuple[NDArray[np.int64], ...]] = []
         for first, last in runs:
             part = slice(first * self._chunk, min(self._num, last * self._chunk))
-            group = self.groups.group_of[self.population.segment_stratum[part]]
+            group = self.groups.group_of[self.population.segment_stratum[part]].astype(np.int64)
             rows = self.population.segment_rows[part]
             sample = self._samples[first] + np.cumsum(rows) - rows
             kept = np.flatnonzero((group >= 0) & (rows > 0))
             ranks = kept[np.argsort(_narrow(group[kept], len(self.groups)), kind="stable")]
-            group, rows = group[ranks].astype(np.int64), rows[ranks]
+            group, rows = group[ranks], rows[ranks]
             before = (
                 np.cumsum(rows) - rows
             )  # rows of smaller groups in this run count too: taken off again below
@@ -183,6 +183,6 @@ class BaseOrder:
         return Pieces(*(np.concatenate(c) for c in zip(*out, strict=True)))
 
 
-def _narrow(values: NDArray[np.int32], limit: int) -> NDArray[np.generic]:
+def _narrow(values: NDArray[np.int64], limit: int) -> NDArray[np.generic]:
     """The smallest unsigned dtype that holds them: numpy's stable sort is a radix sort up to 16 bits."""
     return values.astype(np.uint8 if limit <= 1 << 8 else np.uint16 if limit <= 1 << 16 else np.uint32)

@@ -1,7 +1,7 @@
 """The deal: how many samples of each group every lane has drawn before any step, in closed form (SPEC.md §2).
 
-One `Deal` is one turn of the table: ``steps`` steps in ``lanes`` phases. Slots of a step, sorted by group, go round
-the lanes; in phase p slot i goes to lane (i + p) mod L.
+One `Deal` is one turn of the table: ``steps`` steps in ``lanes`` phases. Slots of a step, sorted by group,
+go round the lanes; in phase p slot i goes to lane (i + p) mod L.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Deal:
         self._low: Counts = np.array(
             [q for q, _ in parts], dtype=np.int64
         )  # q_g: slots below group g+1, rounded down
-        self._carry = np.array([f for _, f in parts], dtype=_fit(self.total))  # f_g: what is lost, per step
+        self._carry: NDArray[np.int64] = np.array(
+            [f for _, f in parts], dtype=_fit(self.total)
+        )  # f_g: what is lost, per step
         self._ramp: Counts = -(
             (np.arange(lanes + 1, dtype=np.int64) * -steps) // lanes
         )  # first step of each phase
@@ -103,7 +105,9 @@ class Deal:
         if not rows:
             return np.zeros((self.lanes, len(self._low)), dtype=np.int64)
         left = self._left()[None, :]
-        return np.maximum(0, (left - np.arange(self.lanes)[:, None] + self.lanes - 1) // self.lanes)
+        lane = np.arange(self.lanes, dtype=np.int64)[:, None]
+        counts: Counts = np.maximum(0, (left - lane + self.lanes - 1) // self.lanes)
+        return counts
 
     def _left(self) -> Counts:
         """Samples of groups <= g that the turn leaves over."""

@@ -25,7 +25,8 @@ class Hands:
     """Which base ranges a lane holds, and under which keys they are shuffled.
 
     Attributes:
-        group, lo, hi: int64[n], ranges [lo, hi) of base positions; a group may have several, in its order of play.
+        group, lo, hi: int64[n], ranges [lo, hi) of base positions; a group may have several, in its order of
+            play.
         keys: uint64[groups], one key per hand.
         window: int64[groups], blocks per window.
     """
@@ -152,8 +153,9 @@ Deck = WindowDeck | FullDeck
 def build_deck(order: BaseOrder, hands: Hands, shuffle: str) -> Deck:
     """Cut hands into blocks, permute them, and mark the windows.
 
-    ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time, the first window shorter by
-    a keyed amount so that lanes do not change windows in the same step; ``"none"`` keeps blocks and rows in base order.
+    ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time, the first window
+    shorter by a keyed amount so that lanes do not change windows in the same step; ``"none"`` keeps blocks
+    and rows in base order.
     """
     if shuffle == "full":
         return _full_deck(order, hands)

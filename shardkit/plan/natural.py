@@ -29,7 +29,8 @@ class Epoch:
 
     Attributes:
         deal: counts before every step.
-        cut: int64[L + 1, groups], where each lane's hand starts in the group's order without the dropped rows.
+        cut: int64[L + 1, groups], where each lane's hand starts in the group's order without the dropped
+            rows.
         drop_at, dropped: int64[groups], the circular range of base positions that this epoch leaves out.
     """
 
@@ -133,7 +134,10 @@ class NaturalGrid:
         )
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
-        """Cells of one lane for steps [start, stop): (steps, m) int64, a view of kept memory where it can be."""
+        """Cells of one lane for steps [start, stop): (steps, m) int64.
+
+        A view of kept memory where it can be.
+        """
         parts = []
         while start < stop:
             epoch, step = divmod(start, self.steps_per_epoch)
@@ -149,7 +153,8 @@ class NaturalGrid:
         """The chunk that holds a step: its first and end step, and its cells."""
         if step == self.full_steps:
             return step, step + 1, self._cells.get((epoch, lane, -1), self._short_cell)
-        # chunk borders are staggered over lanes, so that a walk over all lanes never draws all of them at once
+        # chunk borders are staggered over lanes, so that a walk over all lanes never draws all of them at
+        # once
         shift = lane * self._chunk // self.lanes
         number = (step + shift) // self._chunk
         first = max(0, number * self._chunk - shift)
@@ -183,7 +188,10 @@ class NaturalGrid:
         return self._finish(cells, epoch, lane, self.full_steps, len(draws))
 
     def locate(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a sample in an epoch; None where it is dropped. O(log S) counts and one hand."""
+        """(step, lane, slot) of a sample in an epoch.
+
+        None where it is dropped. O(log S) counts and one hand.
+        """
         found = self.order.find(sample)
         if found is None:
             return None
@@ -204,7 +212,10 @@ class NaturalGrid:
         return epoch * self.steps_per_epoch + step, lane, slot
 
     def _step_of(self, deal: Deal, lane: int, group: int, place: int) -> int:
-        """The step in which a lane draws its draw number ``place`` of a group: bisection on the closed form."""
+        """The step in which a lane draws its draw number ``place`` of a group.
+
+        Bisection on the closed form.
+        """
         chosen = np.array([group])
         low, high = 0, self.full_steps  # draws before `low` <= place; before `high` + 1 possibly more
         while low < high:
@@ -228,8 +239,9 @@ class NaturalGrid:
 def window_sizes(groups: Groups, global_batch: int, lanes: int, window_blocks: int) -> NDArray[np.int64]:
     """Blocks per window of each group's hands: a lane's budget shared out (SPEC.md §4).
 
-    Groups that every cell draws from share by mass. A smaller group is drawn from in few phases of a turn, by one sample
-    a cell; at most two such groups per slot are open at a time. Everyone gets at least one block.
+    Groups that every cell draws from share by mass. A smaller group is drawn from in few phases of a turn,
+    by one sample a cell; at most two such groups per slot are open at a time. Everyone gets at least one
+    block.
     """
     size = global_batch // lanes
     total = groups.total

@@ -1,7 +1,8 @@
 """Keyed permutations: integer arithmetic only, the same on every CPU and in every release (SPEC.md §4).
 
-``order(key, n)`` sorts the pairs (high 32 bits of splitmix64 output i under ``key``, i). Pairs are distinct, so every
-sorting method gives the same answer. ``Feistel`` is the O(1) permutation for domains that are too large to sort.
+``order(key, n)`` sorts the pairs (high 32 bits of splitmix64 output i under ``key``, i). Pairs are distinct,
+so every sorting method gives the same answer. ``Feistel`` is the O(1) permutation for domains that are too
+large to sort.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def _mix(value: int) -> int:
 
 
 def derive(key: int, *parts: int) -> int:
-    """A 64-bit key below ``key``: for each part, output number ``part`` of the splitmix64 stream seeded so far."""
+    """A 64-bit key below ``key``: for each part.
+
+    Output number ``part`` of the splitmix64 stream seeded so far.
+    """
     for part in parts:
         key = _mix((key + GOLDEN * (part + 1)) & _MASK)
     return key
@@ -124,9 +128,9 @@ def grouped_order(keys: NDArray[np.uint64], sizes: NDArray[np.int64]) -> NDArray
 class Feistel:
     """A keyed permutation of range(n) with O(1) evaluation and inverse.
 
-    A balanced Feistel network of `ROUNDS` rounds over 2b bits with ``2**(2b) >= n``; values outside the range walk the
-    cycle until they fall inside (Black and Rogaway 2002), fewer than four steps on average. The round function is
-    splitmix64.
+    A balanced Feistel network of `ROUNDS` rounds over 2b bits with ``2**(2b) >= n``; values outside the
+    range walk the cycle until they fall inside (Black and Rogaway 2002), fewer than four steps on average.
+    The round function is splitmix64.
     """
 
     ROUNDS = 6

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import PlanError
-from ..formats.canonical_json import dumps
+from shardkit.errors import PlanError
+from shardkit.formats.canonical_json import dumps
+
 from .natural import NaturalGrid
 from .population import Population
 from .settings import DEFAULT_WINDOW_BLOCKS, Settings, default_lanes
@@ -24,8 +25,9 @@ PLAN_VERSION = 1
 class Plan:
     """Who reads what, when: ``lanes`` columns by steps, each cell ``cell_size`` sample numbers.
 
-    Steps count over the whole run; epoch ``step // steps_per_epoch``. All methods are pure, cost the same at any step,
-    and may be called by many threads at once. Sample numbers count the manifest's selected rows in manifest order.
+    Steps count over the whole run; epoch ``step // steps_per_epoch``. All methods are pure, cost the same at
+    any step, and may be called by many threads at once. Sample numbers count the manifest's selected rows in
+    manifest order.
     """
 
     def __init__(self, settings: Settings, population: Population, grid: NaturalGrid) -> None:
@@ -70,11 +72,13 @@ class Plan:
     def cell(self, step: int, lane: int) -> NDArray[np.int64]:
         """Sample numbers of a cell: (m,) int64, -1 last in the empty slots of a short step; read-only."""
         self._check(step, lane)
-        return self._grid.cells(step, step + 1, lane)[0]
+        samples: NDArray[np.int64] = self._grid.cells(step, step + 1, lane)[0]
+        return samples
 
     def step(self, step: int) -> NDArray[np.int64]:
         """Sample numbers of a step: (L, m) int64, row l is lane l's cell."""
-        return self.steps(step, step + 1)[0]
+        samples: NDArray[np.int64] = self.steps(step, step + 1)[0]
+        return samples
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
         """Cells of one lane for steps [start, stop): (stop - start, m) int64, read-only."""
@@ -94,7 +98,10 @@ class Plan:
         return out
 
     def cell_digest(self, step: int, lane: int) -> str:
-        """Hex of the first 16 bytes of SHA-256 over the cell's sample numbers, little-endian int64, -1 left out."""
+        """Hex of the first 16 bytes of SHA-256 over the cell's sample numbers, little-endian int64.
+
+        -1 left out.
+        """
         return cell_digest(self.cell(step, lane))
 
     def locate(self, sample: int, epoch: int = 0) -> tuple[int, int, int] | None:
@@ -133,7 +140,8 @@ def make_plan(
         global_batch: B, samples of a step over all ranks.
         seed: of all shuffles.
         lanes: L, a divisor of B; see `default_lanes`.
-        remainder: ``"drop"`` leaves fewer than B rows out of each epoch, in turn; ``"short"`` ends the epoch with them.
+        remainder: ``"drop"`` leaves fewer than B rows out of each epoch, in turn; ``"short"`` ends the epoch
+            with them.
         window_blocks: blocks that a lane keeps open, over all its strata.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
 
@@ -154,8 +162,8 @@ def make_plan(
         raise PlanError("plan: the dataset has no selected row")
     if remainder == "drop" and total < global_batch:
         raise PlanError(
-            f"plan: {total} rows make no full step of {global_batch}; the largest batch that fits is {total}, "
-            'or take remainder="short"'
+            f"plan: {total} rows make no full step of {global_batch}; the largest batch "
+            f'that fits is {total}, or take remainder="short"'
         )
     groups = group_strata(population.strata, rows, rows, global_batch)
     grid = NaturalGrid(

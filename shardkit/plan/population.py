@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import PlanError
+from shardkit.errors import PlanError
 
 __all__ = ["Population"]
 
@@ -45,7 +45,8 @@ class Population:
                 raise PlanError(f"population: {name} has {len(getattr(self, name))} entries, expected {num}")
         if self.shard_bytes is not None and len(self.shard_bytes) != len(self.shard_block_rows):
             raise PlanError(
-                f"population: shard_bytes has {len(self.shard_bytes)} entries, expected {len(self.shard_block_rows)}"
+                f"population: shard_bytes has {len(self.shard_bytes)} entries, "
+                f"expected {len(self.shard_block_rows)}"
             )
         if num and not _valid(self):
             raise PlanError(

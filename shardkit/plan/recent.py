@@ -14,8 +14,9 @@ V = TypeVar("V")
 class Recent(Generic[K, V]):
     """Keeps the last ``limit`` values made.
 
-    Values are immutable and making one twice is harmless, so two threads that miss together both make it and one of
-    the equal values stays. Single dict operations are atomic; nothing iterates over the dict while it may change.
+    Values are immutable and making one twice is harmless, so two threads that miss together both make it and
+    one of the equal values stays. Single dict operations are atomic; nothing iterates over the dict while it
+    may change.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,4 +1,7 @@
-"""Exact integer sums and roundings that the plan's closed forms rest on. Python integers: nothing overflows."""
+"""Exact integer sums and roundings that the plan's closed forms rest on.
+
+Python integers: nothing overflows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _SAFE = 2**62
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """Sum of ``(a * i + b) // m`` over 0 <= i < n, in O(log m) steps (the Euclid-like reduction of lattice counts)."""
+    """Sum of ``(a * i + b) // m`` over 0 <= i < n.
+
+    In O(log m) steps (the Euclid-like reduction of lattice counts).
+    """
     total = 0
     if a < 0:
         total -= n * (n - 1) // 2 * ((a % m - a) // m)
@@ -37,7 +43,10 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def golden_step(n: int) -> int:
-    """The step nearest to n / golden ratio that has no common factor with n: its multiples spread evenly modulo n."""
+    """The step nearest to n / golden ratio that has no common factor with n.
+
+    Its multiples spread evenly modulo n.
+    """
     if n <= 2:
         return 1
     step = (math.isqrt(5 * n * n) - n) // 2
@@ -55,15 +64,17 @@ def divisors(n: int) -> list[int]:
 def muldiv(
     factor: NDArray[np.int64], other: NDArray[np.int64], offset: NDArray[np.int64] | int, divisor: int
 ) -> NDArray[np.int64]:
-    """``(factor * other + offset) // divisor``, exact; arrays broadcast, all values >= 0, the result fits int64.
+    """``(factor * other + offset) // divisor``, exact.
 
-    Products that might pass 2**62 are taken in Python integers.
+    Arrays broadcast; all values are >= 0 and the result fits int64. Products that might pass 2**62 are taken in Python integers.
     """
     bound = int(factor.max(initial=0)) * int(other.max(initial=0)) + int(np.max(offset, initial=0))
     if bound < _SAFE and divisor < _SAFE:
-        return np.asarray((factor * other + offset) // divisor, dtype=np.int64)
+        small: NDArray[np.int64] = ((factor * other + offset) // divisor).astype(np.int64, copy=False)
+        return small
     exact = factor.astype(object) * other.astype(object) + offset
-    return np.asarray(exact // divisor, dtype=np.int64)
+    quotient: NDArray[np.int64] = (exact // divisor).astype(np.int64)
+    return quotient
 
 
 def ragged(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

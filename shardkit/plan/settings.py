@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import PlanError
+from shardkit.errors import PlanError
+
 from .deck import SHUFFLES
 from .population import Population
 from .rounding import divisors
@@ -14,8 +15,8 @@ from .rounding import divisors
 __all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "default_lanes"]
 
 DEFAULT_WINDOW_BLOCKS = 16
-"""Blocks that a lane keeps open. 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes: half of the
-loader's default memory, the other half is for what comes next."""
+"""Blocks that a lane keeps open: 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes,
+half of the loader's default memory; the other half is for what comes next."""
 
 TARGET_LANES = 64
 LEAST_LANES = 8
@@ -42,7 +43,8 @@ class Settings:
         if self.global_batch % self.lanes:
             fit = [d for d in divisors(self.global_batch) if d <= 1024]
             raise PlanError(
-                f"plan: lanes is {self.lanes}, expected a divisor of the global batch {self.global_batch}: {fit}"
+                f"plan: lanes is {self.lanes}, expected a divisor of the global batch "
+                f"{self.global_batch}: {fit}"
             )
         _one_of("remainder", self.remainder, REMAINDERS)
         _one_of("shuffle", self.shuffle, SHUFFLES)
@@ -53,7 +55,10 @@ class Settings:
 
 
 def default_lanes(population: Population, global_batch: int) -> int:
-    """The divisor of the batch nearest to 64; fewer (but not below 8) for datasets with fewer than 4 blocks per lane."""
+    """The divisor of the batch nearest to 64.
+
+    Fewer (but not below 8) for datasets with fewer than 4 blocks per lane.
+    """
     _at_least("global_batch", global_batch, 1)
     most = max(LEAST_LANES, num_blocks(population) // 4)
     fit = [d for d in divisors(global_batch) if d <= most] or [1]

@@ -66,7 +66,8 @@ def group_strata(
 ) -> Groups:
     """Sort strata by (-mass, name); those expected less than once per global batch are pooled last.
 
-    A rare stratum cannot be dealt alone anywhere but in the last place: its cumulative counts would not be monotone.
+    A rare stratum cannot be dealt alone anywhere but in the last place: its cumulative counts would not be
+        monotone.
     """
     total = sum(m for m, r in zip(masses, rows, strict=True) if r)
     alive = [s for s in range(len(names)) if rows[s] and masses[s]]
