@@ -1,7 +1,7 @@
 """A store in a local directory, or on a mounted network file system (SPEC.md §3 says what is assumed of it).
 
 Publishing: ``O_EXCL`` temporary in ``ROOT/tmp`` → write loop → fsync → link to the final name → fsync of the
-directory → unlink of the temporary. A name therefore appears in one step with all its bytes durable, and never
+directory → unlink of the temporary. A name therefore appears in one step, all its bytes durable, and never
 changes hands.
 """
 
