@@ -1,0 +1,44 @@
+"""shardkit: from source files to optimizer step, with the same data always and proof of it.
+
+::
+
+    tools/shardkit_tools   the `shardkit` command
+    trainer/…_trainer      the bundled trainer
+    shardkit
+      ├── torch            DataLoader datasets and checkpoint plug-ins
+      ├── dataset          open, create: the public face
+      ├── loader  audit    batches; proofs
+      ├── ledger           what was consumed
+      ├── plan    storage  who reads what, when (pure); bytes, commits, verified blocks
+      ├── manifest         one version of a dataset
+      ├── formats          shards, indexes, schema, digests
+      ├── telemetry        counters and events
+      └── errors           one tree
+
+`import shardkit` is light: numpy, pyarrow and the rest are imported when something is opened or written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardkit.dataset import Dataset, Writer, create
+    from shardkit.dataset import open_dataset as open  # noqa: A004  the name that users type
+
+__version__ = "0.1.0"
+__all__ = ["Dataset", "Writer", "__version__", "create", "open"]
+
+_PUBLIC = {"open": "open_dataset", "create": "create", "Dataset": "Dataset", "Writer": "Writer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        from shardkit import dataset
+
+        return getattr(dataset, _PUBLIC[name])
+    raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,26 @@
-"""shardkit.dataset."""
+"""Datasets as users hold them: written with `create`, read with `open`.
+
+::
+
+    opening        from a URL to a dataset; several as one
+    dataset        samples, views, plans, loaders
+    create         the writer: samples in, one version out
+    layout         which row goes to which shard, segment and block (pure)
+    row_table      rows as columns: identity, stratum, size, order
+    scratch        encoded rows on disk until the layout is known
+    shard_writing  one shard from its rows
+    committing     manifest, pages and the commit
+    splits         train and val by keyed hash
+    selecting      versions of the same bytes with fewer rows
+    where          conditions over fields
+    population     what the plan needs to know
+    sizes          "256MiB"
+
+SPEC.md says the layout rules and what decides the manifest id.
+"""
+
+from shardkit.dataset.create import Writer, create
+from shardkit.dataset.dataset import Dataset
+from shardkit.dataset.opening import open_dataset
+
+__all__ = ["Dataset", "Writer", "create", "open_dataset"]

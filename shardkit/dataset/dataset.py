@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.population import population_of
+from shardkit.dataset.selecting import select_rows
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.where import Where
 from shardkit.errors import NotFoundError, UsageError
-from shardkit.formats import FixedColumn, Schema
+from shardkit.formats import FixedColumn, Schema, Verify
 from shardkit.loader import Loader, LoaderConfig, Sources
-from shardkit.manifest import Manifest, Selection, ShardTable
-from shardkit.storage import BlockReader, Repository, RowMap
-from shardkit.storage.blocks import Verify
+from shardkit.manifest import Selection
+from shardkit.plan import Plan, make_plan
+from shardkit.storage import BlockReader, Repository, RowMap, Version
 
-if TYPE_CHECKING:
-    from shardkit.plan import Plan
-
-__all__ = ["Dataset", "Part"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A repository that holds some of a dataset's shards; merged datasets have several, in shard order."""
-
-    name: str
-    repository: Repository
-    manifest: Manifest
-    first_shard: int
+__all__ = ["Dataset"]
 
 
 class Dataset:
@@ -45,23 +33,17 @@ class Dataset:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        table: ShardTable,
-        parts: Sequence[Part],
-        load_selection: Callable[[int], Selection],
-        *,
-        verify: Verify = "fast",
+        self, version: Version, *, selections: Mapping[int, Selection] | None = None, verify: Verify = "fast"
     ) -> None:
-        self.manifest = manifest
-        self.table = table
-        self.parts = tuple(parts)
-        self._load_selection = load_selection
+        self.version = version
+        self.manifest = version.manifest
+        self.table = version.table
+        self._selections = selections  # those of a view, which no repository holds
         self.reader = BlockReader(
-            table,
-            [part.repository for part in parts],
-            [part.first_shard for part in parts],
-            [(part.manifest.format, part.manifest.compression) for part in parts],
+            version.table,
+            [part.repository for part in version.parts],
+            [part.first_shard for part in version.parts],
+            [(part.manifest.format, part.manifest.compression) for part in version.parts],
             verify,
         )
         self._row_map: RowMap | None = None
@@ -71,7 +53,7 @@ class Dataset:
     @property
     def repository(self) -> Repository:
         """Where the dataset lies; the first part's for a merged one."""
-        return self.parts[0].repository
+        return self.version.parts[0].repository
 
     @property
     def schema(self) -> Schema:
@@ -92,7 +74,8 @@ class Dataset:
     def rows(self) -> RowMap:
         """Where each sample lies; built on first use."""
         if self._row_map is None:
-            self._row_map = RowMap(self.table, self._load_selection)
+            load = self.version.load_selection if self._selections is None else self._selections.__getitem__
+            self._row_map = RowMap(self.table, load)
         return self._row_map
 
     def __len__(self) -> int:
@@ -129,14 +112,18 @@ class Dataset:
         if number < 0:
             number += len(self)
         if not 0 <= number < len(self):
-            raise NotFoundError(f"sample {sample} does not exist: this dataset has samples 0 to {len(self) - 1}")
+            raise NotFoundError(
+                f"sample {sample} does not exist: this dataset has samples 0 to {len(self) - 1}"
+            )
         where = self.rows.locate(np.array([number]))
         shard, block = self.rows.shard_of_block(int(where.block[0]))
         return shard, block, int(where.row_in_block[0]), int(where.row[0])
 
     # ---- views
 
-    def select(self, where: str | None = None, rows: Sequence[int] | NDArray[np.int64] | None = None) -> Dataset:
+    def select(
+        self, where: str | None = None, rows: Sequence[int] | NDArray[np.int64] | None = None
+    ) -> Dataset:
         """A view that holds only some samples; nothing is written. `shardkit select` makes it a version.
 
         Args:
@@ -145,11 +132,20 @@ class Dataset:
         """
         if (where is None) == (rows is None):
             raise UsageError("select takes either where= or rows=")
-        masks = self._masks_where(where) if where is not None else self._masks_rows(np.asarray(rows, dtype=np.int64))
-        from shardkit.dataset.selecting import select_rows
+        masks = (
+            self._masks_where(where)
+            if where is not None
+            else self._masks_rows(np.asarray(rows, dtype=np.int64))
+        )
+        manifest, table, selections = select_rows(
+            self.manifest, self.table, masks, row_strata=self.row_strata
+        )
+        version = dataclasses.replace(self.version, manifest=manifest, table=table)
+        return Dataset(version, selections=selections, verify=self.reader.verify)
 
-        manifest, table, selections = select_rows(self.manifest, self.table, masks)
-        return Dataset(manifest, table, self.parts, selections.__getitem__, verify=self.reader.verify)
+    def row_strata(self, shard: int) -> NDArray[np.int32] | None:
+        """(rows,) int32, the own stratum of each row of a shard that holds pooled strata; None for others."""
+        return self.reader.index(shard).row_stratum
 
     def _masks_rows(self, samples: NDArray[np.int64]) -> dict[int, NDArray[np.bool_]]:
         where = self.rows.locate(samples)
@@ -183,7 +179,7 @@ class Dataset:
             if isinstance(column, FixedColumn):
                 columns[name] = column.values
             else:
-                data = memoryview(np.ascontiguousarray(column.data)).cast("B")
+                data = column.data.tobytes()
                 borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
                 columns[name] = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=np.str_)
         return columns
@@ -199,13 +195,13 @@ class Dataset:
             settings: lanes, weights, stages, group_by, sequence, remainder, window_blocks, epoch_steps, shuffle:
                 see `shardkit.plan.make_plan`.
         """
-        from shardkit.plan import make_plan
-
-        return make_plan(population_of(self.manifest, self.table), global_batch=global_batch, seed=seed, **settings)
+        return make_plan(
+            population_of(self.manifest, self.table), global_batch=global_batch, seed=seed, **settings
+        )
 
     def loader(
         self,
-        plan: Any,
+        plan: Plan,
         *,
         rank: int | None = None,
         world: int | None = None,
@@ -247,10 +243,10 @@ class Dataset:
             memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, transform=transform,
             batch_transform=batch_transform, run=None if run is None else Path(run),
         )  # fmt: skip
-        if plan.identity != self.manifest.id:
+        if plan.population.identity != self.manifest.id:
             raise UsageError(
-                f"this plan was made for manifest {plan.identity[:19]}…, the dataset is {self.manifest.id[:19]}…; "
-                "make the plan with ds.plan(…) of the same dataset"
+                f"this plan was made for manifest {plan.population.identity[:19]}…, the dataset is "
+                f"{self.manifest.id[:19]}…; make the plan with ds.plan(…) of the same dataset"
             )
         sources = Sources(
             manifest=self.manifest.id,
@@ -267,4 +263,9 @@ class Dataset:
 
     def describe(self) -> Mapping[str, Any]:
         """The figures that `shardkit show --json` prints: plain types only."""
-        return {"id": self.manifest.id, "samples": len(self), "strata": self.strata, "classes": list(self.classes)}
+        return {
+            "id": self.manifest.id,
+            "samples": len(self),
+            "strata": self.strata,
+            "classes": list(self.classes),
+        }

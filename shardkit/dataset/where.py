@@ -85,7 +85,8 @@ class Where:
         raise self._unreadable(node)
 
     def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
-        left, result = self._value(node.left, columns), np.True_
+        left: Any = self._value(node.left, columns)
+        result: Any = True
         for op, operand in zip(node.ops, node.comparators, strict=True):
             right = self._value(operand, columns)
             if isinstance(op, (ast.In, ast.NotIn)):

@@ -3,6 +3,6 @@
 journal  — one rank's cells as it handed them out: append-only, torn tails recognised
 """
 
-from shardkit.ledger.journal import CellRecord, Journal, cell_digest, read_journal
+from shardkit.ledger.journal import CellRecord, Journal, read_journal
 
-__all__ = ["CellRecord", "Journal", "cell_digest", "read_journal"]
+__all__ = ["CellRecord", "Journal", "read_journal"]

@@ -18,12 +18,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, StoreError
-from shardkit.formats import sha256_digest
+from shardkit.plan import cell_digest
 
-__all__ = ["CellRecord", "Journal", "cell_digest", "read_journal"]
+__all__ = ["CellRecord", "Journal", "read_journal"]
 
 _MAGIC = b"shardkit cells 1\n"
-_HEADER = struct.Struct("<17s7x32s32sIIQ")  # magic, manifest id, plan digest, rank, world, XXH3 of what is before it
+_HEADER = struct.Struct(
+    "<17s7x32s32sIIQ"
+)  # magic, manifest id, plan digest, rank, world, XXH3 of what is before it
 _RECORD = struct.Struct("<QII16sQ")  # step, lane, rows, cell digest, XXH3 of what is before it
 
 
@@ -34,11 +36,6 @@ class CellRecord(NamedTuple):
     lane: int
     rows: int
     digest: str  # hex, 32 characters
-
-
-def cell_digest(samples: NDArray[np.int64]) -> str:
-    """First 16 bytes (hex) of SHA-256 over the sample numbers as little-endian int64 (DESIGN §7.1)."""
-    return sha256_digest(np.ascontiguousarray(samples, dtype="<i8").tobytes()).removeprefix("sha256:")[:32]
 
 
 class Journal:
@@ -73,9 +70,13 @@ class Journal:
         try:
             written = os.write(self._descriptor, chunk)
         except OSError as error:
-            raise StoreError(f"{self.path} cannot be written: {error.strerror}; make room and resume") from error
+            raise StoreError(
+                f"{self.path} cannot be written: {error.strerror}; make room and resume"
+            ) from error
         if written != len(chunk):
-            raise StoreError(f"{self.path}: only {written} of {len(chunk)} bytes were written; make room and resume")
+            raise StoreError(
+                f"{self.path}: only {written} of {len(chunk)} bytes were written; make room and resume"
+            )
 
     def close(self) -> None:
         """Sync and close; may be called twice."""
@@ -87,7 +88,9 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self.close()
 
 

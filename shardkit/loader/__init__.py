@@ -15,4 +15,13 @@ from shardkit.loader.loader import Loader, LoaderConfig, Sources
 from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.transforms import sample_generator, stack_samples
 
-__all__ = ["Batch", "Loader", "LoaderConfig", "Sources", "Topology", "find_topology", "sample_generator", "stack_samples"]
+__all__ = [
+    "Batch",
+    "Loader",
+    "LoaderConfig",
+    "Sources",
+    "Topology",
+    "find_topology",
+    "sample_generator",
+    "stack_samples",
+]

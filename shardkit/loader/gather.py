@@ -65,8 +65,12 @@ class GatherColumns:
         starts = np.ascontiguousarray(column.starts, dtype=np.int64)
         ends = np.ascontiguousarray(column.ends, dtype=np.int64)
         data = np.asarray(column.data)
-        if len(starts) and (int(starts.min()) < 0 or int(ends.max()) > data.nbytes or bool((ends < starts).any())):
-            raise FormatError("a variable-size column points outside its block; rebuild the shard it came from")
+        if len(starts) and (
+            int(starts.min()) < 0 or int(ends.max()) > data.nbytes or bool((ends < starts).any())
+        ):
+            raise FormatError(
+                "a variable-size column points outside its block; rebuild the shard it came from"
+            )
         self._keep.append((starts, ends, data))
         bases = (a.__array_interface__["data"][0] for a in (starts, ends, data))
         self.addresses.append(tuple(bases))
@@ -97,11 +101,14 @@ def gather(
     loaded = [blocks[number] for number in numbers.tolist()]
     limits = np.array([one.rows for one in loaded], dtype=np.int64)
     if row.size and (int(row.min()) < 0 or bool((row >= limits[which]).any())):
-        raise FormatError("a block holds fewer rows than the manifest says; run: shardkit verify on this dataset")
+        raise FormatError(
+            "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
+        )
     result: dict[str, Any] = {}
     for position, name in enumerate(fields):
         field = schema[name]
-        bases = np.array([one.addresses[position] for one in loaded], dtype=np.int64).reshape(len(loaded), -1)
+        columns = 1 if field.kind in ("scalar", "array") else 3
+        bases = np.array([one.addresses[position] for one in loaded], dtype=np.int64).reshape(-1, columns)
         pitches = np.array([one.pitches[position] for one in loaded], dtype=np.int64)
         offsets = row * pitches[which]
         if field.kind in ("scalar", "array"):
@@ -118,7 +125,7 @@ def _address_space(item: int) -> NDArray[np.void]:
     """All addresses as overlapping items of `item` bytes; element a is the item that begins at address a + 4096."""
     space = (ctypes.c_char * (_ADDRESSES - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS)
     count = _ADDRESSES - _FIRST_ADDRESS - item
-    return np.ndarray((count,), dtype=np.dtype((np.void, item)), buffer=space, strides=(1,))
+    return np.ndarray((count,), dtype=np.dtype((np.void, item)), buffer=memoryview(space), strides=(1,))
 
 
 def _items(dtype: np.dtype[Any], addresses: Int64s) -> NDArray[Any]:
@@ -144,7 +151,10 @@ def _fixed(field: FieldType, addresses: Int64s) -> NDArray[Any]:
 def _variable(field: FieldType, addresses: Int64s, sizes: Int64s) -> Any:
     if field.kind == "ragged":
         return _ragged(field, addresses, sizes)
-    pieces = [ctypes.string_at(address, size) for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)]
+    pieces = [
+        ctypes.string_at(address, size)
+        for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
+    ]
     if field.kind == "bytes":
         return pieces
     if field.kind == "str":

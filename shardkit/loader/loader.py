@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,29 +21,14 @@ from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import GatherColumns, gather
 from shardkit.loader.pipeline import Pipeline, StepBatches
 from shardkit.loader.ranks import Topology, find_topology
-from shardkit.loader.schedule import GridReader, StepGroup, plan_group
+from shardkit.loader.schedule import StepGroup, plan_group
 from shardkit.loader.transforms import BatchTransform, LazyGenerators, SampleTransform, apply_to_samples
+from shardkit.plan import Plan
 from shardkit.storage import BlockReader, RowMap
 
-__all__ = ["Loader", "LoaderConfig", "LoaderPlan", "Sources"]
+__all__ = ["Loader", "LoaderConfig", "Sources"]
 
 Int64s = NDArray[np.int64]
-
-
-class LoaderPlan(GridReader, Protocol):
-    """What the loader needs to know of a plan besides its cells."""
-
-    @property
-    def steps_per_epoch(self) -> int | None: ...
-    @property
-    def loop_steps(self) -> int:
-        """Steps of one loop: an epoch, or ⌈N/B⌉ where the plan has no natural end."""
-        ...
-
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +59,10 @@ class LoaderConfig:
     transform: SampleTransform | None = None
     batch_transform: BatchTransform | None = None
     run: Path | None = None
+    stride: int = (
+        1  # hand out only every stride-th step, those ≡ offset: how DataLoader workers share the steps
+    )
+    offset: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("memory", 1 << 20), ("threads", 1), ("prefetch", 1)):
@@ -88,17 +77,18 @@ class Loader:
     digests: it fits any other rank and world.
     """
 
-    def __init__(self, plan: LoaderPlan, sources: Sources, config: LoaderConfig) -> None:
+    def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
         self._sources = sources
         self._config = config
         self.topology: Topology = find_topology(config.rank, config.world)
         self.lanes: list[int] = _own_lanes(plan, self.topology, config)
-        self._lanes: Int64s = np.array(self.lanes, dtype=np.int64)
         self._fields = list(sources.schema) if config.fields is None else list(config.fields)
         for name in self._fields:
             if name not in sources.schema:
-                raise ConfigurationError(f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}")
+                raise ConfigurationError(
+                    f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}"
+                )
         self._tensors = "torch" in sys.modules if config.tensors is None else config.tensors
         if self._tensors:
             __import__("torch")  # only where a caller asked for tensors before importing it
@@ -119,11 +109,13 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch."""
         self._stop_pipeline()
+        config = self._config
         length = self.plan.loop_steps
         start, stop = self._start, (self._start // length + 1) * length
         self._start = start - start % length  # a loop left early begins its epoch again
         self._handed_out = start
-        pipeline = self._pipeline = self._open_pipeline(start, stop)
+        numbers = range(start + (config.offset - start) % config.stride, stop, config.stride)
+        pipeline = self._pipeline = self._open_pipeline(numbers)
         return self._hand_out(pipeline, stop)
 
     def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
@@ -131,19 +123,20 @@ class Loader:
             if self._journal is not None:
                 self._journal.record([(one.step, lane, samples) for lane, samples in one.cells])
             self._handed_out = one.step + 1
-            if one.step + 1 == stop:
+            if one.step + self._config.stride >= stop:
                 self._start = stop
             yield one.batches if self._config.by_cell else one.batches[0]
+        self._start = stop
 
-    def _open_pipeline(self, start: int, stop: int) -> Pipeline:
+    def _open_pipeline(self, numbers: range) -> Pipeline:
         sources, config = self._sources, self._config
 
         def load(block: int) -> GatherColumns:
             shard, inside = sources.rows.shard_of_block(block)
             return GatherColumns(sources.reader.read(shard, inside), self._fields)
 
-        def group(first: int, last: int) -> StepGroup:
-            return plan_group(self.plan, sources.rows.locate, self._lanes, first, last)
+        def group(numbers: range) -> StepGroup:
+            return plan_group(self.plan, sources.rows.locate, self.lanes, numbers)
 
         window = BlockWindow(load, sources.block_bytes, config.memory, config.threads)
         self._window = window
@@ -152,8 +145,7 @@ class Loader:
             group,
             self._assemble,
             window,
-            start=start,
-            stop=stop,
+            numbers=numbers,
             bytes_per_step=rows * self._row_bytes(),
             prefetch=config.prefetch,
         )
@@ -174,8 +166,10 @@ class Loader:
         needed = np.unique(np.concatenate(group.needed)).tolist() if group.needed else []
         columns = gather(self._sources.schema, self._fields, window.wait(needed), group.block, group.row)
         counts = group.lane_counts.tolist()
-        for offset, (first, last) in enumerate(zip(group.borders[:-1].tolist(), group.borders[1:].tolist(), strict=True)):
-            step = group.start + offset
+        for offset, (first, last) in enumerate(
+            zip(group.borders[:-1].tolist(), group.borders[1:].tolist(), strict=True)
+        ):
+            step = group.numbers[offset]
             cells = self._cells(group, counts[offset], first)
             spans = [(lane, a, b) for lane, a, b, _ in cells] if self._config.by_cell else [(-1, first, last)]
             weight = self._weight(step, last - first)
@@ -195,15 +189,22 @@ class Loader:
         full = self.plan.cell_size * len(self.lanes)
         everyone = self.plan.global_batch
         if rows != full:  # a short step: count what all ranks hold
-            everyone = int((self.plan.cells(step, step + 1, np.arange(self.plan.lanes)) >= 0).sum())
+            everyone = int((self.plan.step(step) >= 0).sum())
         return rows * self.topology.world / everyone
 
     def _batch(
-        self, columns: dict[str, Any], group: StepGroup, step: int, lane: int, first: int, last: int, weight: float
+        self,
+        columns: dict[str, Any],
+        group: StepGroup,
+        step: int,
+        lane: int,
+        first: int,
+        last: int,
+        weight: float,
     ) -> Batch:
         samples, slots = group.samples[first:last], group.slots[first:last]
         fields = {name: _slice(value, first, last) for name, value in columns.items()}
-        generators = LazyGenerators(self.plan.seed, step, slots, self.plan.cell_size)
+        generators = LazyGenerators(self.plan.settings.seed, step, slots, self.plan.cell_size)
         if self._config.transform is not None:
             fields = apply_to_samples(self._config.transform, fields, samples, generators, self._pool)
         if self._config.batch_transform is not None:
@@ -231,11 +232,15 @@ class Loader:
             StateError: it was taken with another plan or manifest, or by a newer version; says in what they differ.
         """
         if state.get("version") != 1:
-            raise StateError(f"loader state of version {state.get('version')!r}: this shardkit reads version 1")
+            raise StateError(
+                f"loader state of version {state.get('version')!r}: this shardkit reads version 1"
+            )
         expected = {"manifest": self._sources.manifest, "plan": self.plan.digest}
         differing = [name for name, value in expected.items() if state.get(name) != value]
         if differing:
-            details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)
+            details = "; ".join(
+                f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing
+            )
             raise StateError(
                 f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
                 "with the settings of the run, or start at step 0"
@@ -281,7 +286,7 @@ def _release(pool: ThreadPoolExecutor | None, journal: Journal | None) -> None:
         journal.close()
 
 
-def _open_journal(plan: LoaderPlan, sources: Sources, config: LoaderConfig, topology: Topology) -> Journal | None:
+def _open_journal(plan: Plan, sources: Sources, config: LoaderConfig, topology: Topology) -> Journal | None:
     if config.run is None:
         return None
     return Journal(
@@ -301,13 +306,15 @@ def _slice(value: Any, first: int, last: int) -> Any:
     return value[first:last]
 
 
-def _own_lanes(plan: LoaderPlan, topology: Topology, config: LoaderConfig) -> list[int]:
+def _own_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> list[int]:
     """The lanes of this rank: contiguous runs, so that neighbouring shards stay on one node."""
     lanes, world = plan.lanes, topology.world
     if config.lanes is not None:
         own = sorted(config.lanes)
         if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
-            raise ConfigurationError(f"lanes={list(config.lanes)}: distinct numbers from 0 to {lanes - 1} are expected")
+            raise ConfigurationError(
+                f"lanes={list(config.lanes)}: distinct numbers from 0 to {lanes - 1} are expected"
+            )
         return own
     if world > lanes:
         raise ConfigurationError(
@@ -317,7 +324,8 @@ def _own_lanes(plan: LoaderPlan, topology: Topology, config: LoaderConfig) -> li
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         raise ConfigurationError(
             f"{lanes} lanes do not divide evenly over {world} ranks, and a trainer that averages over ranks would get "
-            f"wrong gradients. World sizes that fit: {fitting}. Or pass uneven=True and multiply the loss by batch.weight"
+            f"wrong gradients. World sizes that fit: {fitting}. Or pass uneven=True and multiply the loss by "
+            "batch.weight"
         )
     if not config.uneven and world > 1 and _has_short_step(plan):
         raise ConfigurationError(
@@ -328,8 +336,8 @@ def _own_lanes(plan: LoaderPlan, topology: Topology, config: LoaderConfig) -> li
     return list(range(rank * lanes // world, (rank + 1) * lanes // world))
 
 
-def _has_short_step(plan: LoaderPlan) -> bool:
+def _has_short_step(plan: Plan) -> bool:
     length = plan.steps_per_epoch
     if not length:
         return False
-    return bool((plan.cells(length - 1, length, np.arange(plan.lanes)) < 0).any())
+    return bool((plan.step(length - 1) < 0).any())

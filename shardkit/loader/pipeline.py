@@ -48,7 +48,7 @@ class PipelineCounts:
 
 
 class Pipeline:
-    """One pass over the steps `start` … `stop - 1` on a thread of its own.
+    """One pass over `numbers`, ascending steps, on a thread of its own.
 
     Args:
         plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
@@ -60,19 +60,18 @@ class Pipeline:
 
     def __init__(
         self,
-        plan_group: Callable[[int, int], StepGroup],
+        plan_group: Callable[[range], StepGroup],
         assemble: Callable[[StepGroup, BlockWindow], Iterator[StepBatches]],
         window: BlockWindow,
         *,
-        start: int,
-        stop: int,
+        numbers: range,
         bytes_per_step: int,
         prefetch: int,
     ) -> None:
         self._plan_group = plan_group
         self._assemble = assemble
         self._window = window
-        self._next, self._stop = start, stop
+        self._left = numbers
         self._group_steps = max(1, min(_MAX_GROUP_STEPS, _GROUP_BYTES // max(1, bytes_per_step)))
         groups = max(1, -(-prefetch // self._group_steps))
         self._queue: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(groups)
@@ -130,16 +129,14 @@ class Pipeline:
 
     def _plan_ahead(self, planned: deque[StepGroup]) -> None:
         started = time.perf_counter()
-        while len(planned) < _PLANNED_GROUPS and self._next < self._stop:
+        while len(planned) < _PLANNED_GROUPS and self._left:
             # the first batch should not wait for a whole group
             steps = 1 if not planned and self.counts.plan_s == 0.0 else self._group_steps
-            stop = min(self._stop, self._next + steps)
-            group = self._plan_group(self._next, stop)
-            while group.steps > 1 and not self._window.holds(group.needed):
-                self._group_steps = max(1, group.steps // 2)
-                stop = self._next + self._group_steps
-                group = self._plan_group(self._next, stop)
-            self._next = stop
+            group = self._plan_group(self._left[:steps])
+            while len(group.numbers) > 1 and not self._window.holds(group.needed):
+                self._group_steps = len(group.numbers) // 2
+                group = self._plan_group(self._left[: self._group_steps])
+            self._left = self._left[len(group.numbers) :]
             for needed in group.needed:
                 self._window.pin(needed.tolist())
             planned.append(group)

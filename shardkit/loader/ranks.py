@@ -32,7 +32,9 @@ def find_topology(rank: int | None, world: int | None, environ: Mapping[str, str
             started several processes without saying which one this is.
     """
     environ = os.environ if environ is None else environ
-    found = [t for t in (_from_arguments(rank, world), _from_process_group(), _from_environment(environ)) if t]
+    found = [
+        t for t in (_from_arguments(rank, world), _from_process_group(), _from_environment(environ)) if t
+    ]
     if not found:
         for name in _LAUNCHERS:
             if environ.get(name, "1") not in ("", "1"):

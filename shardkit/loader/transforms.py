@@ -24,7 +24,9 @@ def sample_generator(seed: int, step: int, lane: int, slot: int) -> np.random.Ge
 
     Philox keyed by SHA-256 of the place; for augmentation only, plans never draw from it.
     """
-    digest = bytes.fromhex(sha256_digest(struct.pack("<qqqq", seed, step, lane, slot)).removeprefix("sha256:"))
+    digest = bytes.fromhex(
+        sha256_digest(struct.pack("<qqqq", seed, step, lane, slot)).removeprefix("sha256:")
+    )
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64)))
 
 

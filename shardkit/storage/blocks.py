@@ -6,17 +6,14 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from typing import Literal
 
 from shardkit.errors import IntegrityError, ShardkitError, StoreError
-from shardkit.formats import Block, ShardIndex, extension, read_block
+from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.objects import object_name
 from shardkit.storage.repository import Repository
 
-__all__ = ["BlockReader", "Verify"]
-
-Verify = Literal["fast", "strong"]
+__all__ = ["BlockReader"]
 
 _MAX_OPEN_MAPS = 512
 _MAX_INDEX_BYTES = 256 << 20

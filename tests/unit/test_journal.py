@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from shardkit.errors import FormatError
-from shardkit.ledger import Journal, cell_digest, read_journal
+from shardkit.ledger import Journal, read_journal
+from shardkit.plan import cell_digest
 
 MANIFEST = "sha256:" + "ab" * 32
 PLAN = "cd" * 32

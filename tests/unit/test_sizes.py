@@ -10,7 +10,15 @@ from shardkit.errors import ConfigurationError
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("256MiB", 268_435_456), ("2 GB", 2_000_000_000), ("1.5KiB", 1536), ("0", 0), ("7", 7), ("4k", 4096), (12, 12)],
+    [
+        ("256MiB", 268_435_456),
+        ("2 GB", 2_000_000_000),
+        ("1.5KiB", 1536),
+        ("0", 0),
+        ("7", 7),
+        ("4k", 4096),
+        (12, 12),
+    ],
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size

@@ -1,0 +1,59 @@
+"""`shardkit.open`: from what a user types to a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from shardkit.dataset.dataset import Dataset
+from shardkit.errors import FormatError
+from shardkit.formats import Verify
+from shardkit.manifest import ShardTable, check_against, merge
+from shardkit.storage import Part, Repository, Version, load_manifest, parse_dataset_url
+
+__all__ = ["open_dataset"]
+
+Url = str | os.PathLike[str]
+
+
+def open_dataset(url: Url | Mapping[str, Url], *, verify: Verify = "fast") -> Dataset:
+    """Open one version of a dataset; or several datasets as one.
+
+    Args:
+        url: ``"data/cats"`` (its ref `main`), ``"data/cats@val"`` (a ref or tag), ``"data/cats@sha256:…"`` (a
+            manifest). A mapping such as ``{"web": "a/web@v3", "code": "data/code"}`` opens several as one: their
+            samples follow each other, and the name is the first axis of the strata ("web/de").
+        verify: "fast" checks XXH3 of every block that is read, "strong" SHA-256. There is no "off".
+
+    Raises:
+        NotFoundError: there is no dataset, ref or manifest of that name.
+        IntegrityError: the manifest or a page is damaged.
+        SchemaError: several datasets of different schemas.
+    """
+    if isinstance(url, Mapping):
+        return Dataset(_open_parts(url), verify=verify)
+    return Dataset(_open_version(url), verify=verify)
+
+
+def _open_version(url: Url) -> Version:
+    root, ref = parse_dataset_url(url)
+    repository = Repository.open(root, read_only=True)
+    return load_manifest(repository, repository.resolve(ref))
+
+
+def _open_parts(urls: Mapping[str, Url]) -> Version:
+    versions = {name: _open_version(url) for name, url in urls.items()}
+    manifest = merge([(name, version.manifest) for name, version in versions.items()])
+    parts: list[Part] = []
+    stratum_offsets: list[int] = []
+    first_shard = first_stratum = 0
+    for name, version in versions.items():
+        if len(version.parts) != 1:
+            raise FormatError(f"part {name!r} is merged itself; name its parts instead")
+        parts.append(Part(name, version.parts[0].repository, version.manifest, first_shard))
+        stratum_offsets.append(first_stratum)
+        first_shard += version.manifest.shards
+        first_stratum += len(version.manifest.strata)
+    table = ShardTable.concatenate([v.table for v in versions.values()], stratum_offsets=stratum_offsets)
+    check_against(manifest, table)
+    return Version(manifest, table, tuple(parts))

@@ -1,0 +1,296 @@
+"""The loader delivers the plan: equal cells for every rank count, exact resume, every sample once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkit
+from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError, UsageError
+from shardkit.ledger import read_journal
+from shardkit.loader import Batch
+
+ROWS = 1003
+SCHEMA = {"image": "uint8[4,4]", "label": "int64", "text": "str", "blob": "bytes"}
+
+
+def _sample(number: int) -> dict[str, Any]:
+    image = np.full((4, 4), number % 251, dtype=np.uint8)
+    return {
+        "image": image,
+        "label": number % 7,
+        "text": f"text {number}",
+        "blob": number.to_bytes(4, "little"),
+    }
+
+
+@pytest.fixture(scope="module", params=["tar", "arrow"])
+def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
+    root = tmp_path_factory.mktemp("data") / request.param
+    with shardkit.create(
+        str(root),
+        schema=SCHEMA,
+        stratify="label",
+        format=request.param,
+        shard_size="64KiB",
+        block_size="4KiB",
+    ) as writer:
+        for number in range(ROWS):
+            writer.add(_sample(number), key=f"n{number}")
+    return shardkit.open(str(root))
+
+
+def _stream(loader: Any) -> Iterator[tuple[int, int, bytes]]:
+    for batch in loader:
+        for sample, blob in zip(batch.samples.tolist(), batch["blob"], strict=True):
+            yield batch.step, sample, blob
+
+
+def test_every_field_is_what_was_written(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    seen = 0
+    for batch in dataset.loader(plan, tensors=False):
+        for position, blob in enumerate(batch["blob"]):
+            expected = _sample(int.from_bytes(blob, "little"))
+            np.testing.assert_array_equal(batch["image"][position], expected["image"])
+            assert batch["label"][position] == expected["label"]
+            assert batch["text"][position] == expected["text"]
+            one = dataset[int(batch.samples[position])]
+            assert one["blob"] == blob
+            seen += 1
+    assert seen == len(dataset) // 20 * 20
+
+
+@settings(max_examples=12, deadline=None)
+@given(lanes=st.sampled_from([1, 2, 4, 5, 10, 20]), data=st.data())
+def test_batches_do_not_depend_on_the_number_of_ranks(
+    dataset: shardkit.Dataset, lanes: int, data: st.DataObject
+) -> None:
+    world = data.draw(st.integers(1, lanes))
+    plan = dataset.plan(global_batch=20, seed=data.draw(st.integers(0, 3)), lanes=lanes)
+    alone = [b.samples for b in dataset.loader(plan, rank=0, world=1, fields=["blob"], tensors=False)]
+    ranks = [
+        [
+            b.samples
+            for b in dataset.loader(plan, rank=r, world=world, uneven=True, fields=["blob"], tensors=False)
+        ]
+        for r in range(world)
+    ]
+    assert all(len(r) == len(alone) for r in ranks)
+    for step, expected in enumerate(alone):
+        np.testing.assert_array_equal(np.concatenate([r[step] for r in ranks]), expected)
+        np.testing.assert_array_equal(expected, plan.step(step).ravel())
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_resume_goes_on_exactly_where_it_stopped(dataset: shardkit.Dataset, data: st.DataObject) -> None:
+    plan = dataset.plan(global_batch=30, lanes=6, remainder="short")
+    loader = dataset.loader(plan, tensors=False)
+    whole = list(_stream(loader)) + list(_stream(loader))
+    stop = data.draw(st.integers(0, 2 * len(loader) - 1))
+    first = dataset.loader(plan, tensors=False)
+    got: list[tuple[int, int, bytes]] = []
+    state = first.state_dict()
+    while state["step"] < stop:
+        for batch in first:
+            got += [(batch.step, s, b) for s, b in zip(batch.samples.tolist(), batch["blob"], strict=True)]
+            state = first.state_dict(after=batch)
+            if state["step"] == stop:
+                break
+    second = dataset.loader(plan, tensors=False)
+    second.load_state_dict(state)
+    while len(got) < len(whole):
+        got += list(_stream(second))
+    assert got == whole
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_another_order(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5, remainder="short")
+    loader = dataset.loader(plan, tensors=False, fields=["label"])
+    epochs = [np.concatenate([b.samples for b in loader]) for _ in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(len(dataset)))
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert not np.array_equal(epochs[1], epochs[2])
+
+
+def test_leaving_a_loop_early_begins_the_epoch_again(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    loader = dataset.loader(plan, tensors=False)
+    assert next(iter(loader)).step == 0
+    assert next(iter(loader)).step == 0
+    assert [b.step for b in loader] == list(range(len(loader)))
+    assert next(iter(loader)).step == len(loader)
+
+
+def test_by_cell_gives_the_cells_of_the_plan(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    loader = dataset.loader(plan, rank=1, world=2, uneven=True, by_cell=True, tensors=False)
+    for cells in loader:
+        assert [c.lane for c in cells] == loader.lanes
+        for cell in cells:
+            np.testing.assert_array_equal(cell.samples, plan.cell(cell.step, cell.lane))
+
+
+def test_prefetched_batches_do_not_count_as_consumed(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    loader = dataset.loader(plan, tensors=False, prefetch=16)
+    batches = iter(loader)
+    first, _ = next(batches), next(batches)
+    assert loader.state_dict()["step"] == 2
+    assert loader.state_dict(after=first)["step"] == 1
+
+
+def test_weights_make_the_mean_over_ranks_the_mean_over_the_batch(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=30, lanes=6, remainder="short")
+    ranks = [list(dataset.loader(plan, rank=r, world=4, uneven=True, tensors=False)) for r in range(4)]
+    for batches in zip(*ranks, strict=True):
+        everyone = np.concatenate([b["label"] for b in batches]).mean()
+        weighted = sum(b.weight * b["label"].mean() for b in batches if len(b.samples)) / 4
+        np.testing.assert_allclose(weighted, everyone)
+
+
+def test_unequal_ranks_are_refused_unless_asked_for(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    with pytest.raises(ConfigurationError, match=r"World sizes that fit: 1, 5"):
+        dataset.loader(plan, rank=0, world=2)
+    short = dataset.plan(global_batch=20, lanes=4, remainder="short")
+    with pytest.raises(ConfigurationError, match="last step"):
+        dataset.loader(short, rank=0, world=2)
+    with pytest.raises(ConfigurationError, match="cannot share"):
+        dataset.loader(plan, rank=0, world=6)
+
+
+def test_state_of_another_plan_or_dataset_is_refused(dataset: shardkit.Dataset) -> None:
+    loader = dataset.loader(dataset.plan(global_batch=20, lanes=5))
+    other = dataset.loader(dataset.plan(global_batch=20, lanes=5, seed=1))
+    with pytest.raises(StateError, match="plan is"):
+        loader.load_state_dict(other.state_dict())
+    with pytest.raises(StateError, match="manifest is"):
+        loader.load_state_dict({**loader.state_dict(), "manifest": "sha256:" + "0" * 64})
+    for broken in ({"version": 2}, {**loader.state_dict(), "step": -1}, {**loader.state_dict(), "step": "3"}):
+        with pytest.raises(StateError):
+            loader.load_state_dict(broken)
+
+
+def test_a_plan_of_another_dataset_is_refused(dataset: shardkit.Dataset) -> None:
+    other = dataset.select(where="label < 3")
+    with pytest.raises(UsageError, match="this plan was made for"):
+        dataset.loader(other.plan(global_batch=20, lanes=5))
+
+
+def test_a_selection_is_loaded_like_a_dataset_of_its_own(dataset: shardkit.Dataset) -> None:
+    view = dataset.select(where="label in (1, 4)")
+    numbers = {n for n in range(ROWS) if n % 7 in (1, 4)}
+    assert len(view) == len(numbers)
+    plan = view.plan(global_batch=10, lanes=5, remainder="short")
+    blobs = [int.from_bytes(b, "little") for _, _, b in _stream(view.loader(plan, tensors=False))]
+    assert len(blobs) == len(numbers)
+    assert set(blobs) == numbers
+
+
+def test_transforms_depend_on_the_place_in_the_grid_alone(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5, remainder="short")
+
+    def augment(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"label": sample["label"], "noise": rng.integers(1 << 60), "blob": sample["blob"]}
+
+    def noises(**topology: Any) -> list[int]:
+        loader = dataset.loader(plan, transform=augment, tensors=False, uneven=True, **topology)
+        return [int(n) for batch in loader for n in batch["noise"]]
+
+    alone = noises(threads=1)
+    assert len(set(alone)) == len(alone)
+    assert sorted(noises(rank=0, world=2, threads=4) + noises(rank=1, world=2, threads=2)) == sorted(alone)
+
+
+def test_batch_transform_sees_the_same_generators(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+
+    def per_sample(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"noise": rng.random()}
+
+    def per_batch(fields: dict[str, Any], rngs: Any) -> dict[str, Any]:
+        return {"noise": np.array([rng.random() for rng in rngs])}
+
+    one = next(iter(dataset.loader(plan, transform=per_sample, tensors=False)))
+    other = next(iter(dataset.loader(plan, batch_transform=per_batch, tensors=False)))
+    np.testing.assert_array_equal(one["noise"], other["noise"])
+
+
+def test_an_error_in_a_transform_names_the_sample(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    bad = int(plan.step(3).ravel()[7])
+    blob = dataset[bad]["blob"]
+
+    def fail(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        if sample["blob"] == blob:
+            raise ValueError("no such thing")
+        return sample
+
+    with pytest.raises(RunError, match=rf"sample {bad}: ValueError: no such thing"):
+        list(dataset.loader(plan, transform=fail, tensors=False))
+
+
+def test_the_journal_holds_what_was_handed_out(dataset: shardkit.Dataset, tmp_path: Path) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    loader = dataset.loader(plan, run=tmp_path, tensors=False)
+    for batch in loader:
+        if batch.step == 6:
+            break
+    loader.close()
+    (path,) = (tmp_path / "journal").iterdir()
+    records = list(read_journal(path, manifest=dataset.manifest.id, plan=plan.digest))
+    assert [(r.step, r.lane) for r in records] == [(s, lane) for s in range(7) for lane in range(5)]
+    assert all(r.digest == plan.cell_digest(r.step, r.lane) for r in records)
+
+
+def test_no_thread_is_left_behind(dataset: shardkit.Dataset) -> None:
+    before = threading.active_count()
+    loader = dataset.loader(dataset.plan(global_batch=20, lanes=5), tensors=False)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    del iterator
+    assert threading.active_count() == before
+
+
+def test_a_tiny_memory_bound_is_kept_and_changes_nothing(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5)
+    wide = list(_stream(dataset.loader(plan, tensors=False)))
+    narrow = dataset.loader(plan, tensors=False, memory="1MiB")
+    assert list(_stream(narrow)) == wide
+    assert narrow.stats()["peak_bytes"] <= 1 << 20
+
+
+def test_batches_pickle(dataset: shardkit.Dataset) -> None:
+    import pickle
+
+    batch = next(iter(dataset.loader(dataset.plan(global_batch=20, lanes=5), tensors=False)))
+    again = pickle.loads(pickle.dumps(batch))
+    assert isinstance(again, Batch)
+    assert (again.step, again.lane, again.weight) == (batch.step, batch.lane, batch.weight)
+    np.testing.assert_array_equal(again["image"], batch["image"])
+
+
+def test_a_flipped_bit_reaches_the_caller_as_an_error(dataset: shardkit.Dataset, tmp_path: Path) -> None:
+    import shutil
+
+    root = tmp_path / "copy"
+    shutil.copytree(dataset.repository.store.local_path("shardkit.json").parent, root)  # type: ignore[union-attr]
+    copy = shardkit.open(str(root))
+    path = root / copy.reader.shard_name(0)
+    data = bytearray(path.read_bytes())
+    data[int(copy.reader.index(0).block_offset[0]) + 700] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="block 0"):
+        list(copy.loader(copy.plan(global_batch=20, lanes=5), tensors=False))

@@ -1,0 +1,218 @@
+"""What the demo shows, in order. Every figure is computed here and now; nothing is canned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+import shardkit
+from shardkit.errors import IntegrityError, MissingDependency, RunError
+from shardkit.ledger import read_journal
+from shardkit_tools.demonstration.narration import Narration
+from shardkit_tools.demonstration.stdlib_text import write_stdlib_lines
+
+__all__ = ["tell"]
+
+_TEXT_BYTES = 4_000_000
+_STEPS = 120
+_KILL_AFTER = 45
+
+_CONFIG = """\
+[run]
+directory = "runs/gpt"
+steps = {steps}
+
+[data]
+dataset = "data/stdlib"
+global_batch = 16
+lanes = 8
+
+[model]
+kind = "gpt"
+field = "text"
+context = 64
+layers = 2
+heads = 4
+width = 64
+
+[optimizer]
+lr = 3e-3
+
+[schedule]
+warmup = 10
+
+[checkpoint]
+every = 20
+
+[log]
+every = 20
+"""
+
+
+def tell(narration: Narration) -> None:
+    """All chapters."""
+    (narration.directory / "source").mkdir()
+    _build(narration)
+    _digits(narration)
+    _look(narration)
+    _train(narration)
+    _prove(narration)
+    _damage(narration)
+
+
+def _build(story: Narration) -> None:
+    story.chapter(
+        "Build", "The standard library's own source text becomes shards, balanced by top-level package."
+    )
+    source = story.directory / "source" / "stdlib.jsonl"
+    rows = write_stdlib_lines(source, _TEXT_BYTES)
+    story.say(
+        f"  {rows:,} pieces of text, {source.stat().st_size / 1e6:.1f} MB, from this Python's own standard "
+        "library"
+    )
+    story.command(
+        "build", "source/stdlib.jsonl", "data/stdlib", "--format", "arrow", "--compression", "zstd",
+        "--stratify", "package", "--shard-size", "512KiB", "--block-size", "32KiB",
+    )  # fmt: skip
+
+
+def _digits(story: Narration) -> None:
+    story.chapter("Write from Python", "scikit-learn's handwritten digits, balanced by class, in tar shards.")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise MissingDependency("shardkit demo needs scikit-learn: pip install 'shardkit[demo]'") from None
+    story.quote(
+        'schema = {"image": "uint8[8,8]", "label": "int64"}\n'
+        'with shardkit.create("data/digits", schema, stratify="label") as writer:\n'
+        "    for image, label in zip(images, labels):\n"
+        '        writer.add({"image": image, "label": label})'
+    )
+    digits = load_digits()
+    schema = {"image": "uint8[8,8]", "label": "int64"}
+    root = str(story.directory / "data" / "digits")
+    with shardkit.create(
+        root, schema=schema, stratify="label", shard_size="512KiB", block_size="32KiB"
+    ) as writer:
+        for image, label in zip(digits.images.astype(np.uint8), digits.target.tolist(), strict=True):
+            writer.add({"image": image, "label": label})
+    story.say(f"  → {writer.manifest.id}")
+
+
+def _look(story: Narration) -> None:
+    story.chapter("Show and verify", "What is in it, and is every byte still the byte that was written?")
+    story.command("show", "data/stdlib", show=24)
+    story.command("verify", "data/stdlib")
+    story.command("verify", "data/digits")
+
+
+def _train(story: Narration) -> None:
+    story.chapter("Train on 2 processes, kill one", "A byte-level GPT; rank 1 gets SIGKILL in the middle.")
+    (story.directory / "gpt.toml").write_text(_CONFIG.format(steps=_STEPS))
+    process = story.start("train", "gpt.toml", "--nproc", "2")
+    killed = _kill_rank(story.directory / "runs" / "gpt", process)
+    output, _ = process.communicate(timeout=90)
+    story.quote("\n".join(line for line in output.splitlines() if line.startswith(("step", "resum"))))
+    story.say(
+        f"  killed rank 1 (process {killed}) with SIGKILL; the run ended with exit code {process.returncode}",
+        "red",
+    )
+    story.chapter(
+        "Resume on 1 process",
+        "Another world size; the same samples in the same order from the last checkpoint.",
+    )
+    story.command("train", "gpt.toml", "--nproc", "1")
+
+
+def _kill_rank(run: Path, process: subprocess.Popen[str]) -> int:
+    """SIGKILL rank 1 once its journal shows that it is past step `_KILL_AFTER`."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        for path in (run / "journal").glob("00001-*.cells"):
+            steps = [record.step for record in read_journal(path)]
+            if steps and steps[-1] >= _KILL_AFTER:
+                victim = _rank_process(run, 1)
+                os.kill(victim, signal.SIGKILL)
+                return victim
+        if process.poll() is not None:
+            raise RunError(
+                "training ended before it could be "
+                f"killed:\n{process.stdout.read() if process.stdout else ''}"
+            )
+        time.sleep(0.02)
+    process.kill()
+    raise RunError(f"training did not reach step {_KILL_AFTER} within 90 s; look into {run}")
+
+
+def _rank_process(run: Path, rank: int) -> int:
+    """The process that holds the journal of a rank open."""
+    target = next((run / "journal").glob(f"{rank:05d}-*.cells")).resolve()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if any(link.resolve() == target for link in (entry / "fd").iterdir()):
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise RunError(f"no process holds {target} open")
+
+
+def _prove(story: Narration) -> None:
+    story.chapter(
+        "Prove it", "What every step consumed, as the ranks recorded it, against the plan: no data is read."
+    )
+    ds = shardkit.open(str(story.directory / "data" / "stdlib"))
+    plan = ds.plan(global_batch=16, lanes=8)
+    seen: dict[tuple[int, int], set[str]] = {}
+    records = 0
+    for path in sorted((story.directory / "runs" / "gpt" / "journal").glob("*.cells")):
+        for record in read_journal(path, manifest=ds.manifest.id, plan=plan.digest):
+            seen.setdefault((record.step, record.lane), set()).add(record.digest)
+            records += 1
+    missing = [(s, lane) for s in range(_STEPS) for lane in range(plan.lanes) if (s, lane) not in seen]
+    wrong = [c for c, digests in seen.items() if digests != {plan.cell_digest(*c)}]
+    if missing or wrong:
+        raise RunError(
+            f"{len(missing)} cells are missing and {len(wrong)} differ from the plan: {(missing + wrong)[:5]}"
+        )
+    repeated = records - len(seen)
+    story.say(
+        f"  {len(seen)} cells of {_STEPS} steps × {plan.lanes} lanes, each equal to the plan's; {repeated} "
+        "were worked twice after the kill, with equal digests"
+    )
+    story.say(f"  step 100, lane 3 (digest {plan.cell_digest(100, 3)[:16]}…) trained on:")
+    for number in plan.cell(100, 3).tolist():
+        sample = ds[number]
+        first = next((line.strip() for line in sample["text"].splitlines() if line.strip()), "")
+        story.say(f"    sample {number:>5}  {sample['package']:<16} {first[:60]}")
+
+
+def _damage(story: Narration) -> None:
+    story.chapter("Flip a bit", "One bit of one shard, as a disk or a bad cable would.")
+    ds = shardkit.open(str(story.directory / "data" / "stdlib"))
+    path = Path(story.directory / "data" / "stdlib" / ds.reader.shard_name(1))
+    position = int(ds.reader.index(1).block_offset[3]) + 1000
+    clean = path.read_bytes()
+    damaged = bytearray(clean)
+    damaged[position] ^= 0b0000_0100
+    path.chmod(0o644)
+    path.write_bytes(damaged)
+    story.say(f"  flipped one bit of byte {position:,} of {path.name[:16]}…")
+    story.command("verify", "data/stdlib", expect=(2,))
+    story.say("  and a loader that meets it:")
+    try:
+        for _ in shardkit.open(str(story.directory / "data" / "stdlib")).loader(
+            plan := ds.plan(global_batch=16, lanes=8)
+        ):
+            pass
+        raise RunError(f"the flipped bit went unnoticed through all of plan {plan.digest[:12]}…")
+    except IntegrityError as error:
+        story.say(f"  IntegrityError: {error}", "red")
+    path.write_bytes(clean)
+    story.say("  the bit is put back:")
+    story.command("verify", "data/stdlib")
