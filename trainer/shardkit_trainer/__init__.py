@@ -1,0 +1,23 @@
+"""The bundled trainer: data-parallel training by lanes, elastic, and bit-exact when asked.
+
+::
+
+    launch         ranks on this machine: torchrun as a child, or in process
+    configuration  typed sections, TOML, overrides
+    training       a run: open, resume, step by step, evaluate, save
+      tasks        from cells to tensors to a loss;  models: a GPT, a residual network
+      strategies   ddp, zero1, zero2, zero3 behind one interface
+        slices     parameters laid end to end and cut;  optimizers: AdamW, SGD, schedules
+        reductions sums of gradients: exact
+      checkpoints  save, resume, prune, on shardkit's own store
+      evaluation   one exact pass
+      reporting    console, metrics;  run_directory: run.json, events
+      distributed  process group, small collectives, who is late
+
+Importing this package does not import torch; `shardkit_trainer.training` does.
+"""
+
+from .configuration import Configuration, load_configuration
+from .launch import launch
+
+__all__ = ["Configuration", "launch", "load_configuration"]

@@ -1,0 +1,148 @@
+"""Cases that run on every rank of one torchrun launch; results come back as JSON.
+
+Run as ``python -m torch.distributed.run … trainer_ranks.py RESULT CASE…``; each case is a function below.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from shardkit_trainer.configuration import Configuration, load_configuration
+from shardkit_trainer.distributed import World, join_world, leave_world
+from shardkit_trainer.strategies import make_strategy
+from shardkit_trainer.tasks import Inputs, LanguageTask, make_task
+
+LANES, CELL, CONTEXT, VOCABULARY = 6, 2, 12, 40
+
+
+class Cell(dict[str, Any]):
+    """What the loader hands out, made by hand."""
+
+    def __init__(self, fields: dict[str, Any], step: int, lane: int, slots: list[int]):
+        super().__init__(fields)
+        self.step, self.lane, self.slots, self.samples = step, lane, slots, slots
+
+
+def cell(step: int, lane: int) -> Cell:
+    """Sequences of very different lengths: many masked targets, some samples with none at all."""
+    numbers = np.random.Generator(np.random.PCG64([step, lane]))
+    lengths = [int(numbers.integers(0, CONTEXT + 6)) for _ in range(CELL)]
+    blobs = [numbers.integers(0, VOCABULARY, n, dtype=np.uint8).tobytes() for n in lengths]
+    return Cell({"blob": blobs}, step, lane, [lane * CELL + i for i in range(CELL)])
+
+
+def configuration(**overrides: Any) -> Configuration:
+    settings = {
+        "run.directory": "unused", "data.dataset": "unused", "model.context": CONTEXT, "model.layers": 2,
+        "model.width": 16, "model.heads": 2, "model.vocabulary": VOCABULARY, "parallel.pass_samples": 3,
+        "run.device": "cpu", "parallel.timeout_s": 10.0, "optimizer.lr": 0.01, **overrides,
+    }  # fmt: skip
+    return load_configuration(None, [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()])
+
+
+SCHEMA = SimpleNamespace(schema={"blob": SimpleNamespace(kind="bytes", dtype="", shape=())})
+
+
+def own_lanes(world: World) -> list[int]:
+    """Very unequal: at 2 ranks 5 and 1, at 3 ranks 4, 1 and 1, at 4 ranks 4, 1, 1 and none."""
+    first = LANES - (world.size - 1) if world.size < 4 else 4
+    cuts = [0, first, *range(first + 1, LANES + 1)]
+    cuts += [LANES] * (world.size + 1 - len(cuts))
+    return list(range(cuts[world.rank], cuts[world.rank + 1]))
+
+
+def lone_gradients(task: LanguageTask, cells: list[Inputs]) -> dict[str, torch.Tensor]:
+    """One process, one pass, float64: what every strategy must come to."""
+    model = task.model.double()
+    valid = sum(c.valid for c in cells)
+    tokens = torch.cat([c.tensors["tokens"] for c in cells])
+    targets = torch.cat([c.tensors["targets"] for c in cells])
+    logits = model(tokens)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    (loss / valid).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.float()
+    return gradients
+
+
+def step(strategy: Any, task: Any, world: World, number: int, lanes: list[int], rate: float | None) -> float:
+    """One step as the training loop takes it; returns the gradient norm."""
+    inputs = [task.prepare(cell(number, lane), 0) for lane in lanes]
+    rows = world.gather_integers([sum(i.valid for i in inputs), len(inputs)])
+    valid = sum(row[0] for row in rows)
+    passes = strategy.passes(inputs, [row[1] for row in rows], CELL)
+    for index, one in enumerate(passes):
+        with strategy.accumulate(last=index == len(passes) - 1):
+            loss, _ = task.loss(strategy.forward, one.tensors)
+            (loss * (strategy.loss_scale / valid)).backward()
+        strategy.after_pass()
+    norm: float = strategy.reduce()
+    if rate is not None:
+        strategy.scale_gradients(min(1.0, 0.5 / (norm + 1e-6)))
+        strategy.update(rate)
+        strategy.clear()
+    return norm
+
+
+def whole_gradients(strategy: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in strategy.module.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def gradients(world: World) -> dict[str, Any]:
+    """Largest relative error of any parameter's gradient, per strategy and mode."""
+    errors = {}
+    for strategy_name, exact in STRATEGIES:
+        config = configuration(**{"parallel.strategy": strategy_name, "parallel.exact": exact})
+        reference_task = make_task(config.model, SCHEMA, 7)
+        reference = lone_gradients(reference_task, [reference_task.prepare(cell(3, lane), 0) for lane in range(LANES)])  # type: ignore[arg-type]
+        task = make_task(config.model, SCHEMA, 7)
+        strategy = make_strategy(task, config, world, LANES)
+        norm = step(strategy, task, world, 3, own_lanes(world), None)
+        found = whole_gradients(strategy)
+        if strategy_name == "zero2" and exact != "off":
+            found = sliced_gradients(strategy, world)
+        worst = max(float((found[n].double() - g).norm() / g.norm()) for n, g in reference.items())
+        true_norm = float(sum(g.square().sum() for g in reference.values()) ** 0.5)
+        errors[f"{strategy_name}/{exact}"] = max(worst, abs(norm - true_norm) / true_norm)
+    return errors
+
+
+def sliced_gradients(strategy: Any, world: World) -> dict[str, torch.Tensor]:
+    """Whole gradients out of the slices that exact zero2 keeps."""
+    line = torch.zeros(strategy.layout.total)
+    for owned, (index, low, high) in zip(strategy.optimizer.owned, strategy.cuts, strict=True):
+        line[strategy.layout.offsets[index] + low : strategy.layout.offsets[index] + high] = owned.tensor.grad
+    world.all_reduce(line)
+    parts = zip(strategy.names, strategy.layout.offsets, strategy.layout.lengths, strict=True)
+    return {name: line[o : o + n].view(strategy.shapes[name]) for name, o, n in parts}
+
+
+STRATEGIES = [
+    ("ddp", "off"), ("zero1", "off"), ("zero2", "off"), ("zero3", "off"),
+    ("ddp", "int64"), ("zero1", "int64"), ("zero2", "int64"), ("ddp", "fp64"),
+]  # fmt: skip
+
+
+def main() -> None:
+    world = join_world(configuration())
+    results = {}
+    for name in sys.argv[2:]:
+        results[name] = globals()[name](world)
+    if world.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    leave_world(world)
+
+
+if __name__ == "__main__":
+    main()

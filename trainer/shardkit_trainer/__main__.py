@@ -1,0 +1,32 @@
+"""``torchrun -m shardkit_trainer run.toml section.key=value …``: one rank of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main(arguments: list[str]) -> int:
+    """Train on this rank; errors that shardkit raises are one line, with the rank named."""
+    from shardkit.errors import ShardkitError
+
+    from .configuration import load_configuration
+
+    files = [a for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if len(files) > 1:
+        print(f"usage: shardkit_trainer run.toml section.key=value …; got {len(files)} files: {files}", file=sys.stderr)
+        return 2
+    try:
+        config = load_configuration(files[0] if files else None, overrides)
+        from .training import train
+
+        train(config)
+    except ShardkitError as error:
+        print(f"rank {os.environ.get('RANK', '0')}: {error.kind}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""Saving and resuming a run through torch.distributed.checkpoint on shardkit's own store (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError, ShardkitError
+from shardkit.storage import Store, object_name
+from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
+
+from .distributed import World
+from .slices import FlatSlice
+from .strategies import Strategy
+
+__all__ = ["Checkpointer", "checkpoint_name", "prune"]
+
+DAMAGE = (IntegrityError, FormatError, NotFoundError)
+
+
+def checkpoint_name(step: int) -> str:
+    """``step-000000000100``: names sort by step."""
+    return f"step-{step:012d}"
+
+
+class Checkpointer:
+    """Writes checkpoints, one at a time, in the background where asked; keeps the newest k; resumes.
+
+    Args:
+        store: the run directory.
+        keep: newest checkpoints that stay; 0 keeps all.
+        asynchronous: `save` returns after the tensors are copied; a thread with a process group of its own writes.
+        event: called with (kind, details) on rank 0's log.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        world: World,
+        *,
+        keep: int,
+        asynchronous: bool,
+        timeout_s: float,
+        event: Callable[..., None],
+    ):
+        self._store, self._world, self._keep, self._event = store, world, keep, event
+        self._asynchronous = asynchronous
+        # its own group: collectives of two threads on one group would be matched in any order
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(600.0, timeout_s)))
+        self._staged: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._damaged: set[str] = set()
+        self.last_saved_step = -1
+        self.written_bytes = 0
+
+    def save(self, step: int, strategy: Strategy, meta: Mapping[str, object], *, wait: bool = False) -> None:
+        """Save the state after ``step`` steps; collective.
+
+        Raises:
+            RunError: this save, or the one before in the background, failed.
+        """
+        self.wait()
+        state = strategy.state()
+        if self._asynchronous and not wait:
+            staged = {part: self._stage(part, tensors) for part, tensors in state.items()}
+            self._thread = threading.Thread(
+                target=self._write, args=(step, staged, dict(meta)), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(step, state, dict(meta))
+            self.wait()
+        self.last_saved_step = step
+
+    def wait(self) -> None:
+        """Until the save in the background is published.
+
+        Raises:
+            RunError: it failed; earlier checkpoints are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RunError(f"checkpoint was not saved; the ones before it are intact: {_first(error)}") from error
+
+    def _stage(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of this rank's parts; the buffers are kept, since fresh pages cost more than the copy."""
+        staged = {}
+        for name, tensor in tensors.items():
+            source = _owned_part(tensor)
+            key = f"{part}.{name}"
+            if key not in self._staged or self._staged[key].shape != source.shape:
+                self._staged[key] = torch.empty_like(source, memory_format=torch.contiguous_format)
+            self._staged[key].copy_(source)
+            staged[name] = _with_part(tensor, self._staged[key])
+        return staged
+
+    def _write(self, step: int, state: dict[str, dict[str, Tensor]], meta: dict[str, object]) -> None:
+        """Runs in the thread: write, then prune before any rank may begin the next save."""
+        name = checkpoint_name(step)
+        started = time.monotonic()
+        try:
+            if name in self._damaged and self._world.rank == 0:
+                self._store.delete(f"checkpoints/{name}.json")
+            writer = CheckpointWriter(self._store, name, meta)
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+            self.written_bytes = writer.written_bytes
+            if self._world.rank == 0:
+                self._damaged.discard(name)
+                seconds = round(time.monotonic() - started, 4)
+                self._event("checkpoint", step=step, name=name, seconds=seconds, new_bytes=writer.written_bytes)
+                if self._keep:
+                    prune(self._store, self._keep)
+            dist.barrier(self._group)
+        except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; it is raised again by `wait`
+            self._error = error
+
+    def load_newest(self, strategy: Strategy) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is whole; collective.
+
+        A damaged one is reported and the one before it is taken: training is a function of the step, so nothing but
+        time is lost.
+
+        Returns:
+            The checkpoint's meta, None where there is no checkpoint.
+
+        Raises:
+            IntegrityError: there are checkpoints, and all of them are damaged.
+            ShardkitError, RunError: the checkpoint is whole and does not fit this model.
+        """
+        names = self._agree_on_names()
+        failures: list[str] = []
+        for name in reversed(names):
+            state = strategy.state()
+            reader = CheckpointReader(self._store, name)
+            try:
+                dcp.load(state, storage_reader=reader, process_group=self._group)
+            except CheckpointException as error:
+                first = _first(error)
+                if not isinstance(first, DAMAGE):
+                    raise RunError(f"checkpoint {name} does not fit this model and strategy: {first}") from error
+                self._damaged.add(name)
+                failures.append(f"{name}: {first}")
+                if self._world.rank == 0:
+                    self._event("checkpoint-damaged", name=name, error=str(first))
+                continue
+            return reader.meta
+        if failures:
+            raise IntegrityError("every checkpoint is damaged; " + "; ".join(failures))
+        return None
+
+    def _agree_on_names(self) -> list[str]:
+        """Rank 0's list, so that all ranks try the same ones."""
+        if self._world.rank == 0:
+            self._world.store.set("checkpoints", json.dumps(checkpoint_names(self._store)))
+        dist.barrier(self._group)
+        names: list[str] = json.loads(self._world.store.get("checkpoints"))
+        return names
+
+
+def prune(store: Store, keep: int) -> None:
+    """Forget all but the newest ``keep`` checkpoints, then delete the objects that no checkpoint names.
+
+    Refs go first: a crash in between leaves garbage for the next call, never a ref without objects.
+    """
+    names = checkpoint_names(store)
+    for name in names[:-keep]:
+        store.delete(f"checkpoints/{name}.json")
+    try:
+        manifests = [read_checkpoint_manifest(store, name) for name in names[-keep:]]
+    except ShardkitError:
+        return  # a damaged one may still be repaired from a replica: keep every object
+    reachable = set()
+    for name, manifest in zip(names[-keep:], manifests, strict=True):
+        ref = json.loads(store.get(f"checkpoints/{name}.json", max_bytes=4096))
+        reachable.add(object_name(ref["checkpoint"], "checkpoint"))
+        for tensor in manifest["tensors"].values():
+            for _, _, extents in tensor["chunks"]:
+                reachable.update(object_name(f"sha256:{extent[0]}", "tensor") for extent in extents)
+    for found in list(store.list_after("objects/")):
+        if found.endswith((".tensor", ".checkpoint")) and found not in reachable:
+            store.delete(found)
+
+
+def _owned_part(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FlatSlice):
+        return tensor.run
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_part(like: Tensor, part: Tensor) -> Tensor:
+    """``like`` with its local content replaced by ``part``."""
+    if isinstance(like, FlatSlice):
+        return FlatSlice(part, like.shape, like.low)
+    if isinstance(like, DTensor):
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    return part
+
+
+def _first(error: BaseException) -> BaseException:
+    """The lowest rank's own error out of DCP's collection."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return failures[min(failures)][0] if failures else error

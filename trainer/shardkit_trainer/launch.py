@@ -1,0 +1,74 @@
+"""From one command to N ranks: torchrun as a child, or this process where one rank is enough. No torch is imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardkit.errors import MissingDependency
+
+from .configuration import Configuration, load_configuration
+from .run_directory import read_lines
+
+__all__ = ["launch", "rank_environment"]
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of ranks: one thread each unless told otherwise, and restarts that do not hang.
+
+    torchrun's shared store keeps the addresses of dead workers, on which restarted ones hang (pytorch issue 135712).
+    """
+    return {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
+
+
+def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: int = 0) -> int:
+    """Train with ``nproc`` ranks on this machine; returns the exit code.
+
+    A SIGTERM or SIGINT to this process is handed on; ranks save and end, and that is a success.
+
+    Raises:
+        ConfigurationError: before anything is started.
+        MissingDependency: torch is not installed.
+    """
+    config = load_configuration(path, overrides)
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("training needs torch; run: pip install 'shardkit[train]'")
+    if nproc == 1 and not restarts:
+        os.environ.setdefault("OMP_NUM_THREADS", str(config.parallel.threads))
+        from .training import train
+
+        train(config)
+        return 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
+               f"--max-restarts={restarts}", "-m", "shardkit_trainer", *([path] if path else []), *overrides]  # fmt: skip
+    return _run_child(command, config)
+
+
+def _run_child(command: list[str], config: Configuration) -> int:
+    """Run torchrun; hand signals on; tell a clean stop from a failure."""
+    asked: list[int] = []
+    child = subprocess.Popen(command, env=rank_environment(), start_new_session=True)
+
+    def hand_on(number: int, _frame: object) -> None:
+        asked.append(number)
+        child.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if code and asked:
+        # torchrun reports every signal as a failure; the run itself says whether it saved and stopped
+        events = read_lines(Path(config.run.directory) / "events.jsonl")
+        return 0 if events and events[-1]["event"] in {"stop", "end"} else 1
+    return 0 if code == 0 else 1

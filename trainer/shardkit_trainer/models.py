@@ -1,0 +1,115 @@
+"""The two built-in models: a GPT over tokens and a small residual network over images.
+
+Both are made on the CPU from the run's seed alone, so that initialisation does not depend on the number of ranks. Neither
+has statistics over the batch (LayerNorm, GroupNorm), so that a sample's result does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["GPT", "ResidualNetwork"]
+
+
+class GPTBlock(nn.Module):
+    """Pre-norm attention and feed-forward: (batch, positions, width) → the same."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_norm = nn.LayerNorm(width)
+        self.feed_in = nn.Linear(width, 4 * width)
+        self.feed_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One residual step of attention, one of the feed-forward part."""
+        batch, positions, width = x.shape
+        query, key, value = (
+            part.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        x = x + self._drop(self.attention_out(mixed.transpose(1, 2).reshape(batch, positions, width)))
+        return x + self._drop(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer (Radford et al. 2019): (batch, positions) int64 → (batch, positions, vocabulary)."""
+
+    def __init__(self, *, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, dropout) for _ in range(layers))
+        self.final_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # residual branches start small, so that the variance does not grow with depth
+                small = name.endswith(("attention_out.weight", "feed_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if small else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token at every position."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.final_norm(x))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions with GroupNorm and a shortcut (He et al. 2016)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int):
+        super().__init__()
+        groups = next(g for g in (8, 4, 2, 1) if channels % g == 0)
+        self.first = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+        self.first_norm = nn.GroupNorm(groups, channels)
+        self.second = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.second_norm = nn.GroupNorm(groups, channels)
+        plain = stride == 1 and channels_in == channels
+        self.shortcut = nn.Identity() if plain else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels_in, h, w) → (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
+        y = self.second_norm(self.second(F.relu(self.first_norm(self.first(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+class ResidualNetwork(nn.Module):
+    """A small image classifier: (batch, channels, h, w) → (batch, classes) logits."""
+
+    def __init__(self, *, channels: int, classes: int, width: int, stages: int, blocks: int):
+        super().__init__()
+        self.stem = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
+        made: list[nn.Module] = []
+        before = width
+        for stage in range(stages):
+            for block in range(blocks):
+                after = width << stage
+                made.append(ResidualBlock(before, after, 2 if stage and not block else 1))
+                before = after
+        self.blocks = nn.ModuleList(made)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class logits."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits

@@ -1,0 +1,134 @@
+"""The run directory (DESIGN §7.3): run.json once, events and metrics line by line, one trainer at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ConfigurationError, RunError, StateError
+from shardkit.storage import Store, open_store
+
+__all__ = ["Lines", "RunDirectory", "read_lines"]
+
+
+class Lines:
+    """A JSON-lines file that survives kills: one write per line, and a torn last line is closed on opening."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            os.write(self._descriptor, b"\n")
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one record."""
+        os.write(self._descriptor, json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; lines that a kill has torn are left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+class RunDirectory:
+    """One run's folder, itself a store.
+
+    Rank 0 opens it with ``lead=True``: it takes the lock, writes run.json, events and metrics.
+    """
+
+    def __init__(self, location: str, *, lead: bool):
+        if "://" in location:
+            raise ConfigurationError(f"run.directory = {location!r}: expected a local folder")
+        self.path = Path(location).absolute()
+        self.store: Store = open_store(self.path)
+        self._lock = -1
+        self._events: Lines | None = None
+        if lead:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+            self._events = Lines(self.path / "events.jsonl")
+
+    def _take_lock(self) -> int:
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A killed predecessor's orphans need a moment to notice; the kernel frees the lock when they are gone.
+        for _ in range(100):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                return descriptor
+            except BlockingIOError:
+                time.sleep(0.1)
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace")
+        os.close(descriptor)
+        raise RunError(f"run directory {self.path}: process {holder} is training in it; stop it or choose another one")
+
+    def manifest_of_run(self) -> dict[str, Any] | None:
+        """run.json, None before the first start."""
+        path = self.path / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def begin(self, settings: Mapping[str, Any], *, manifest: str, plan: str) -> None:
+        """Write run.json at the first start; check later ones against it.
+
+        Raises:
+            StateError: the directory belongs to another dataset version or plan.
+        """
+        known = self.manifest_of_run()
+        if known is None:
+            record = {"format": "shardkit-run", "version": 1, "configuration": settings, "manifest": manifest,
+                      "plan": plan, "software": software(), "started": time.time()}  # fmt: skip
+            self.store.put_new("run.json", json.dumps(record, indent=1, sort_keys=True).encode() + b"\n")
+        elif (known["manifest"], known["plan"]) != (manifest, plan):
+            raise StateError(
+                f"run directory {self.path} belongs to manifest {known['manifest']}, plan {known['plan']};"
+                f" this run has manifest {manifest}, plan {plan}; use another run.directory or the old settings"
+            )
+        elif known["configuration"] != settings:
+            changed = [f"{section}.{key}" for section, values in settings.items() for key, value in values.items()
+                       if known["configuration"].get(section, {}).get(key) != value]  # fmt: skip
+            self.event("configuration", changed=changed, configuration=dict(settings))
+
+    def event(self, kind: str, **details: object) -> None:
+        """Append an event; nothing where this rank does not lead."""
+        if self._events is not None:
+            self._events.write({"time": round(time.time(), 3), "event": kind, **details})
+
+    def close(self) -> None:
+        """Free the lock."""
+        if self._events is not None:
+            self._events.close()
+            os.close(self._lock)
+            self._events = None
+
+
+def software() -> dict[str, str]:
+    """Versions that a result may depend on."""
+    import torch
+
+    return {
+        "shardkit": metadata.version("shardkit"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "platform": sys.platform,
+    }

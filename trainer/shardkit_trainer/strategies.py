@@ -1,0 +1,344 @@
+"""How ranks share parameters, gradients and optimizer state: four strategies behind one small interface.
+
+==========  ============  =====================  ===============  ========================================
+strategy    parameters    gradients              optimizer        made of
+==========  ============  =====================  ===============  ========================================
+ddp         whole         whole                  whole            torch DDP
+zero1       whole         whole                  1/ranks          torch DDP, flat slices
+zero2       1/ranks (*)   1/ranks                1/ranks          fully_shard, gathered from forward to backward
+zero3       1/ranks       1/ranks                1/ranks          fully_shard, gathered layer by layer
+==========  ============  =====================  ===============  ========================================
+
+(*) in exact mode zero2 keeps whole parameters and slices of gradients. Exact mode replaces DDP's reduction by `ExactSum`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from .configuration import Configuration
+from .distributed import World
+from .optimizers import LocalOptimizer, OwnedTensor, check_floating
+from .reductions import ExactSum
+from .slices import FlatLayout, FlatSlice
+from .tasks import Inputs, Task, concatenate
+
+__all__ = ["Strategy", "make_strategy"]
+
+
+class Strategy:
+    """One model on one rank of one strategy.
+
+    A step is: ``for inputs in passes(cells): with accumulate(last): backward`` → ``reduce`` → ``scale_gradients`` →
+    ``update``. Losses are sums divided by the step's count of valid targets, times `loss_scale`.
+
+    Attributes:
+        forward: what the task calls.
+        loss_scale: what the reduction of this strategy divides by.
+        equal_passes: every rank must run the same number of passes.
+    """
+
+    loss_scale: float = 1.0
+    equal_passes = False
+
+    def __init__(self, task: Task, config: Configuration, world: World):
+        self.task, self.config, self.world = task, config, world
+        self.module = task.model.to(world.device)
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        check_floating(named)
+        self.names = [name for name, _ in named]
+        # matrices decay; biases, norms and other vectors do not
+        self.decays = {name: parameter.dim() >= 2 for name, parameter in named}
+        self.shapes = {name: parameter.shape for name, parameter in named}
+        _wrap_blocks(task, config)
+        self.forward: Any = self.module
+        self.optimizer: LocalOptimizer
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def passes(self, cells: Sequence[Inputs], cells_of_ranks: Sequence[int], cell_size: int) -> list[Inputs]:
+        """Cells joined into forward passes of at most ``pass_samples`` samples (one cell each in exact mode).
+
+        Args:
+            cells: of this rank.
+            cells_of_ranks: how many cells each rank has in this step; they may differ.
+            cell_size: samples of a full cell in the plan, so that all ranks join equally many.
+        """
+        per_pass = 1
+        if self.config.parallel.exact == "off":
+            per_pass = max(1, self.config.parallel.pass_samples // cell_size)
+        joined = [concatenate(cells[at : at + per_pass]) for at in range(0, len(cells), per_pass)]
+        if self.equal_passes:
+            most = -(-max(cells_of_ranks) // per_pass)
+            joined += [self.task.empty() for _ in range(most - len(joined))]
+        # torch's reductions are collective: a rank without cells takes part with a loss of zero
+        return joined or [self.task.empty()]
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Around one forward and backward; gradients leave this rank only in the last of a step."""
+        return nullcontext()
+
+    def after_pass(self) -> None:
+        """After one backward."""
+
+    def reduce(self) -> float:
+        """Finish the reduction; returns the norm of the global gradient, the same float on every rank."""
+        return math.sqrt(sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients()))
+
+    def overflowed(self) -> bool:
+        """Whether this rank met gradients that exact sums cannot hold."""
+        return False
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient by ``factor`` (clipping, loss scale)."""
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+    def update(self, rate: float) -> None:
+        """One optimizer step, and whatever makes the new parameters visible to all ranks."""
+        self.optimizer.step(rate)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors to save, or to load into: {"model": …, "optimizer": {"<parameter>.<moment>": …}}."""
+        model = {name: value.detach() for name, value in self.module.state_dict().items() if torch.is_tensor(value)}
+        return {"model": model, "optimizer": self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        return {f"{n}.{m}": t for n, moments in self.optimizer.moments().items() for m, t in moments.items()}
+
+    def after_load(self, updates: int) -> None:
+        """Take over what was loaded into `state`."""
+        self.optimizer.resume(updates)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter and buffer in full, on every rank (collective)."""
+        whole = {}
+        for name, value in self.module.state_dict().items():
+            whole[name] = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+        return whole
+
+    def local_bytes(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps: parameters, gradients (while they live), optimizer."""
+        moments = [t for per in self.optimizer.moments().values() for t in per.values()]
+        return {
+            "parameters": sum(_local(p).nbytes for p in self.module.parameters()),
+            "gradients": sum(g.nbytes for g in self._gradients()),
+            "optimizer": sum(_local(t).nbytes for t in moments),
+        }
+
+
+class Replicated(Strategy):
+    """ddp, zero1 and exact zero2: every rank holds all parameters."""
+
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        super().__init__(task, config, world)
+        named = dict(self.module.named_parameters())
+        self.parameters = [named[name] for name in self.names]
+        sharded = config.parallel.strategy != "ddp"
+        self.layout = FlatLayout.of(self.parameters, world.size if sharded else 1)
+        self.shard = world.rank if sharded else 0
+        self.line = self._lay_out() if sharded else None
+        self.exact: ExactSum | None = None
+        if config.parallel.exact != "off":
+            self.exact = ExactSum(self.parameters, self.layout, config.parallel.exact, world, cells)
+        else:
+            self.forward = _distributed_data_parallel(self.module)
+            self.loss_scale = float(world.size)
+        self.keeps_whole_gradients = self.exact is None or config.parallel.strategy != "zero2"
+        self.cuts = self.layout.owned(self.shard)
+        self.optimizer = LocalOptimizer(self._owned(), config.optimizer, fused=self.exact is None)
+
+    def _lay_out(self) -> Tensor:
+        """Move the parameters onto one line, so that the new values of all slices arrive by one gather."""
+        line = torch.zeros(self.layout.total, device=self.world.device)
+        for parameter, offset, length in zip(self.parameters, self.layout.offsets, self.layout.lengths, strict=True):
+            view = line[offset : offset + length].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        return line
+
+    def _owned(self) -> list[OwnedTensor]:
+        if self.line is None:
+            return [OwnedTensor(n, p, self.decays[n]) for n, p in zip(self.names, self.parameters, strict=True)]
+        owned = []
+        for index, low, high in self.cuts:
+            slice_ = self.parameters[index].detach().view(-1)[low:high]
+            owned.append(OwnedTensor(self.names[index], slice_, self.decays[self.names[index]]))
+        return owned
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """DDP reduces in the last backward only."""
+        if self.exact is not None or last:
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self.forward.no_sync()
+        return no_sync
+
+    def after_pass(self) -> None:
+        """Exact mode: this cell's gradient goes into the integer sum."""
+        if self.exact is not None:
+            self.exact.add_cell()
+
+    def reduce(self) -> float:
+        """DDP has reduced in the backward; the exact sum is reduced here. Hands each owned tensor its gradient."""
+        if self.exact is None:
+            norm = super().reduce()
+            self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
+        else:
+            norm = self.exact.reduce()
+            whole = ((i, 0, length) for i, length in enumerate(self.layout.lengths))
+            for index, low, high in whole if self.keeps_whole_gradients else ():
+                parameter = self.parameters[index]
+                parameter.grad = self.exact.gradient(index, low, high).view(parameter.shape)
+        if self.line is not None:
+            for owned, (index, low, high) in zip(self.optimizer.owned, self.cuts, strict=True):
+                owned.tensor.grad = self._gradient_of(index, low, high)
+        return norm
+
+    def _gradient_of(self, index: int, low: int, high: int) -> Tensor | None:
+        if self.exact is not None and not self.keeps_whole_gradients:
+            return self.exact.gradient(index, low, high)
+        whole = self.parameters[index].grad
+        return None if whole is None else whole.view(-1)[low:high]
+
+    def overflowed(self) -> bool:
+        """Exact mode: a value outside the fixed-point range, or not finite."""
+        return self.exact is not None and self.exact.overflowed
+
+    def _gradients(self) -> Iterator[Tensor]:
+        if self.keeps_whole_gradients:
+            yield from super()._gradients()
+        else:
+            yield from (o.tensor.grad for o in self.optimizer.owned if o.tensor.grad is not None)
+
+    def update(self, rate: float) -> None:
+        """Update the owned elements; with slices, gather everybody's."""
+        super().update(rate)
+        if self.line is not None:
+            start = self.shard * self.layout.share
+            # a copy: gloo may not gather into the buffer that it sends from
+            self.world.gather_slices(self.line, self.line[start : start + self.layout.share].clone())
+
+    def clear(self) -> None:
+        """Drop gradients and sums."""
+        super().clear()
+        for owned in self.optimizer.owned:
+            owned.tensor.grad = None
+        if self.exact is not None:
+            self.exact.clear()
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        if self.line is None:
+            return super()._optimizer_state()
+        moments = self.optimizer.moments()
+        state: dict[str, Tensor] = {}
+        cuts = {self.names[index]: (low, high) for index, low, high in self.cuts}
+        for name in self.names:
+            low, high = cuts.get(name, (0, 0))
+            for moment in self.optimizer.moment_names():
+                run = moments[name][moment] if low < high else torch.empty(0, device=self.world.device)
+                state[f"{name}.{moment}"] = FlatSlice(run, self.shapes[name], low)
+        return state
+
+
+class FullySharded(Strategy):
+    """zero2 and zero3: torch's fully_shard; the optimizer works on each rank's rows."""
+
+    def __init__(self, task: Task, config: Configuration, world: World):
+        super().__init__(task, config, world)
+        mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
+        self.equal_passes = config.parallel.strategy == "zero3"
+        for block in (*task.blocks(), self.module):
+            sharded = fully_shard(block, mesh=mesh, reshard_after_forward=self.equal_passes)
+            # plain sums: gloo lacks the scaled ones, and the loss is scaled already
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        named = dict(self.module.named_parameters())
+        owned = [OwnedTensor(name, named[name], self.decays[name]) for name in self.names]
+        self.optimizer = LocalOptimizer(owned, config.optimizer, fused=True)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """zero2 reduces in the last pass; zero3 in every one, since it may not keep whole gradients."""
+        assert isinstance(self.module, FSDPModule)
+        if not self.equal_passes:
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_reshard_after_backward(last)
+        return nullcontext()
+
+    def reduce(self) -> float:
+        """The norm over all shards."""
+        squares = sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients())
+        total = torch.tensor([squares], dtype=torch.float64, device=self.world.device)
+        moved = sum(_local(p).nbytes for p in self.module.parameters()) * self.world.size
+        self.world.bytes_moved += moved * (3 if self.equal_passes else 2)
+        return math.sqrt(float(self.world.all_reduce(total)))
+
+
+def make_strategy(task: Task, config: Configuration, world: World, cells: int) -> Strategy:
+    """The strategy that the configuration names.
+
+    Args:
+        cells: of a whole step, over all ranks; bounds the sums of exact mode.
+    """
+    sharded = config.parallel.strategy in {"zero2", "zero3"} and config.parallel.exact == "off"
+    return FullySharded(task, config, world) if sharded else Replicated(task, config, world, cells)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _distributed_data_parallel(module: nn.Module) -> DistributedDataParallel:
+    """Torch's DDP; every rank has made the same parameters, and buffers are each rank's own."""
+    # torch 2.13 renames broadcast_buffers and warns about the old name
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, **{name: False})
+
+
+def _wrap_blocks(task: Task, config: Configuration) -> None:
+    """Activation checkpointing and compilation, block by block, without new names in the state."""
+    for block in task.blocks():
+        if config.parallel.activation_checkpointing:
+            block.forward = _recomputed(block.forward)
+        if config.parallel.compile:
+            block.compile()
+
+
+def _recomputed(forward: Any) -> Any:
+    def run(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False)
+
+    return run
+
+
+@contextmanager
+def autocast(config: Configuration, device: torch.device) -> Iterator[None]:
+    """The computation's precision; gradients are reduced in float32."""
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.parallel.precision)
+    with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
+        yield

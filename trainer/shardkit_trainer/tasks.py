@@ -1,0 +1,259 @@
+"""From cells to tensors to a loss: what a model needs of a batch, and what the loop needs of a model.
+
+A task owns its model. `prepare` maps one cell to tensors on the host and counts its valid targets, `loss` gives the *sum*
+of the losses over them: the loop divides by the count of the whole step, whoever holds it, never a mean of means.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardkit.errors import ConfigurationError, MissingDependency
+
+from .configuration import ModelConfig
+from .models import GPT, ResidualNetwork
+
+__all__ = ["ClassifierTask", "Inputs", "LanguageTask", "Task", "concatenate", "make_task", "mix"]
+
+IGNORED = -100  # target value that counts for nothing, torch's own default
+
+
+@dataclass
+class Inputs:
+    """The tensors of one cell or of several.
+
+    Attributes:
+        tensors: by name; the first dimension runs over samples.
+        valid: targets that count.
+        samples: samples.
+        seed: of this cell's randomness (dropout); of the first cell where several are concatenated.
+    """
+
+    tensors: dict[str, Tensor]
+    valid: int
+    samples: int
+    seed: int = 0
+
+
+def concatenate(cells: Sequence[Inputs]) -> Inputs:
+    """Several cells as one forward pass."""
+    if len(cells) == 1:
+        return cells[0]
+    tensors = {name: torch.cat([cell.tensors[name] for cell in cells]) for name in cells[0].tensors}
+    return Inputs(tensors, sum(c.valid for c in cells), sum(c.samples for c in cells), cells[0].seed)
+
+
+class Task(Protocol):
+    """What ``model.kind = "package.module:factory"`` returns; the factory gets (ModelConfig, dataset)."""
+
+    model: nn.Module
+    unit: str  # what a valid target is called: "token", "sample"
+
+    def prepare(self, cell: Mapping[str, Any], seed: int) -> Inputs:
+        """Tensors of one cell (`shardkit.loader` batch with .step, .lane, .slots); pure."""
+
+    def empty(self) -> Inputs:
+        """One sample without a valid target: what a rank without cells runs, where all must run something."""
+
+    def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(sum of losses over valid targets, number of right answers), both on the device."""
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """Parts that are sharded and checkpointed one by one; may be empty."""
+
+
+def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
+    """The task of a configuration, its model initialised from ``seed`` alone."""
+    torch.manual_seed(seed)
+    if config.kind == "gpt":
+        return LanguageTask(config, dataset.schema)
+    if config.kind == "classifier":
+        return ClassifierTask(config, dataset)
+    module, _, name = config.kind.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"model.kind = {config.kind!r}: {error}; expected package.module:factory") from error
+    task: Task = factory(config, dataset)
+    return task
+
+
+def mix(*values: int) -> int:
+    """64 well-mixed bits of a tuple of integers (splitmix64, Steele et al. 2014), the same on every machine."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+class LanguageTask:
+    """Next-token prediction on text, bytes or integer tokens; longer samples are cropped, shorter ones padded."""
+
+    unit = "token"
+
+    def __init__(self, config: ModelConfig, schema: Mapping[str, Any]):
+        self.field = config.field or _only_field(schema, _is_sequence, ("tokens", "text", "blob"), "a token sequence")
+        if self.field not in schema:
+            raise ConfigurationError(f"model.field = {self.field!r}: expected one of {', '.join(schema)}")
+        self.context, self.vocabulary = config.context, config.vocabulary
+        self.model: nn.Module = GPT(
+            vocabulary=config.vocabulary,
+            context=config.context,
+            layers=config.layers,
+            heads=config.heads,
+            width=config.width,
+            dropout=config.dropout,
+        )
+
+    def prepare(self, cell: Any, seed: int) -> Inputs:
+        """(samples, context) inputs and targets; a crop's place depends on (seed, step, lane, slot) only."""
+        sequences = _sequences(cell[self.field])
+        tokens = np.zeros((len(sequences), self.context + 1), dtype=np.int64)
+        lengths = np.zeros(len(sequences), dtype=np.int64)
+        for row, (sequence, slot) in enumerate(zip(sequences, cell.slots, strict=True)):
+            spare = len(sequence) - (self.context + 1)
+            start = mix(seed, cell.step, int(slot)) % (spare + 1) if spare > 0 else 0
+            part = sequence[start : start + self.context + 1]
+            tokens[row, : len(part)] = part
+            lengths[row] = len(part)
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
+            raise ConfigurationError(
+                f"model.vocabulary = {self.vocabulary}: field {self.field!r} has token {int(tokens.max())} at step"
+                f" {cell.step}, lane {cell.lane}; raise model.vocabulary"
+            )
+        mask = np.arange(1, self.context + 1) < lengths[:, None]
+        targets = np.where(mask, tokens[:, 1:], IGNORED)
+        tensors = {"tokens": torch.from_numpy(tokens[:, :-1].copy()), "targets": torch.from_numpy(targets)}
+        return Inputs(tensors, int(mask.sum()), len(sequences))
+
+    def empty(self) -> Inputs:
+        """One sequence of padding."""
+        tokens = torch.zeros((1, self.context), dtype=torch.int64)
+        return Inputs({"tokens": tokens, "targets": torch.full_like(tokens, IGNORED)}, 0, 0)
+
+    def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropies in nats; right answers are not counted."""
+        logits = forward(tensors["tokens"])
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1), tensors["targets"].flatten(), reduction="sum", ignore_index=IGNORED
+        )
+        return loss, torch.zeros((), dtype=torch.int64, device=loss.device)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """The transformer blocks."""
+        return list(self.model.blocks)  # type: ignore[arg-type]
+
+
+class ClassifierTask:
+    """One label per image: arrays (h, w) or (h, w, channels), or encoded images (pillow decodes them)."""
+
+    unit = "sample"
+
+    def __init__(self, config: ModelConfig, dataset: Any):
+        schema = dataset.schema
+        self.field = config.field or _only_field(schema, _is_image, ("image",), "an image")
+        for name in (self.field, config.label):
+            if name not in schema:
+                raise ConfigurationError(f"model: the dataset has no field {name!r}; it has {', '.join(schema)}")
+        self.label, self.size = config.label, config.image_size
+        kind = schema[self.field]
+        self.encoded = kind.kind == "bytes"
+        if self.encoded and not self.size:
+            raise ConfigurationError(f"model.image_size = 0: encoded images in {self.field!r} need a size to be made equal")
+        self.shape = (self.size, self.size, 3) if self.encoded else tuple(kind.shape)
+        channels = self.shape[2] if len(self.shape) == 3 else 1
+        self.classes = config.classes or _count_classes(dataset)
+        self.model: nn.Module = ResidualNetwork(
+            channels=channels, classes=self.classes, width=config.width, stages=config.stages, blocks=config.blocks
+        )
+
+    def prepare(self, cell: Any, seed: int) -> Inputs:
+        """(samples, channels, h, w) float32 in [−1, 1] (integers are scaled by 255) and int64 labels."""
+        raw = cell[self.field]
+        images = torch.stack([_decode(item, self.size) for item in raw]) if self.encoded else torch.as_tensor(raw)
+        images = images.unsqueeze(-1) if images.dim() == 3 else images
+        scaled = images.float() if images.is_floating_point() else images.float() / 127.5 - 1.0
+        labels = torch.as_tensor(cell[self.label]).to(torch.int64)
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
+            raise ConfigurationError(
+                f"model.classes = {self.classes}: label {int(labels.max())} at step {cell.step}, lane {cell.lane};"
+                f" expected 0 … {self.classes - 1}"
+            )
+        return Inputs({"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}, len(labels), len(labels))
+
+    def empty(self) -> Inputs:
+        """One black image without a label."""
+        height, width, channels = (*self.shape, 1)[:3]
+        labels = torch.full((1,), IGNORED, dtype=torch.int64)
+        return Inputs({"images": torch.zeros(1, channels, height, width), "labels": labels}, 0, 0)
+
+    def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropies in nats, and how many labels are right."""
+        logits = forward(tensors["images"]).float()
+        loss = F.cross_entropy(logits, tensors["labels"], reduction="sum", ignore_index=IGNORED)
+        return loss, (logits.detach().argmax(1) == tensors["labels"]).sum()
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """The residual blocks."""
+        return list(self.model.blocks)  # type: ignore[arg-type]
+
+
+def _is_sequence(kind: Any) -> bool:
+    integers = kind.dtype.startswith(("int", "uint"))
+    return kind.kind in {"str", "bytes"} or (integers and (kind.kind == "ragged" or len(kind.shape) == 1))
+
+
+def _is_image(kind: Any) -> bool:
+    return kind.kind == "bytes" or (kind.kind == "array" and len(kind.shape) in {2, 3})
+
+
+def _only_field(schema: Mapping[str, Any], fits: Callable[[Any], bool], preferred: Sequence[str], what: str) -> str:
+    found = [name for name, kind in schema.items() if fits(kind)]
+    for name in preferred:
+        if name in found:
+            return name
+    if len(found) != 1:
+        known = ", ".join(f"{name}: {kind}" for name, kind in schema.items())
+        raise ConfigurationError(f"model.field is empty and {len(found)} fields could be {what} ({known}); set it")
+    return found[0]
+
+
+def _count_classes(dataset: Any) -> int:
+    if dataset.classes:
+        return len(dataset.classes)
+    names = [name for name in dataset.strata if name.isdigit()]
+    if names and len(names) == len(dataset.strata):
+        return 1 + max(int(name) for name in names)
+    raise ConfigurationError("model.classes = 0, and the dataset does not name its classes; set model.classes")
+
+
+def _sequences(column: Any) -> list[Any]:
+    """Integer sequences of a text, bytes, array or ragged column, one per sample."""
+    if isinstance(column, tuple):
+        values, offsets = (np.asarray(part) for part in column)
+        return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    if isinstance(column, list):
+        raw = [item.encode() if isinstance(item, str) else item for item in column]
+        return [np.frombuffer(item, dtype=np.uint8) for item in raw]
+    return list(np.asarray(column))
+
+
+def _decode(data: bytes, size: int) -> Tensor:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingDependency("decoding images needs pillow; run: pip install pillow") from error
+    with Image.open(io.BytesIO(data)) as image:
+        return torch.from_numpy(np.asarray(image.convert("RGB").resize((size, size))).copy())
