@@ -168,7 +168,7 @@ def _walk_frames(view: memoryview, schema: Schema) -> _Found:
 
 
 def _frame_sizes(view: memoryview, position: int) -> tuple[int, int]:
-    """(stored bytes, declared raw bytes) of the zstd frame at `position` (RFC 8878 §3.1.1), without opening it."""
+    """(stored, declared raw) bytes of the zstd frame at `position`, without opening it (RFC 8878 §3.1.1)."""
     try:
         header = zstandard.get_frame_parameters(view[position : position + 18])
         end = position + zstandard.frame_header_size(view[position : position + 18])

@@ -1,0 +1,33 @@
+"""The conformance suite, run on every (format, compression) pair that exists."""
+
+from __future__ import annotations
+
+from shardkit.testing.format_conformance import FormatConformance
+
+
+class TestTarPlain(FormatConformance):
+    format, compression = "tar", "none"
+
+
+class TestTarZstd(FormatConformance):
+    format, compression = "tar", "zstd"
+
+
+class TestTarZstdNine(FormatConformance):
+    format, compression = "tar", "zstd:9"
+
+
+class TestArrowPlain(FormatConformance):
+    format, compression = "arrow", "none"
+
+
+class TestArrowZstd(FormatConformance):
+    format, compression = "arrow", "zstd"
+
+
+class TestArrowZstdNine(FormatConformance):
+    format, compression = "arrow", "zstd:9"
+
+
+class TestArrowLz4(FormatConformance):
+    format, compression = "arrow", "lz4"
