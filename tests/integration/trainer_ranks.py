@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from shardkit.storage import open_store
+from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration
 from shardkit_trainer.distributed import World, join_world, leave_world
 from shardkit_trainer.strategies import make_strategy
-from shardkit_trainer.tasks import Inputs, LanguageTask, make_task
+from shardkit_trainer.tasks import Inputs, LanguageTask, make_task, mix
+from shardkit_trainer.training import parameters_sha256
 
 LANES, CELL, CONTEXT, VOCABULARY = 6, 2, 12, 40
 
@@ -74,10 +77,13 @@ def lone_gradients(task: LanguageTask, cells: list[Inputs]) -> dict[str, torch.T
 def step(strategy: Any, task: Any, world: World, number: int, lanes: list[int], rate: float | None) -> float:
     """One step as the training loop takes it; returns the gradient norm."""
     inputs = [task.prepare(cell(number, lane), 0) for lane in lanes]
+    for lane, one in zip(lanes, inputs, strict=True):
+        one.seed = mix(number, lane)
     rows = world.gather_integers([sum(i.valid for i in inputs), len(inputs)])
     valid = sum(row[0] for row in rows)
     passes = strategy.passes(inputs, [row[1] for row in rows], CELL)
     for index, one in enumerate(passes):
+        torch.manual_seed(one.seed)
         with strategy.accumulate(last=index == len(passes) - 1):
             loss, _ = task.loss(strategy.forward, one.tensors)
             (loss * (strategy.loss_scale / valid)).backward()
@@ -132,6 +138,76 @@ STRATEGIES = [
     ("ddp", "off"), ("zero1", "off"), ("zero2", "off"), ("zero3", "off"),
     ("ddp", "int64"), ("zero1", "int64"), ("zero2", "int64"), ("ddp", "fp64"),
 ]  # fmt: skip
+
+
+def lane_share(world: World, number: int) -> list[int]:
+    """Lanes of this rank in a step: they move from step to step, as rebalancing would have it."""
+    return [lane for lane in range(LANES) if (lane * (number + 1) // 2 + number) % world.size == world.rank]
+
+
+def made(world: World, strategy_name: str, exact: str, **more: Any) -> tuple[Any, Any]:
+    config = configuration(**{"parallel.strategy": strategy_name, "parallel.exact": exact, **more})
+    task = make_task(config.model, SCHEMA, 7)
+    return make_strategy(task, config, world, LANES), task
+
+
+def exact_hashes(world: World) -> dict[str, str]:
+    """SHA-256 of the parameters after six steps with dropout, clipping and moving lanes."""
+    hashes = {}
+    for strategy_name, exact in STRATEGIES:
+        if exact != "off":
+            strategy, task = made(world, strategy_name, exact, **{"model.dropout": 0.1})
+            for number in range(6):
+                step(strategy, task, world, number, lane_share(world, number), 0.01)
+            hashes[f"{strategy_name}/{exact}"] = parameters_sha256(strategy)
+    return hashes
+
+
+def checkpointer(world: World, name: str, events: list[Any] | None = None, **more: Any) -> Checkpointer:
+    def event(kind: str, **details: Any) -> None:
+        if events is not None:
+            events.append({"event": kind, **details})
+
+    settings: dict[str, Any] = {"keep": 0, "asynchronous": True, "timeout_s": 30.0, **more}
+    return Checkpointer(open_store(Path(sys.argv[1]).parent / name), world, event=event, **settings)
+
+
+def save(world: World) -> dict[str, Any]:
+    """Each strategy: three steps, then a checkpoint under its own run directory."""
+    for strategy_name, exact in STRATEGIES:
+        strategy, task = made(world, strategy_name, exact)
+        for number in range(3):
+            step(strategy, task, world, number, lane_share(world, number), 0.01)
+        keeper = checkpointer(world, f"{strategy_name}-{exact}")
+        keeper.save(3, strategy, {"updates": 3, "note": [1.5, None, {"a": "b"}]})
+        # training goes on while the checkpoint is written: it must hold step 3 nevertheless
+        step(strategy, task, world, 3, lane_share(world, 3), 0.01)
+        keeper.wait()
+    return {}
+
+
+def load(world: World) -> dict[str, Any]:
+    """Each checkpoint into each strategy, two more steps: distance to five steps without a stop, or bit-equality."""
+    distances: dict[str, Any] = {}
+    for target, exact in STRATEGIES:
+        straight, straight_task = made(world, target, exact)
+        for number in range(5):
+            step(straight, straight_task, world, number, lane_share(world, number), 0.01)
+        whole = straight.whole_parameters()
+        for source, source_exact in STRATEGIES:
+            strategy, task = made(world, target, exact)
+            meta = checkpointer(world, f"{source}-{source_exact}").load_newest(strategy)
+            assert meta == {"updates": 3, "note": [1.5, None, {"a": "b"}]}, meta
+            strategy.after_load(meta["updates"])
+            for number in (3, 4):
+                step(strategy, task, world, number, lane_share(world, number), 0.01)
+            key = f"{source}/{source_exact} -> {target}/{exact}"
+            if "int64" in exact and "int64" in source_exact:
+                distances[key] = 0.0 if parameters_sha256(strategy) == parameters_sha256(straight) else 1.0
+            else:
+                found = strategy.whole_parameters()
+                distances[key] = max(float((found[n] - whole[n]).abs().max()) for n in whole)
+    return distances
 
 
 def main() -> None:
