@@ -299,7 +299,7 @@ class Repository:
                 return False
             if found is not None and failure is None:
                 return True
-            if isinstance(failure, (StoreFullError, StoreReadOnlyError)):
+            if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
                 break  # asking again does not help
         if found is None and failure is not None:
             raise failure  # it is not in the log, and the store says why

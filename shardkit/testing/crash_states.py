@@ -1,13 +1,14 @@
+# ruff: noqa: D102 (what an overridden call does is said in FileOperations)
 """What a power cut may leave of a sequence of file operations: recorded from the real code, then enumerated.
 
 After Pillai et al., "All file systems are not created equal" (OSDI 2014, ALICE), under the weakest rules that POSIX
 allows: bytes written since a file's last fsync may be absent, partly there or all there; changes to a directory since
 its last fsync may each be there or not, in any combination; an fsync of a file says nothing of its name.
 
-`RecordingOperations` stands in for `shardkit.storage.file_operations` and notes what the code did; a test notes with
-`acknowledge` what the caller was promised. `crash_states` then gives every distinct state that a power cut at any moment
-can leave, each with the promises made until then. A test writes each state to disk, opens it with the real code and
-checks the promises. A recorder that skips one fsync must make that test fail: this is how it is known to bite.
+`RecordingOperations` stands in for `shardkit.storage.file_operations` and notes what the code did; a test notes
+with `acknowledge` what the caller was promised. `crash_states` then gives every distinct state that a power cut at any
+moment can leave, each with the promises made until then. A test writes each state to disk, opens it with the real code
+and checks the promises. A recorder that skips one fsync must make that test fail: so it is known to bite.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ class RecordingOperations(FileOperations):
         fail_at_fsync: Raise `OSError` instead of doing the fsync of this number: a process that dies there.
     """
 
-    def __init__(self, root: str | Path, *, skip_fsync: int | None = None, fail_at_fsync: int | None = None) -> None:
+    def __init__(
+        self, root: str | Path, *, skip_fsync: int | None = None, fail_at_fsync: int | None = None
+    ) -> None:
         self.operations: list[Operation] = []
         self.num_fsyncs = 0
         self._root = os.path.abspath(root)
         self._files: dict[int, int] = {}  # inode → our number: the file system uses inodes again
         self._skip_fsync = skip_fsync
-        self._fail_at_fsync = fail_at_fsync
+        self.fail_at_fsync = fail_at_fsync
 
     def acknowledge(self, promise: object) -> None:
         """Note that the caller was told so."""
@@ -100,7 +103,7 @@ class RecordingOperations(FileOperations):
     def _counts_fsync(self) -> bool:
         number = self.num_fsyncs
         self.num_fsyncs += 1
-        if number == self._fail_at_fsync:
+        if number == self.fail_at_fsync:
             raise OSError("the process dies here")
         return number != self._skip_fsync
 
@@ -194,9 +197,9 @@ def _replay(
                 synced[operation.file] = written[operation.file]
             case "fsync_directory":
                 # What was done in this directory lasts now; a rename lasts when its target's directory does.
-                for change in [change for change in pending if operation.path in change.directories]:
-                    _apply(durable, change)
-                    pending.remove(change)
+                for lasting in [change for change in pending if operation.path in change.directories]:
+                    _apply(durable, lasting)
+                    pending.remove(lasting)
             case "create":
                 synced[operation.file], written[operation.file] = b"", b""
         change = _change_of(operation, ignored)

@@ -1,3 +1,4 @@
+# ruff: noqa: D102 (the names of the tests say what a store must do)
 """What every store must do, as tests: subclass `StoreConformance`, give it a store, and let pytest run it.
 
 ::
@@ -72,7 +73,11 @@ class StoreConformance:
         assert isinstance(store.url, str)
 
     def test_put_then_get(self, store: Store) -> None:
-        for name, data in {"one": b"1", "deep/er/name.json": b"", "objects/x.tar": bytes(range(256)) * 300}.items():
+        for name, data in {
+            "one": b"1",
+            "deep/er/name.json": b"",
+            "objects/x.tar": bytes(range(256)) * 300,
+        }.items():
             assert store.put_new(name, data) is True
             assert store.get(name, max_bytes=len(data)) == data
             stat = store.head(name)
@@ -131,7 +136,9 @@ class StoreConformance:
         assert list(store.list_after("none/")) == []
         for after in [*names, "a/", "a/b", "a/zz", "log/10x", "zz", "A"]:
             assert list(store.list_after("", after)) == [name for name in sorted(names) if name > after]
-            assert list(store.list_after("log/", after)) == [n for n in sorted(names) if n[:4] == "log/" and n > after]
+            assert list(store.list_after("log/", after)) == [
+                n for n in sorted(names) if n[:4] == "log/" and n > after
+            ]
 
     def test_delete(self, store: Store) -> None:
         assert store.put_new("d/x", b"1")
@@ -150,7 +157,7 @@ class StoreConformance:
         assert store.get("objects/lost", max_bytes=100) == b"found"
 
     def test_stage(self, store: Store) -> None:
-        pieces = [b"abc", bytearray(b"defg"), memoryview(bytes(100_000)), b""]
+        pieces: list[bytes | bytearray | memoryview] = [b"abc", bytearray(b"defg"), memoryview(bytes(100_000)), b""]
         whole = b"".join(bytes(piece) for piece in pieces)
         with store.stage("tar") as stage:
             for piece in pieces:
@@ -172,9 +179,13 @@ class StoreConformance:
         assert store.get("x", max_bytes=10) == b"new"
 
     def test_a_dropped_stage_leaves_nothing(self, store: Store) -> None:
-        with pytest.raises(RuntimeError, match="changed my mind"), store.stage() as stage:
-            stage.write(b"half")
-            raise RuntimeError("changed my mind")
+        def change_my_mind() -> None:
+            with store.stage() as stage:
+                stage.write(b"half")
+                raise RuntimeError("changed my mind")
+
+        with pytest.raises(RuntimeError, match="changed my mind"):
+            change_my_mind()
         with store.stage() as stage:
             stage.write(b"half")
         assert list(store.list_after("")) == []

@@ -183,6 +183,7 @@ def test_what_a_dead_writer_left_unsynced_is_made_durable_by_the_next(tmp_path: 
                 died = False
             except StoreError:
                 died = True
+            recorder.fail_at_fsync = None
             second = Repository.create(root)
             recorder.acknowledge(Present("shardkit.json", (root / "shardkit.json").read_bytes()))
             put = second.put_object(b"the same bytes", "tar")
