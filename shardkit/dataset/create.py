@@ -45,8 +45,8 @@ def create(
     """Open a writer of a new version of the dataset at ``root``; a context manager.
 
     The manifest depends on the samples and these settings alone. Samples with keys may be added in any order
-    and from any thread (with ``shuffle=False`` the order of adding is the order of the dataset). Samples without
-    keys are named by the order of adding.
+    and from any thread (with ``shuffle=False`` the order of adding is the order of the dataset). Samples
+    without keys are named by the order of adding.
 
     Args:
         root: a directory, new or with versions in it.
@@ -60,7 +60,7 @@ def create(
         seed: of the shuffle.
         shuffle: False keeps the order of adding within each stratum.
         classes: names of the values 0, 1, … of the field ``label``.
-        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref beside ``ref``, which holds all.
+        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
         split_by: field whose equal values stay in one split.
         ref: the ref that is moved to the new version.
         message: of the commit.
@@ -94,8 +94,8 @@ def create(
 class Writer:
     """Takes samples and commits them as one version on `close`; made by `create`.
 
-    Leaving the ``with`` block by an exception aborts: no ref moves and the scratch file goes. Shards that were
-    published by then are objects that nothing names, and the next build of the same samples uses them.
+    Leaving the ``with`` block by an exception aborts: no ref moves and the scratch file goes. Shards that
+    were published by then are objects that nothing names, and the next build of the same samples uses them.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import generated_key, key_identity
 from shardkit.dataset.layout import Layout, RowTable
-from shardkit.dataset.scratch import Part, RowColumns, read_rows
+from shardkit.dataset.scratch import Parts, RowColumns, read_rows
 from shardkit.dataset.shard_writing import ShardRows
 from shardkit.errors import SampleError
 
@@ -137,7 +137,7 @@ def rows_of_shards(rows: AllRows, layout: Layout, manifest_stratum: NDArray[np.i
         )
 
 
-def describe_row(rows: AllRows, parts: Sequence[Part], ordinal: int, num_fields: int) -> str:
+def describe_row(rows: AllRows, parts: Parts, ordinal: int, num_fields: int) -> str:
     """A row by key and source, for messages."""
     (row,) = read_rows(
         parts,

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import struct
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -27,11 +28,23 @@ from shardkit.formats import Row, pack_columns, unpack_columns
 from shardkit.storage.file_operations import Handle, active
 from shardkit.storage.os_errors import explained
 
-__all__ = ["FilePart", "MemoryPart", "Part", "RowColumns", "RowSpool", "ScratchFile", "read_rows"]
+__all__ = [
+    "FilePart",
+    "MemoryPart",
+    "Part",
+    "PartFiles",
+    "Parts",
+    "RowColumns",
+    "RowSpool",
+    "ScratchFile",
+    "read_rows",
+    "remove_scratch",
+]
 
 RUN_BYTES = 64 * 2**20
 _JOIN_BYTES = 4 * 2**20
 _MAX_GAP = 128 * 2**10
+_MAX_OPEN = 128
 _KIND = "scratch-rows"
 _HEADER = struct.Struct("<HIIq")  # lengths of key, original key and source name (0: none), row in the source
 
@@ -78,6 +91,13 @@ class RowColumns:
         columns = unpack_columns(data, _KIND)
         strata = tuple(tuple(values) for values in columns.meta["strata"])
         return cls(strata=strata, **columns.arrays), columns.meta["part"]
+
+
+class Parts(Protocol):
+    """Parts by number."""
+
+    def __getitem__(self, number: int, /) -> Part:
+        """The part; used before the next one is asked for."""
 
 
 class Part(Protocol):
@@ -140,6 +160,33 @@ class FilePart:
         if self._file is not None:
             active().close(self._file)
             self._file = None
+
+
+class PartFiles:
+    """Scratch files by number, of which only so many are open at a time.
+
+    Args:
+        folder: of the files.
+        names: of all parts, in order.
+    """
+
+    def __init__(self, folder: str, names: Sequence[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._open: OrderedDict[int, FilePart] = OrderedDict()
+
+    def __getitem__(self, number: int) -> Part:
+        part = self._open.pop(number, None) or FilePart(self._folder, self._names[number])
+        self._open[number] = part
+        if len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)[1].close()
+        return part
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for part in self._open.values():
+            part.close()
+        self._open.clear()
 
 
 class ScratchFile:
@@ -328,7 +375,7 @@ def remove_scratch(folder: str, name: str) -> None:
 
 
 def read_rows(
-    parts: Sequence[Part],
+    parts: Parts,
     part: NDArray[np.int32],
     offset: NDArray[np.int64],
     length: NDArray[np.int64],
@@ -366,7 +413,7 @@ def read_rows(
 
 
 def _gather(
-    parts: Sequence[Part], part: NDArray[np.int32], offset: NDArray[np.int64], length: NDArray[np.int64]
+    parts: Parts, part: NDArray[np.int32], offset: NDArray[np.int64], length: NDArray[np.int64]
 ) -> list[memoryview]:
     records = [memoryview(b"")] * len(part)
     order = np.lexsort((offset, part))

@@ -17,7 +17,7 @@ from shardkit.storage import Repository, put_manifest, put_selection
 __all__ = ["put_selected", "select_rows"]
 
 RowStrata = Callable[[int], NDArray[np.int32] | None]
-"""Shard → int32[rows], the own stratum of each row (`ShardIndex.row_stratum`), None where no row is pooled."""
+"""Shard → int32[rows], the own stratum of each row (`ShardIndex.row_stratum`); None: no row is pooled."""
 
 
 def select_rows(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.scratch import Part, read_rows
+from shardkit.dataset.scratch import Parts, read_rows
 from shardkit.formats import Row, Schema, block_starts, extension, open_writer
 from shardkit.storage.objects import Descriptor
 from shardkit.storage.repository import Repository
@@ -44,6 +45,18 @@ class ShardRows:
     block_rows: int
     raw_bytes: int
 
+    def fingerprint(self) -> str:
+        """32 hex digits that are equal only where the shard holds the same rows in the same way."""
+        digest = xxhash.xxh3_128(f"{self.number} {self.block_rows}".encode())
+        for column in (self.ordinal, self.check, self.length, self.segment_stratum, self.segment_rows):
+            digest.update(np.ascontiguousarray(column).data)
+        if self.stratum is not None:
+            digest.update(np.ascontiguousarray(self.stratum).data)
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        return f"shard {self.number} ({len(self.ordinal)} rows)"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenShard:
@@ -62,15 +75,26 @@ class WrittenShard:
 
 def write_shard(
     repository: Repository,
-    parts: Sequence[Part],
+    parts: Parts,
     rows: ShardRows,
     *,
     schema: Schema,
     format: str,  # noqa: A002 (the word of the interface)
     compression: str,
     gather_bytes: int = GATHER_BYTES,
+    on_block: Callable[[int, int], None] | None = None,
 ) -> WrittenShard:
     """Write and publish one shard and its index; what is published already is left as it is.
+
+    Args:
+        repository: where to.
+        parts: the scratch that the rows are in.
+        rows: what the shard is to hold.
+        schema: of the samples.
+        format: ``tar`` or ``arrow``.
+        compression: normalised.
+        gather_bytes: scratch bytes held in memory at a time.
+        on_block: called with (rows, scratch bytes) after each block.
 
     Raises:
         StoreError: the store or the scratch disk fails; nothing torn is published.
@@ -82,6 +106,8 @@ def write_shard(
         )
         for block in _blocks(parts, rows, len(schema), gather_bytes):
             writer.write_block(block)
+            if on_block is not None:
+                on_block(len(block), sum(len(payload) for row in block for payload in row.payloads))
         index = writer.finish()
         shard = staged.finish()
     return WrittenShard(
@@ -97,9 +123,7 @@ def write_shard(
     )
 
 
-def _blocks(
-    parts: Sequence[Part], rows: ShardRows, num_fields: int, gather_bytes: int
-) -> Iterator[list[Row]]:
+def _blocks(parts: Parts, rows: ShardRows, num_fields: int, gather_bytes: int) -> Iterator[list[Row]]:
     """The rows of each block in turn; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
     size_before = np.concatenate([[0], np.cumsum(rows.length)])[borders]

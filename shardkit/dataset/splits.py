@@ -44,8 +44,8 @@ def parse_split(shares: Mapping[str, float | str | Fraction], by: str | None = N
     """A split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as.
 
     Raises:
-        ConfigurationError: no splits, a name that cannot be a ref, a share that is not in (0, 1], or more than
-            1 in all.
+        ConfigurationError: no splits, a name that cannot be a ref, a share that is not in (0, 1], or
+            more than 1 in all.
     """
     if not shares:
         raise ConfigurationError("split is empty; give names and shares such as train=0.9,val=0.1")

@@ -1,0 +1,387 @@
+"""The two passes of a build, and the commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardkit.dataset.committing import (
+    MadeVersion,
+    NewVersion,
+    StratumNumbers,
+    commit_version,
+    make_manifest,
+    split_rows,
+)
+from shardkit.dataset.create import scratch_folder
+from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.layout import Layout, lay_out
+from shardkit.dataset.row_table import AllRows, check_unique_keys, describe_row, join_parts, rows_of_shards
+from shardkit.dataset.scratch import RUN_BYTES, PartFiles
+from shardkit.dataset.shard_writing import GATHER_BYTES, ShardRows, WrittenShard
+from shardkit.dataset.sources import SourceDigest, SourcesObject, pack_sources
+from shardkit.errors import IntegrityError, SourceError
+from shardkit.formats import canonical_json
+from shardkit.manifest import Manifest
+from shardkit.storage import LogEntry, Repository
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
+from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskRows, digest_file
+from shardkit_tools.building.resuming import finished_tasks
+from shardkit_tools.building.workers import run_all
+from shardkit_tools.building.writing import WriteWorker, finished_shard
+from shardkit_tools.importers.protocol import Importer, SourceTask
+
+__all__ = ["BuildResult", "Engine", "EngineSettings"]
+
+# Below this a process costs more to start than it saves.
+SMALL_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What does not decide the bytes.
+
+    Attributes:
+        root: of the dataset.
+        source: absolute path of the source, so that builds of different sources do not share scratch.
+        scratch: directory, or None for one inside the root.
+        skipped_file: where skipped rows are listed, or None for one beside the scratch.
+        jobs: processes.
+        skip: leave out rows that cannot be read.
+        ref, message, author: of the commit.
+        run_bytes, gather_bytes: memory for a run of scratch, and for the rows of a shard at a time, per process.
+    """
+
+    root: str
+    source: str
+    scratch: str | None
+    skipped_file: str | None
+    jobs: int
+    skip: bool
+    ref: str
+    message: str
+    author: str
+    run_bytes: int = RUN_BYTES
+    gather_bytes: int = GATHER_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildResult:
+    """What a build did.
+
+    Attributes:
+        manifest: of all rows; None for a dry run.
+        splits: split → its manifest; empty for a dry run.
+        split_rows: split → rows.
+        commit: the log entry; None where every ref pointed there already, and for a dry run.
+        rows: of the dataset. raw_bytes: in shards, before compression. shards: number of them.
+        strata: name → rows, without the pool. pooled: how many of them share the pool.
+        source_bytes: read from the source. scratch_bytes: of encoded rows.
+        skipped: rows left out. skipped_file: where they are listed, or None.
+        reused_tasks, reused_shards: work of an earlier, killed run.
+        seconds: wall clock.
+    """
+
+    manifest: Manifest | None
+    splits: Mapping[str, Manifest] = field(default_factory=dict)
+    split_rows: Mapping[str, int] = field(default_factory=dict)
+    commit: LogEntry | None = None
+    rows: int
+    raw_bytes: int
+    shards: int
+    strata: Mapping[str, int]
+    pooled: int
+    source_bytes: int
+    scratch_bytes: int
+    skipped: tuple[SkippedRow, ...] = ()
+    skipped_file: str | None = None
+    reused_tasks: int = 0
+    reused_shards: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """All rows and where they go."""
+
+    rows: AllRows
+    layout: Layout
+    numbers: StratumNumbers
+    splits: Mapping[str, int]
+
+
+class Engine:
+    """One build; made by `shardkit_tools.build`.
+
+    Args:
+        importer: of the source.
+        encoder: of the rows.
+        version: what is to be made.
+        settings: see `EngineSettings`.
+        progress: callback, or None.
+    """
+
+    def __init__(
+        self,
+        importer: Importer,
+        encoder: RowEncoder,
+        version: NewVersion,
+        settings: EngineSettings,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._importer = importer
+        self._encoder = encoder
+        self._version = version
+        self._settings = settings
+        self._meter = ProgressMeter(progress)
+        self._tasks = list(importer.tasks())
+        self._started = time.monotonic()
+
+    def count(self) -> BuildResult:
+        """The dry run: everything but writing.
+
+        Raises:
+            SourceError, SampleError, ConfigurationError: as `build` would.
+        """
+        found = self._read("", {})
+        plan = self._plan(found, None)
+        return self._result(found, plan, None, None, None, 0, 0)
+
+    def build(self) -> BuildResult:
+        """Both passes and the commit.
+
+        Raises:
+            ShardkitError: see `shardkit_tools.build`.
+            KeyboardInterrupt: with a text that says how to go on.
+        """
+        repository = Repository.create(self._settings.root)
+        parent = scratch_folder(repository, self._settings.scratch)
+        job = JobDirectory(parent, self._digest())
+        try:
+            result = self._build(repository, parent, job)
+        except KeyboardInterrupt:
+            job.release()
+            raise KeyboardInterrupt(
+                f"interrupted; finished work is kept in {job.path}: run the same command again to go on"
+            ) from None
+        except BaseException:
+            job.release_or_discard()
+            raise
+        job.discard()
+        return result
+
+    def _build(self, repository: Repository, parent: str, job: JobDirectory) -> BuildResult:
+        reused = finished_tasks(job, self._tasks)
+        found = self._read(job.path, reused)
+        plan = self._plan(found, job)
+        shards, reused_shards = self._write(repository, job, found, plan)
+        self._meter.begin("commit")
+        skipped = _skipped(found)
+        made = make_manifest(
+            repository, self._final_version(repository, found, skipped), plan.rows, plan.layout, shards
+        )
+        listed = self._list_skipped(parent, skipped)
+        entry = self._commit(repository, made)
+        self._meter.end()
+        return self._result(found, plan, made, entry, listed, len(reused), reused_shards)
+
+    def _read(self, folder: str, reused: Mapping[int, TaskRows]) -> list[TaskRows]:
+        """Pass 1: the rows of every task, in source order."""
+        todo = [ReadTask(number, task) for number, task in enumerate(self._tasks) if number not in reused]
+        total = sum(task.size for task in self._tasks)
+        left = sum(item.task.size for item in todo)
+        self._meter.begin(
+            "read",
+            total_bytes=total,
+            done_rows=sum(len(rows.columns) for rows in reused.values()),
+            done_bytes=total - left,
+            reused=len(reused),
+            scratch_bytes=total if folder else 0,
+        )
+        layout = self._version.settings
+        make = functools.partial(
+            ReadWorker,
+            self._importer,
+            self._encoder,
+            seed=layout.seed if layout.shuffle else None,
+            folder=folder,
+            skip=self._settings.skip,
+            run_bytes=self._settings.run_bytes,
+        )
+        found = dict(reused)
+        for rows in run_all(make, todo, self._jobs(len(todo), left), self._meter.add):
+            found[rows.number] = rows
+        self._meter.end()
+        return [found[number] for number in range(len(self._tasks))]
+
+    def _plan(self, found: Sequence[TaskRows], job: JobDirectory | None) -> _Plan:
+        rows = join_parts([task.columns for task in found])
+        if not len(rows):
+            skipped = len(_skipped(found))
+            raise SourceError(
+                f"{self._settings.source or 'the source'}: no samples in it"
+                + (f" ({skipped} rows were skipped)" if skipped else "")
+                + "; give a source with at least one"
+            )
+        self._check_keys(rows, found, job)
+        index = split_rows(self._version, rows)
+        splits: dict[str, int] = {}
+        if self._version.split is not None and index is not None:
+            names = self._version.split.names
+            splits = {name: int(np.count_nonzero(index == number)) for number, name in enumerate(names)}
+        layout = lay_out(rows.table, len(rows.strata), self._version.settings)
+        return _Plan(rows, layout, StratumNumbers(rows.strata, layout.pooled), splits)
+
+    def _check_keys(self, rows: AllRows, found: Sequence[TaskRows], job: JobDirectory | None) -> None:
+        if job is None:
+            check_unique_keys(rows, lambda ordinal: f"row {ordinal}")
+            return
+        parts = PartFiles(job.path, [task.part for task in found])
+        try:
+            fields = len(self._version.schema)
+            check_unique_keys(rows, lambda ordinal: describe_row(rows, parts, ordinal, fields))
+        finally:
+            parts.close()
+
+    def _write(
+        self, repository: Repository, job: JobDirectory, found: Sequence[TaskRows], plan: _Plan
+    ) -> tuple[list[WrittenShard], int]:
+        """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
+        total = int(plan.rows.length.sum())
+        self._meter.begin("write", total_bytes=total)
+        written: dict[int, WrittenShard] = {}
+        reused = 0
+
+        def unfinished() -> Iterator[ShardRows]:
+            nonlocal reused
+            for item in rows_of_shards(plan.rows, plan.layout, plan.numbers.of_stratum):
+                shard = finished_shard(job, repository, item)
+                if shard is None:
+                    yield item
+                else:
+                    reused += 1
+                    written[item.number] = shard
+                    self._meter.add(len(item.ordinal), int(item.length.sum()))
+
+        make = functools.partial(
+            WriteWorker,
+            repository,
+            self._version,
+            job.path,
+            [task.part for task in found],
+            self._settings.gather_bytes,
+        )
+        try:
+            for shard in run_all(make, unfinished(), self._jobs(plan.layout.shards, total), self._meter.add):
+                written[shard.number] = shard
+        except IntegrityError:
+            job.discard()  # damaged scratch must not be used again
+            raise
+        self._meter.end()
+        return [written[number] for number in range(plan.layout.shards)], reused
+
+    def _final_version(
+        self, repository: Repository, found: Sequence[TaskRows], skipped: Sequence[SkippedRow]
+    ) -> NewVersion:
+        digests: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
+        for file in self._importer.files():
+            if file.name not in digests:  # a file that no task begins with, such as a list of classes
+                digests[file.name] = digest_file(file)
+        sources = SourcesObject(
+            tuple(digests[name] for name in sorted(digests)),
+            tuple((row.source_name, row.source_row, row.kind) for row in skipped),
+        )
+        descriptor = repository.put_object(pack_sources(sources), "sources")
+        return dataclasses.replace(self._version, sources=descriptor.digest)
+
+    def _commit(self, repository: Repository, made: MadeVersion) -> LogEntry | None:
+        wanted = {name: manifest.id for name, manifest in made.splits.items()}
+        wanted[self._settings.ref] = made.manifest.id
+        now = repository.refs
+        if all(now.get(name) == manifest for name, manifest in wanted.items()):
+            return None  # built before: by a run that was killed after its commit, or by hand
+        return commit_version(
+            repository,
+            made,
+            ref=self._settings.ref,
+            message=self._settings.message,
+            author=self._settings.author,
+        )
+
+    def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
+        if not skipped:
+            return None
+        path = self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl"
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.writelines(
+                json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped
+            )
+        return path
+
+    def _jobs(self, items: int, size: int) -> int:
+        return 1 if size < SMALL_BYTES else max(1, min(self._settings.jobs, items))
+
+    def _digest(self) -> str:
+        """What must be equal for the work of an earlier run to be of use."""
+        version = self._version
+        recipe = {
+            "release": 1,
+            "source": self._settings.source or os.path.commonpath([f.path for f in self._importer.files()]),
+            "schema": version.schema.to_json(),
+            "format": version.format,
+            "compression": version.compression,
+            "axes": list(version.axes),
+            "classes": list(version.classes),
+            "split_by": version.split.by if version.split else None,
+            "skip": self._settings.skip,
+            "build": version.build_settings(),
+        }
+        return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
+
+    def _result(
+        self,
+        found: Sequence[TaskRows],
+        plan: _Plan,
+        made: MadeVersion | None,
+        entry: LogEntry | None,
+        listed: str | None,
+        reused_tasks: int,
+        reused_shards: int,
+    ) -> BuildResult:
+        rows = plan.rows
+        counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
+        return BuildResult(
+            manifest=made.manifest if made else None,
+            splits=dict(made.splits) if made else {},
+            split_rows=dict(plan.splits),
+            commit=entry,
+            rows=len(rows),
+            raw_bytes=int(rows.table.raw_bytes.sum()),
+            shards=plan.layout.shards,
+            strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
+            pooled=int(plan.layout.pooled.sum()),
+            source_bytes=_source_bytes(self._tasks),
+            scratch_bytes=sum(task.part_bytes for task in found),
+            skipped=tuple(_skipped(found)),
+            skipped_file=listed,
+            reused_tasks=reused_tasks,
+            reused_shards=reused_shards,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def _skipped(found: Sequence[TaskRows]) -> list[SkippedRow]:
+    return [row for task in found for row in task.skipped]
+
+
+def _source_bytes(tasks: Sequence[SourceTask]) -> int:
+    return sum(task.size for task in tasks)

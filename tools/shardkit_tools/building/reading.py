@@ -1,0 +1,285 @@
+"""Pass 1: the rows of a task, encoded into a scratch part; journaled when the part is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.scratch import RowColumns, RowSpool
+from shardkit.dataset.sources import SourceDigest
+from shardkit.errors import SampleError, ShardkitError, SourceError
+from shardkit_tools.building.job_directory import write_record
+from shardkit_tools.building.workers import Report
+from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import open_file
+
+__all__ = ["ReadTask", "ReadWorker", "SkippedRow", "TaskRows", "decode_task", "record_name"]
+
+_PIECE_BYTES = 2**20
+_MAX_SKIPPED = 10_000
+_REPORT_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRow:
+    """A row that was left out with ``on_error="skip"``; row -1 stands for the rest of a task."""
+
+    source_name: str
+    source_row: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTask:
+    """A task and its place in the order of the source."""
+
+    number: int
+    task: SourceTask
+
+    def __str__(self) -> str:
+        return f"the source {self.task.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskRows:
+    """What pass 1 found in a task.
+
+    Attributes:
+        number: of the task.
+        columns: one entry per row.
+        part: name of the scratch file, "" where nothing was kept.
+        part_bytes: its size.
+        files: digests of the files that begin in this task.
+        skipped: rows left out.
+    """
+
+    number: int
+    columns: RowColumns
+    part: str
+    part_bytes: int
+    files: tuple[SourceDigest, ...]
+    skipped: tuple[SkippedRow, ...]
+
+
+def record_name(task: SourceTask) -> str:
+    """Name of the record of a task: another one as soon as a file of it has changed."""
+    digest = xxhash.xxh3_128(f"{task.name}\0{task.start}\0{task.stop}\0{task.size}".encode())
+    for file in task.files:
+        digest.update(f"\0{file.name}\0{file.size}\0{file.stamp}".encode())
+    return f"task-{digest.hexdigest()}.rows"
+
+
+class ReadWorker:
+    """Reads tasks; one per process.
+
+    Args:
+        importer: of the source.
+        encoder: of the dataset.
+        seed: of the shuffle, None where rows keep their order.
+        folder: the job directory; "" counts only.
+        skip: leave out rows that cannot be read instead of failing.
+        run_bytes: of `RowSpool`.
+    """
+
+    def __init__(
+        self,
+        importer: Importer,
+        encoder: RowEncoder,
+        *,
+        seed: int | None,
+        folder: str,
+        skip: bool,
+        run_bytes: int,
+    ) -> None:
+        self._importer = importer
+        self._encoder = encoder
+        self._seed = seed
+        self._folder = folder
+        self._skip = skip
+        self._run_bytes = run_bytes
+
+    def close(self) -> None:
+        """Nothing is held between tasks."""
+
+    def work(self, item: ReadTask, report: Report) -> TaskRows:
+        """Read a task; in a job directory, leave its record there.
+
+        Raises:
+            SourceError, SampleError: a row cannot be read, or does not fit the schema.
+            StoreError: the scratch disk fails.
+        """
+        part = f"part-{os.getpid()}-{secrets.token_hex(8)}" if self._folder else ""
+        spool = RowSpool(
+            self._folder, part, seed=self._seed, run_bytes=self._run_bytes, always_file=bool(part)
+        )
+        try:
+            files = tuple(_digests(item.task))
+            skipped = self._read(item.task, spool, _Throttle(report, item.task.size))
+            for file in item.task.files:
+                _check_unchanged(file)
+            columns, kept = spool.finish()
+            if kept is not None:
+                kept.close()
+        except BaseException:
+            spool.drop()
+            raise
+        size = os.stat(f"{self._folder}/{part}").st_size if part else 0
+        rows = TaskRows(item.number, columns, part, size, files, tuple(skipped))
+        if part:
+            write_record(self._folder, record_name(item.task), _encode_task(rows))
+        return rows
+
+    def _read(self, task: SourceTask, spool: RowSpool, throttle: _Throttle) -> list[SkippedRow]:
+        paths = {file.name: file.path for file in task.files}
+        skipped: list[SkippedRow] = []
+        for found in self._rows(task):
+            error: ShardkitError | None = None
+            if isinstance(found, SourceFailure):
+                error = found.error
+            else:
+                error = self._take(found, paths, spool, throttle)
+            if error is not None and not self._skip:
+                raise error
+            if error is not None:
+                skipped.append(_skipped(found.source_name, found.source_row, error))
+            if len(skipped) > _MAX_SKIPPED:
+                raise SourceError(
+                    f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {skipped[-1].message}; "
+                    "this is not a few bad rows: mend the source or the schema"
+                )
+        throttle.finish()
+        return skipped
+
+    def _rows(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
+        try:
+            yield from self._importer.read(task)
+        except SourceError as error:
+            yield SourceFailure(task.name, -1, error)
+
+    def _take(
+        self, found: SourceSample, paths: dict[str, str], spool: RowSpool, throttle: _Throttle
+    ) -> SampleError | None:
+        where = f"{paths.get(found.source_name, found.source_name)} row {found.source_row}"
+        if found.key is not None:
+            where += f" (key {found.key!r})"
+        try:
+            row = self._encoder.encode(
+                found.sample, found.key, (found.source_name, found.source_row), where=where
+            )
+        except SampleError as error:
+            return error
+        assert row.identity is not None, "a row with a source has an identity"
+        spool.append(row, row.identity)
+        throttle.add(row.raw_bytes)
+        return None
+
+
+class _Throttle:
+    """Reports rows and bytes a few times a second, and never more bytes than the task has."""
+
+    def __init__(self, report: Report, limit: int) -> None:
+        self._report = report
+        self._left = limit
+        self._rows = 0
+        self._bytes = 0
+        self._last = time.monotonic()
+
+    def add(self, size: int) -> None:
+        """A row was read."""
+        self._rows += 1
+        self._bytes += size
+        if self._rows % 16 == 0 and time.monotonic() - self._last > _REPORT_INTERVAL_S:
+            self._send(min(self._bytes, self._left))
+
+    def finish(self) -> None:
+        """The task was read."""
+        self._send(self._left)
+
+    def _send(self, size: int) -> None:
+        self._report(self._rows, size)
+        self._left -= size
+        self._rows = self._bytes = 0
+        self._last = time.monotonic()
+
+
+def decode_task(number: int, data: bytes) -> TaskRows:
+    """What `ReadWorker.work` left in the record of a task.
+
+    Raises:
+        FormatError, KeyError: the record is of another version.
+    """
+    columns, meta = RowColumns.from_bytes(data)
+    files: Any = meta["files"]
+    skipped: Any = meta["skipped"]
+    return TaskRows(
+        number=number,
+        columns=columns,
+        part=str(meta["part"]),
+        part_bytes=int(str(meta["part_bytes"])),
+        files=tuple(SourceDigest(*entry) for entry in files),
+        skipped=tuple(SkippedRow(*entry) for entry in skipped),
+    )
+
+
+def _encode_task(rows: TaskRows) -> bytes:
+    return rows.columns.to_bytes(
+        {
+            "part": rows.part,
+            "part_bytes": rows.part_bytes,
+            "files": [[file.name, file.size, file.sha256] for file in rows.files],
+            "skipped": [[s.source_name, s.source_row, s.kind, s.message] for s in rows.skipped],
+        }
+    )
+
+
+def _skipped(name: str, row: int, error: ShardkitError) -> SkippedRow:
+    # A message may quote bytes of the source that are not text.
+    message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
+    return SkippedRow(name, row, error.kind, message[:1_000])
+
+
+def _digests(task: SourceTask) -> Iterator[SourceDigest]:
+    """SHA-256 of the files of a task; one that is cut into several tasks belongs to that of its beginning."""
+    if task.start != 0:
+        return
+    for file in task.files:
+        yield digest_file(file)
+
+
+def digest_file(file: SourceFile) -> SourceDigest:
+    """Read a source file for its digest.
+
+    Raises:
+        SourceError: it cannot be read, or has changed.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    with open_file(file) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return SourceDigest(file.name, size, digest.hexdigest())
+
+
+def _check_unchanged(file: SourceFile) -> None:
+    """Rows and digest must be of the same bytes."""
+    if not file.stamp.isdigit():
+        return  # not a modification time: only the importer can tell
+    try:
+        found = os.stat(file.path)
+    except OSError as error:
+        raise SourceError(f"{file.path}: gone while it was read ({error.strerror}); put it back") from error
+    if (found.st_size, str(found.st_mtime_ns)) != (file.size, file.stamp):
+        raise SourceError(
+            f"{file.path}: changed while it was read; build from a source that nobody writes to"
+        )

@@ -1,0 +1,131 @@
+"""`shardkit_tools.build`: a source in, a committed version out; parallel, in bounded memory, killable.
+
+Two passes. The first reads the source task by task and leaves every row encoded in scratch, with a row table
+beside it; the second lays all rows out and writes each shard from scratch. Both journal what is finished
+(SPEC.md of shardkit.dataset §5).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.layout import LayoutSettings
+from shardkit.dataset.sizes import parse_size
+from shardkit.dataset.splits import parse_split
+from shardkit.errors import ConfigurationError, UsageError
+from shardkit.formats import extension, normalise_compression
+from shardkit_tools.building.engine import BuildResult, Engine, EngineSettings
+from shardkit_tools.building.progress import Progress, ProgressCallback
+from shardkit_tools.building.reading import SkippedRow
+from shardkit_tools.importers import Importer, ImportOptions, open_source
+
+__all__ = ["BuildResult", "Progress", "ProgressCallback", "SkippedRow", "build"]
+
+
+def build(
+    source: str | os.PathLike[str] | Importer,
+    root: str | os.PathLike[str],
+    *,
+    from_: str | None = None,
+    options: ImportOptions | None = None,
+    stratify: str | Sequence[str] | None = None,
+    format: str = "tar",
+    compression: str = "none",
+    shard_size: int | str = "256MiB",
+    block_size: int | str = "1MiB",
+    seed: int = 0,
+    shuffle: bool = True,
+    split: Mapping[str, float | str] | None = None,
+    split_by: str | None = None,
+    ref: str = "main",
+    message: str = "",
+    author: str = "",
+    jobs: int = 1,
+    scratch: str | os.PathLike[str] | None = None,
+    on_error: str = "raise",
+    skipped_file: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> BuildResult:
+    """Build a version of the dataset at ``root`` from a source.
+
+    The manifest depends on the source and the settings alone: not on jobs, scratch, kills or the machine. After a kill,
+    Ctrl-C or an error the same call goes on where it stood.
+
+    Args:
+        source: a file, folder or glob, or an importer.
+        root: where the dataset is or is to be.
+        from_: name of the importer; by default it is detected.
+        options: of the importer.
+        stratify: field or fields by which batches are balanced; ``"__class__"`` for class names.
+        format: ``"tar"`` or ``"arrow"``.
+        compression: ``"none"``, ``"zstd"``, ``"zstd:9"`` or, for arrow, ``"lz4"``.
+        shard_size: raw bytes per shard.
+        block_size: raw bytes per block.
+        seed: of the shuffle.
+        shuffle: False keeps the order of the source within each stratum.
+        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
+        split_by: field whose equal values stay in one split.
+        ref: the ref that is moved.
+        message: of the commit.
+        author: of the commit.
+        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``.
+        scratch: directory for encoded rows, about as large as the source; by default inside ``root``.
+        on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit.
+        skipped_file: where rows left out are listed as JSON lines; by default beside the scratch.
+        dry_run: read and lay out everything, write nothing.
+        progress: called with a `Progress` a few times a second.
+
+    Raises:
+        NotFoundError, SourceError, SampleError: the source; names file and row.
+        SchemaError, ConfigurationError, UsageError: a setting.
+        StoreError: the root or the scratch disk.
+        RunError: a process died, or another one is at work on the same build.
+        KeyboardInterrupt: on Ctrl-C; its text says how to go on.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ConfigurationError(f'on_error is {on_error!r}; expected "raise" or "skip"')
+    if jobs < 1:
+        raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
+    if split_by is not None and split is None:
+        raise UsageError(f"split_by={split_by!r} without split; give the shares too")
+    compression = normalise_compression(compression)
+    extension(format, compression)
+    settings = LayoutSettings(
+        seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
+    )
+    parsed_split = parse_split(split, split_by) if split is not None else None
+    importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
+    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
+    version = NewVersion(
+        schema=importer.schema,
+        format=format,
+        compression=compression,
+        axes=axes,
+        classes=importer.classes,
+        settings=settings,
+        split=parsed_split,
+        recipe={"source": importer.describe()},
+    )
+    encoder = RowEncoder(importer.schema, format, stratify=axes, classes=importer.classes, split_by=split_by)
+    engine = Engine(
+        importer,
+        encoder,
+        version,
+        EngineSettings(
+            root=os.fspath(root),
+            source=os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else "",
+            scratch=os.fspath(scratch) if scratch is not None else None,
+            skipped_file=os.fspath(skipped_file) if skipped_file is not None else None,
+            jobs=jobs,
+            skip=on_error == "skip",
+            ref=ref,
+            message=message,
+            author=author,
+        ),
+        progress,
+    )
+    return engine.count() if dry_run else engine.build()

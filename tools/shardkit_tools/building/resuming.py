@@ -1,0 +1,61 @@
+"""What an earlier, killed run of the same build has left that is still good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from shardkit.dataset.scratch import FilePart
+from shardkit.errors import FormatError, StoreError
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.reading import TaskRows, decode_task, record_name
+from shardkit_tools.importers.protocol import SourceTask
+
+__all__ = ["finished_tasks"]
+
+
+def finished_tasks(job: JobDirectory, tasks: Sequence[SourceTask]) -> dict[int, TaskRows]:
+    """Tasks whose rows are in scratch, by number; everything else of pass 1 is removed from the directory."""
+    finished: dict[int, TaskRows] = {}
+    keep = {"lock", "boot"}
+    for number, task in enumerate(tasks):
+        name = record_name(task)
+        rows = _finished(job, number, name)
+        if rows is not None:
+            finished[number] = rows
+            keep |= {name, rows.part}
+    for name in job.names():
+        if name not in keep and not name.endswith(".done"):
+            job.remove(name)
+    return finished
+
+
+def _finished(job: JobDirectory, number: int, name: str) -> TaskRows | None:
+    data = job.read(name)
+    if data is None:
+        return None
+    try:
+        rows = decode_task(number, data)
+    except (FormatError, KeyError, TypeError, ValueError):
+        return None  # of another release
+    if job.size_of(rows.part) != rows.part_bytes:
+        return None
+    # The page cache survives the death of any process, but not of the machine.
+    return rows if not job.survived_reboot or _is_whole(job, rows) else None
+
+
+def _is_whole(job: JobDirectory, rows: TaskRows) -> bool:
+    part = FilePart(job.path, rows.part)
+    columns = rows.columns
+    try:
+        for offset, length, check in zip(
+            columns.offset.tolist(), columns.length.tolist(), columns.check.tolist(), strict=True
+        ):
+            if xxhash.xxh3_64_intdigest(part.read(offset, length)) != check:
+                return False
+    except StoreError:
+        return False
+    finally:
+        part.close()
+    return True
