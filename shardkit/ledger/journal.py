@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -57,14 +57,14 @@ class Journal:
         except OSError as error:
             raise StoreError(f"the journal in {directory} cannot be written: {error.strerror}") from error
 
-    def record(self, cells: list[tuple[int, int, NDArray[np.int64]]]) -> None:
-        """Append one step: (step, lane, samples) per cell.
+    def record(self, step: int, cells: Iterable[tuple[int, NDArray[np.int64]]]) -> None:
+        """Append one step: (lane, samples) per cell.
 
         Raises:
             StoreError: the disk is full or gone; training must not go on unrecorded.
         """
         chunk = bytearray()
-        for step, lane, samples in cells:
+        for lane, samples in cells:
             body = _RECORD.pack(step, lane, len(samples), bytes.fromhex(cell_digest(samples)), 0)[:-8]
             chunk += body + xxhash.xxh3_64_digest(body)[::-1]
         try:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardkit.loader.gather import GatherColumns
 
 __all__ = ["BlockWindow", "WindowCounts"]
@@ -16,11 +13,11 @@ __all__ = ["BlockWindow", "WindowCounts"]
 class WindowCounts:
     """Counters of one window; plain integers, read without a lock."""
 
-    __slots__ = ("block_hits", "block_loads", "bytes_loaded", "evictions", "peak_bytes")
+    __slots__ = ("block_loads", "block_uses", "bytes_loaded", "evictions", "peak_bytes")
 
     def __init__(self) -> None:
         self.block_loads = 0
-        self.block_hits = 0
+        self.block_uses = 0
         self.bytes_loaded = 0
         self.evictions = 0
         self.peak_bytes = 0
@@ -61,18 +58,17 @@ class BlockWindow:
         """Bytes of all blocks that are loaded or being loaded."""
         return self._bytes
 
-    def holds(self, needed: Sequence[NDArray[np.int64]]) -> bool:
-        """Whether the blocks of all these steps together fit into half of the budget."""
-        distinct = np.unique(np.concatenate(needed)).tolist() if needed else []
-        return sum(map(self._size_of, distinct)) <= self._budget // 2
+    def holds(self, blocks: Sequence[int]) -> bool:
+        """Whether all these blocks together fit into half of the budget."""
+        return sum(map(self._size_of, blocks)) <= self._budget // 2
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Announce that a planned step needs these blocks; each call is undone by one `unpin`."""
+        """Announce that planned steps need these blocks; each call is undone by one `unpin`."""
         for block in blocks:
             self._pins[block] = self._pins.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """A planned step is done with these blocks."""
+        """Planned steps are done with these blocks."""
         for block in blocks:
             left = self._pins[block] - 1
             if left:
@@ -80,7 +76,7 @@ class BlockWindow:
             else:
                 del self._pins[block]
 
-    def request(self, blocks: Sequence[int], *, must: bool) -> bool:
+    def request(self, blocks: Iterable[int], *, must: bool) -> bool:
         """Start loading what is missing.
 
         Args:
@@ -90,11 +86,8 @@ class BlockWindow:
         Returns:
             False where the budget stopped it: the caller tries again once steps have been handed out.
         """
-        for block in blocks:
-            if block in self._entries:
-                self._entries[block] = self._entries.pop(block)
-                self.counts.block_hits += 1
-                continue
+        missing = [block for block in blocks if block not in self._entries]
+        for block in missing:
             size = self._size_of(block)
             if self._bytes + size > self._budget:
                 self._make_room(self._bytes + size - self._budget)
@@ -108,9 +101,16 @@ class BlockWindow:
             self._entries[block] = self._pool.submit(self._load, block)
         return True
 
-    def wait(self, blocks: Sequence[int]) -> dict[int, GatherColumns]:
-        """The loaded blocks; raises what loading one of them raised."""
-        return {block: self._entries[block].result() for block in blocks}
+    def wait(self, blocks: Sequence[int]) -> list[GatherColumns]:
+        """The loaded blocks, in that order; raises what loading one of them raised."""
+        entries = self._entries
+        loaded = []
+        for block in blocks:
+            entry = entries.pop(block)
+            entries[block] = entry  # now the most recently used
+            loaded.append(entry.result())
+        self.counts.block_uses += len(loaded)
+        return loaded
 
     def _make_room(self, wanted: int) -> None:
         for block in [b for b in self._entries if b not in self._pins]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,26 +80,24 @@ class GatherColumns:
 def gather(
     schema: Schema,
     fields: Sequence[str],
-    blocks: Mapping[int, GatherColumns],
-    block: Int64s,
+    blocks: Sequence[GatherColumns],
+    which: Int64s,
     row: Int64s,
 ) -> dict[str, Any]:
-    """Rows `row[i]` of blocks `block[i]`, for every field, in that order.
+    """Rows `row[i]` of `blocks[which[i]]`, for every field, in that order.
 
     Args:
         schema: types of the fields.
         fields: which of them to gather; the order of `GatherColumns`.
-        blocks: loaded blocks by dataset-wide number; every number in `block` is there.
-        block: (n,) int64.
+        blocks: loaded blocks.
+        which: (n,) int64, index into `blocks`.
         row: (n,) int64, row inside the block.
 
     Returns:
         Per field a fresh array (n, *shape), a list (bytes, str, json), or for ragged fields (values, offsets):
         all rows end to end and (n + 1,) int64 borders.
     """
-    numbers, which = np.unique(block, return_inverse=True)
-    loaded = [blocks[number] for number in numbers.tolist()]
-    limits = np.array([one.rows for one in loaded], dtype=np.int64)
+    limits = np.array([one.rows for one in blocks], dtype=np.int64)
     if row.size and (int(row.min()) < 0 or bool((row >= limits[which]).any())):
         raise FormatError(
             "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
@@ -108,8 +106,8 @@ def gather(
     for position, name in enumerate(fields):
         field = schema[name]
         columns = 1 if field.kind in ("scalar", "array") else 3
-        bases = np.array([one.addresses[position] for one in loaded], dtype=np.int64).reshape(-1, columns)
-        pitches = np.array([one.pitches[position] for one in loaded], dtype=np.int64)
+        bases = np.array([one.addresses[position] for one in blocks], dtype=np.int64).reshape(-1, columns)
+        pitches = np.array([one.pitches[position] for one in blocks], dtype=np.int64)
         offsets = row * pitches[which]
         if field.kind in ("scalar", "array"):
             result[name] = _fixed(field, bases[which, 0] + offsets)

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError, StateError
 from shardkit.formats import Schema
 from shardkit.ledger import Journal
-from shardkit.loader.batch import Batch, to_tensors
+from shardkit.loader.assembly import Assembler
+from shardkit.loader.batch import Batch
 from shardkit.loader.block_window import BlockWindow
-from shardkit.loader.gather import GatherColumns, gather
-from shardkit.loader.pipeline import Pipeline, StepBatches
+from shardkit.loader.gather import GatherColumns
+from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.schedule import StepGroup, plan_group
-from shardkit.loader.transforms import BatchTransform, LazyGenerators, SampleTransform, apply_to_samples
+from shardkit.loader.transforms import BatchTransform, SampleTransform
 from shardkit.plan import Plan
 from shardkit.storage import BlockReader, RowMap
 
@@ -98,6 +99,18 @@ class Loader:
         self._window: BlockWindow | None = None
         self._journal = _open_journal(plan, sources, config, self.topology)
         self._pool = ThreadPoolExecutor(config.threads, "shardkit-transform") if config.transform else None
+        self._assembler = Assembler(
+            plan,
+            sources.schema,
+            self._fields,
+            lanes=self.lanes,
+            world=self.topology.world,
+            by_cell=config.by_cell,
+            tensors=self._tensors,
+            transform=config.transform,
+            batch_transform=config.batch_transform,
+            pool=self._pool,
+        )
         self._finalizer = weakref.finalize(self, _release, self._pool, self._journal)
 
     # ---- iteration
@@ -121,7 +134,7 @@ class Loader:
     def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
         for one in pipeline:
             if self._journal is not None:
-                self._journal.record([(one.step, lane, samples) for lane, samples in one.cells])
+                self._journal.record(one.step, one.cells(self.lanes))
             self._handed_out = one.step + 1
             if one.step + self._config.stride >= stop:
                 self._start = stop
@@ -143,7 +156,7 @@ class Loader:
         rows = self.plan.cell_size * max(1, len(self.lanes))
         return Pipeline(
             group,
-            self._assemble,
+            self._assembler,
             window,
             numbers=numbers,
             bytes_per_step=rows * self._row_bytes(),
@@ -159,58 +172,6 @@ class Loader:
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
-
-    # ---- assembling
-
-    def _assemble(self, group: StepGroup, window: BlockWindow) -> Iterator[StepBatches]:
-        needed = np.unique(np.concatenate(group.needed)).tolist() if group.needed else []
-        columns = gather(self._sources.schema, self._fields, window.wait(needed), group.block, group.row)
-        counts = group.lane_counts.tolist()
-        for offset, (first, last) in enumerate(
-            zip(group.borders[:-1].tolist(), group.borders[1:].tolist(), strict=True)
-        ):
-            step = group.numbers[offset]
-            cells = self._cells(group, counts[offset], first)
-            spans = [(lane, a, b) for lane, a, b, _ in cells] if self._config.by_cell else [(-1, first, last)]
-            weight = self._weight(step, last - first)
-            batches = [self._batch(columns, group, step, lane, a, b, weight) for lane, a, b in spans]
-            yield StepBatches(step, [(lane, samples) for lane, _, _, samples in cells], batches)
-
-    def _cells(self, group: StepGroup, counts: list[int], first: int) -> list[tuple[int, int, int, Int64s]]:
-        cells = []
-        for lane, count in zip(self.lanes, counts, strict=True):
-            cells.append((lane, first, first + count, group.samples[first : first + count]))
-            first += count
-        return cells
-
-    def _weight(self, step: int, rows: int) -> float:
-        if self.topology.world == 1:
-            return 1.0
-        full = self.plan.cell_size * len(self.lanes)
-        everyone = self.plan.global_batch
-        if rows != full:  # a short step: count what all ranks hold
-            everyone = int((self.plan.step(step) >= 0).sum())
-        return rows * self.topology.world / everyone
-
-    def _batch(
-        self,
-        columns: dict[str, Any],
-        group: StepGroup,
-        step: int,
-        lane: int,
-        first: int,
-        last: int,
-        weight: float,
-    ) -> Batch:
-        samples, slots = group.samples[first:last], group.slots[first:last]
-        fields = {name: _slice(value, first, last) for name, value in columns.items()}
-        generators = LazyGenerators(self.plan.settings.seed, step, slots, self.plan.cell_size)
-        if self._config.transform is not None:
-            fields = apply_to_samples(self._config.transform, fields, samples, generators, self._pool)
-        if self._config.batch_transform is not None:
-            fields = dict(self._config.batch_transform(fields, generators))
-        batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
-        return to_tensors(batch) if self._tensors else batch
 
     # ---- state
 
@@ -296,14 +257,6 @@ def _open_journal(plan: Plan, sources: Sources, config: LoaderConfig, topology: 
         rank=topology.rank,
         world=topology.world,
     )
-
-
-def _slice(value: Any, first: int, last: int) -> Any:
-    if isinstance(value, tuple):
-        values, borders = value
-        part = borders[first : last + 1]
-        return values[part[0] : part[-1]], part - part[0]
-    return value[first:last]
 
 
 def _own_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> list[int]:

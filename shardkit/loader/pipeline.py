@@ -7,30 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardkit.loader.batch import Batch
+from shardkit.loader.assembly import StepBatches
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.schedule import StepGroup
 
-__all__ = ["Pipeline", "PipelineCounts", "StepBatches"]
+__all__ = ["Pipeline", "PipelineCounts"]
 
 # One step's worth of Python costs tens of microseconds; steps are therefore worked out and gathered some at a time.
-_GROUP_BYTES = 4 << 20
-_MAX_GROUP_STEPS = 32
+_GROUP_BYTES = 8 << 20
+_MAX_GROUP_STEPS = 64
 _PLANNED_GROUPS = 3
 _POLL_S = 0.1  # how often a blocked thread looks whether it was told to stop
-
-
-class StepBatches(NamedTuple):
-    """One step as it goes to the trainer."""
-
-    step: int
-    cells: list[tuple[int, NDArray[np.int64]]]  # (lane, samples) as gathered, for the ledger
-    batches: list[Batch]  # one, or one per lane
 
 
 class PipelineCounts:
@@ -61,7 +49,7 @@ class Pipeline:
     def __init__(
         self,
         plan_group: Callable[[range], StepGroup],
-        assemble: Callable[[StepGroup, BlockWindow], Iterator[StepBatches]],
+        assemble: Callable[[StepGroup, BlockWindow], list[StepBatches]],
         window: BlockWindow,
         *,
         numbers: range,
@@ -120,11 +108,10 @@ class Pipeline:
             group = planned[0]
             self._request(planned)
             started = time.perf_counter()
-            steps = list(self._assemble(group, self._window))
+            steps = self._assemble(group, self._window)
             self.counts.gather_s += time.perf_counter() - started
             planned.popleft()
-            for needed in group.needed:
-                self._window.unpin(needed.tolist())
+            self._window.unpin(group.blocks)
             self._put(steps)
 
     def _plan_ahead(self, planned: deque[StepGroup]) -> None:
@@ -133,20 +120,18 @@ class Pipeline:
             # the first batch should not wait for a whole group
             steps = 1 if not planned and self.counts.plan_s == 0.0 else self._group_steps
             group = self._plan_group(self._left[:steps])
-            while len(group.numbers) > 1 and not self._window.holds(group.needed):
+            while len(group.numbers) > 1 and not self._window.holds(group.blocks):
                 self._group_steps = len(group.numbers) // 2
                 group = self._plan_group(self._left[: self._group_steps])
             self._left = self._left[len(group.numbers) :]
-            for needed in group.needed:
-                self._window.pin(needed.tolist())
+            self._window.pin(group.blocks)
             planned.append(group)
         self.counts.plan_s += time.perf_counter() - started
 
     def _request(self, planned: deque[StepGroup]) -> None:
         for position, group in enumerate(planned):
-            for needed in group.needed:
-                if not self._window.request(needed.tolist(), must=position == 0):
-                    return
+            if not self._window.request(group.blocks, must=position == 0):
+                return
 
     def _put(self, item: list[StepBatches] | BaseException | None) -> None:
         started = time.perf_counter()

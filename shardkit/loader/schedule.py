@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,9 +30,9 @@ class StepGroup(NamedTuple):
     slots: Int64s  # (n,) lane · cell_size + slot: the place in the grid
     lane_counts: Int64s  # (steps, lanes) rows of each cell
     borders: Int64s  # (steps + 1,)
-    block: Int64s  # (n,) dataset-wide block number
+    blocks: list[int]  # the distinct dataset-wide block numbers, in the order in which steps first need them
+    which: Int64s  # (n,) index into `blocks`
     row: Int64s  # (n,) row inside the block
-    needed: list[Int64s]  # per step: the distinct blocks, ascending
 
 
 def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range) -> StepGroup:
@@ -48,9 +47,20 @@ def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range)
     borders = np.zeros(len(cells) + 1, dtype=np.int64)
     np.cumsum(lane_counts.sum(axis=1), out=borders[1:])
     _, _, block, row = locate(samples)
-    edges = borders.tolist()
-    needed = [np.unique(block[a:b]) for a, b in itertools.pairwise(edges)]
-    return StepGroup(numbers, samples, places[present], lane_counts, borders, block, row, needed)
+    blocks, first, which = np.unique(block, return_index=True, return_inverse=True)
+    by_deadline = np.argsort(first)
+    rank = np.empty_like(by_deadline)
+    rank[by_deadline] = np.arange(len(by_deadline))
+    return StepGroup(
+        numbers,
+        samples,
+        places[present],
+        lane_counts,
+        borders,
+        blocks[by_deadline].tolist(),
+        rank[which],
+        row,
+    )
 
 
 def _cells(plan: Plan, lanes: list[int], numbers: range) -> Int64s:

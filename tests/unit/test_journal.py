@@ -19,7 +19,7 @@ PLAN = "cd" * 32
 def _write(directory: Path, steps: int) -> Path:
     with Journal(directory, manifest=MANIFEST, plan=PLAN, rank=1, world=2) as journal:
         for step in range(steps):
-            journal.record([(step, lane, np.arange(lane, lane + 3)) for lane in (4, 5)])
+            journal.record(step, [(lane, np.arange(lane, lane + 3)) for lane in (4, 5)])
     return journal.path
 
 
