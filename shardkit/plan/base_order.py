@@ -1,7 +1,8 @@
 """Base order: the rows of each group in manifest order, without an array of rows.
 
-No sort of all segments either: a coarse table holds, for every run of `chunk` segments, how many rows of each group come before it; a
-look-up scans only the chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
+No sort of all segments either: a coarse table holds, for every run of `chunk` segments, how many rows of
+each group come before it, and a look-up scans only the chunks it needs. Memory is at most 2**20 entries,
+whatever the number of rows.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ class NaturalGrid:
         at, gone = epoch.drop_at, epoch.dropped
         rows = np.array(self.groups.rows, dtype=np.int64)
         wraps = np.maximum(0, at + gone - rows)  # dropped rows at the front of the base order
-        middle = np.where(wraps > 0, rows, at)  # reduced positions from here on lie behind the dropped rows
+        middle = np.where(
+            (wraps > 0) | (gone == 0), rows, at
+        )  # reduced positions from here on lie behind the dropped rows
         skip = np.where(wraps > 0, wraps, 0)
         group = np.arange(len(rows), dtype=np.int64)
         return Hands(

@@ -66,7 +66,8 @@ def muldiv(
 ) -> NDArray[np.int64]:
     """``(factor * other + offset) // divisor``, exact.
 
-    Arrays broadcast; all values are >= 0 and the result fits int64. Products that might pass 2**62 are taken in Python integers.
+    Arrays broadcast; all values are >= 0 and the result fits int64. Products that might pass 2**62 are taken
+    in Python integers.
     """
     bound = int(factor.max(initial=0)) * int(other.max(initial=0)) + int(np.max(offset, initial=0))
     if bound < _SAFE and divisor < _SAFE:
@@ -79,6 +80,7 @@ def muldiv(
 
 def ragged(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """The concatenation of ``arange(start, start + length)`` over all pairs: int64[sum(lengths)]."""
-    total = int(lengths.sum())
     ends = np.cumsum(lengths)
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    numbers: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
+    numbers += np.arange(len(numbers), dtype=np.int64)
+    return numbers
