@@ -67,7 +67,8 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         type.
     """
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
-    types = infer_types(itertools.islice(_rows(source), SCAN_ROWS), options.field_types)
+    rows = itertools.islice(_rows(source, options.skip_bad_rows), SCAN_ROWS)
+    types = infer_types(rows, options.field_types, skip=options.skip_bad_rows)
     if not types:
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
@@ -76,12 +77,19 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     return JsonLinesImporter(source, schema, types, dict(options.field_types), cut_lines(source.files))
 
 
-def _rows(source: Source) -> Iterator[tuple[str, dict[str, object]]]:
+def _rows(source: Source, skip: bool) -> Iterator[tuple[str, dict[str, object]]]:
     for file in source.files:
         for number, line in enumerate(read_lines(file), 1):
-            if line.strip():
-                where = f"{file.path} line {number}"
-                yield where, _object(line, where)
+            if not line.strip():
+                continue
+            where = f"{file.path} line {number}"
+            try:
+                row = _object(line, where)
+            except SourceError:
+                if not skip:
+                    raise
+                continue
+            yield where, row
 
 
 def _object(line: bytes, where: str) -> dict[str, object]:

@@ -10,7 +10,7 @@ decision for whoever knows the data, and ``--schema field=json`` is always one w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardkit.errors import SourceError
 
@@ -42,13 +42,16 @@ class _Seen:
     inexact: int | None = None  # an integer that float64 would change
 
 
-def infer_types(rows: Iterable[tuple[str, Mapping[str, object]]], given: Mapping[str, str]) -> dict[str, str]:
+def infer_types(
+    rows: Iterable[tuple[str, Mapping[str, object]]], given: Mapping[str, str], *, skip: bool = False
+) -> dict[str, str]:
     """Field types that hold every row.
 
     Args:
         rows: (where, row) in source order; the first row fixes the fields and their order.
         given: field → type for fields that the user has typed; these are not inferred and take any value
         here.
+        skip: leave out rows that do not fit those before them; they fail again when they are read.
 
     Returns:
         field → type text, in the order of the first row.
@@ -58,14 +61,25 @@ def infer_types(rows: Iterable[tuple[str, Mapping[str, object]]], given: Mapping
     """
     seen: dict[str, _Seen] = {}
     fields: dict[str, None] = {}
-    first = ""
+    first, is_fixed = "", False
     for where, row in rows:
         if not first:
             first, fields = where, dict.fromkeys(row)
-        _check_fields(row, fields, where, first)
-        for name, value in row.items():
-            if name not in given:
-                _learn(seen, name, value, where)
+        known = {name: replace(one) for name, one in seen.items()} if skip else seen
+        try:
+            _check_fields(row, fields, where, first)
+            for name, value in row.items():
+                if name not in given:
+                    _learn(known, name, value, where)
+        except SourceError:
+            if not skip:
+                raise
+            if not is_fixed:
+                first = ""  # the row that was to fix the fields is left out itself
+            continue
+        seen, is_fixed = known, True
+    if not first:
+        return {}
     return {name: given[name] if name in given else _conclude(name, seen[name]) for name in fields}
 
 

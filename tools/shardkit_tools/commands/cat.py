@@ -1,0 +1,167 @@
+"""`shardkit cat`: one sample, as a person would want to see it, or one field of it as a file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import shardkit
+from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit.formats.media import sniff_extension
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    clean,
+    count_text,
+    is_terminal,
+    print_heading,
+    print_json,
+    print_line,
+)
+
+__all__ = ["cat"]
+
+_DUMP_BYTES = 64
+_TEXT_LINES = 20
+_TEXT_CHARACTERS = 2000
+_JSON_ITEMS = 10_000
+
+
+def cat(
+    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    row: Annotated[int, typer.Argument(metavar="ROW", help="The sample's number, from 0.")],
+    field: Annotated[str | None, typer.Option("--field", "-f", help="Only this field, and whole.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write the field's bytes to this new file; arrays as NumPy if it ends in .npy.",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print one sample, verified on the way.
+
+    With --field, what is not for a terminal goes to a pipe or to --out as it is.
+
+    Example: shardkit cat data/cats 17 --field image --out cat.jpg
+    """
+    if out is not None and field is None:
+        raise UsageError("--out takes the bytes of one field; name it with --field")
+    dataset = shardkit.open(root)
+    if field is not None and field not in dataset.schema:
+        raise NotFoundError(f"{root} has no field {field!r}; its fields are {', '.join(dataset.schema)}")
+    sample = dataset[row]
+    if out is not None and field is not None:
+        _write(out, _payload(sample[field], npy=out.suffix == ".npy"))
+        return
+    if as_json:
+        names = [field] if field is not None else list(sample)
+        document = {"sample": row, "key": dataset.key(row), "fields": {n: _plain(sample[n]) for n in names}}
+        print_json({**document, "source": dataset.source(row)})
+        return
+    if field is not None:
+        _print_whole(sample[field])
+        return
+    source = dataset.source(row)
+    came = f", from {clean(source[0])} row {source[1]}" if source is not None else ""
+    print_line(f"sample {row} of {count_text(len(dataset))}, key {clean(dataset.key(row))}{came}", "bold")
+    for name, value in sample.items():
+        label = (
+            dataset.classes[value] if name == "label" and dataset.classes and isinstance(value, int) else None
+        )
+        _print_field(name, str(dataset.schema[name]), value, label)
+
+
+def _print_field(name: str, kind: str, value: Any, label: str | None) -> None:
+    if isinstance(value, bytes):
+        print_heading(f"{name}: {kind}, {bytes_text(len(value))}, {sniff_extension(value)}")
+        _print_dump(value[:_DUMP_BYTES], len(value))
+    elif isinstance(value, str):
+        print_heading(f"{name}: {kind}, {count_text(len(value), 'character')}")
+        _print_text(value)
+    elif isinstance(value, np.ndarray):
+        print_heading(f"{name}: {kind}, shape {list(value.shape)}{_range(value)}")
+        print_line(np.array2string(value, threshold=40, edgeitems=3, max_line_width=90, precision=6))
+    elif isinstance(value, (dict, list)):
+        print_heading(f"{name}: {kind}")
+        _print_text(json.dumps(value, indent=2, ensure_ascii=False))
+    else:
+        print_heading(f"{name}: {kind}")
+        print_line(f"{value} ({clean(label)})" if label is not None else str(value))
+
+
+def _print_text(text: str) -> None:
+    lines = text[:_TEXT_CHARACTERS].splitlines()[:_TEXT_LINES]
+    for line in lines:
+        print_line(clean(line.expandtabs(4)))
+    shown = len("\n".join(lines))
+    if shown + 1 < len(text):
+        print_line(f"… {count_text(len(text) - shown, 'character')} more", "dim")
+
+
+def _print_dump(data: bytes, size: int) -> None:
+    for start in range(0, len(data), 16):
+        part = data[start : start + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
+        print_line(f"{start:08x}  {part.hex(' '):<47}  {text}")
+    if size > len(data):
+        print_line(f"… {count_text(size - len(data), 'byte')} more", "dim")
+
+
+def _print_whole(value: Any) -> None:
+    if not isinstance(value, (bytes, np.ndarray)):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        sys.stdout.write("\n".join(map(clean, text.split("\n"))) + "\n" if is_terminal() else text)
+    elif is_terminal():
+        what = value if isinstance(value, bytes) else value.tobytes()
+        _print_dump(what[:1024], len(what))
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(_payload(value))
+
+
+def _payload(value: Any, *, npy: bool = False) -> bytes:
+    if npy and not isinstance(value, (bytes, str, dict, list)):
+        stream = io.BytesIO()
+        np.save(stream, np.asarray(value), allow_pickle=False)
+        return stream.getvalue()
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value.encode() if isinstance(value, str) else json.dumps(value, ensure_ascii=False).encode()
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        with path.open("xb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be made ({error.strerror}); name a new file in a folder") from error
+    print_line(f"{path}: {bytes_text(len(data))}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {
+            "bytes": len(value),
+            "sha256": hashlib.sha256(value).hexdigest(),
+            "kind": sniff_extension(value),
+        }
+    if isinstance(value, np.ndarray):
+        items = value.tolist() if value.size <= _JSON_ITEMS else None
+        return {"dtype": value.dtype.name, "shape": list(value.shape), "items": items}
+    return value
+
+
+def _range(value: np.ndarray[Any, Any]) -> str:
+    return f", {value.min()} to {value.max()}" if value.size and value.dtype.kind in "iuf" else ""

@@ -1,0 +1,95 @@
+"""`shardkit export`: a dataset in the words of other tools."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import shardkit
+from shardkit.dataset import Dataset
+from shardkit.errors import StoreError
+from shardkit.formats import extension, parse_digest
+from shardkit.storage import Repository, object_name
+
+__all__ = ["export"]
+
+
+class Kind(StrEnum):
+    """What a dataset can be exported as."""
+
+    SHA256SUMS = "sha256sums"
+    URLS = "urls"
+
+
+def export(
+    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to export.")],
+    kind: Annotated[
+        Kind, typer.Option("--as", help="sha256sums: for `sha256sum -c`; urls: the shards' paths.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write to this new file instead of standard output.")
+    ] = None,
+) -> None:
+    """Hand a version to other tools.
+
+    sha256sums lists every object of the version, with paths as they are in ROOT; urls lists the shards
+    alone, in order.
+
+    Example: shardkit export data/cats --as sha256sums -o /tmp/sums && cd data/cats && sha256sum -c --quiet
+    /tmp/sums
+    """
+    dataset = shardkit.open(root)
+    lines = _sums(dataset) if kind is Kind.SHA256SUMS else _urls(dataset)
+    with ExitStack() as stack:
+        stream = sys.stdout
+        if out is not None:
+            try:
+                stream = stack.enter_context(out.open("x"))
+            except OSError as error:
+                raise StoreError(
+                    f"{out}: cannot be made ({error.strerror}); name a new file in a folder"
+                ) from error
+        stream.writelines(f"{line}\n" for line in lines)
+
+
+def object_names(dataset: Dataset) -> Iterator[tuple[Repository, str, str]]:
+    """(repository, digest, name) of every object of a version: roots, pages, selections, indexes, shards."""
+    roots = [(dataset.repository, dataset.manifest)] if dataset.manifest.parts else []
+    roots += [(part.repository, part.manifest) for part in dataset.version.parts]
+    for repository, manifest in roots:
+        digests = [(manifest.id, "manifest"), *((page.digest, "page") for page in manifest.pages)]
+        digests += [(manifest.sources, "sources")] if manifest.sources is not None else []
+        for digest, kind in digests:
+            yield repository, digest, object_name(digest, kind)
+    for shard in range(len(dataset.table)):
+        yield from shard_names(dataset, shard)
+
+
+def shard_names(dataset: Dataset, shard: int) -> Iterator[tuple[Repository, str, str]]:
+    """(repository, digest, name) of a shard, its index and its selection."""
+    part = dataset.version.part_of(shard)
+    suffix = extension(part.manifest.format, part.manifest.compression)
+    digests = [(dataset.table.digest_text(shard), suffix), (dataset.table.index_digest_text(shard), "index")]
+    selection = dataset.table.selection_digest_text(shard)
+    for digest, kind in [*digests, *([(selection, "selection")] if selection is not None else [])]:
+        yield part.repository, digest, object_name(digest, kind)
+
+
+def _sums(dataset: Dataset) -> Iterator[str]:
+    seen = set()
+    for _, digest, name in object_names(dataset):
+        if name not in seen:
+            seen.add(name)
+            yield f"{parse_digest(digest)}  {name}"
+
+
+def _urls(dataset: Dataset) -> Iterator[str]:
+    for shard in range(len(dataset.table)):
+        repository, _, name = next(shard_names(dataset, shard))
+        yield f"{repository.url}/{name}"

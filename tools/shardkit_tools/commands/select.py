@@ -1,0 +1,98 @@
+"""`shardkit select`: a version that holds only some samples of another; no sample is copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+import shardkit
+from shardkit.dataset import Dataset
+from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.errors import SourceError, UsageError
+from shardkit.storage import Repository
+from shardkit_tools.console import JsonFlag, count_text, print_json, print_line, share_text, short_id
+from shardkit_tools.versions import parse_url
+
+__all__ = ["select"]
+
+
+def select(
+    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to take samples from.")],
+    ref: Annotated[str, typer.Option("--ref", help="The ref that the new version gets.")],
+    where: Annotated[str | None, typer.Option("--where", help="A condition, such as 'label < 5'.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--rows", help="A file with the sample numbers to keep, one a line.")
+    ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option("--exclude", help="A file with the sample numbers to leave out, one a line."),
+    ] = None,
+    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
+    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a version that holds only some samples of another, over the same shards.
+
+    Conditions compare number and text fields: and, or, not, in, ==, !=, <, <=, >, >=.
+
+    Example: shardkit select data/web --where "lang in ('de', 'fr') and score >= 0.5" --ref good
+    """
+    if sum(option is not None for option in (where, rows, exclude)) != 1:
+        raise UsageError("select takes one of --where, --rows and --exclude")
+    dataset = shardkit.open(root)
+    if where is not None:
+        view = dataset.select(where=where)
+    else:
+        view = dataset.select(rows=_numbers(dataset, rows, exclude))
+    note = (
+        {"where": where}
+        if where is not None
+        else {"rows": "listed" if rows is not None else "all but listed"}
+    )
+    masks = {shard: _mask(view, shard) for shard in range(len(view.table))}
+    manifest, table, selections = select_rows(
+        dataset.manifest, dataset.table, masks, row_strata=dataset.row_strata, build={"select": note}
+    )
+    repository = Repository.open(parse_url(root)[0])
+    put_selected(repository, manifest, table, selections)
+    said = message or (f"select {where}" if where is not None else "select by list")
+    repository.commit({ref: manifest.id}, message=said, author=author)
+    if as_json:
+        print_json({"root": parse_url(root)[0], "ref": ref, "id": manifest.id, "samples": manifest.selected})
+        return
+    share = share_text(manifest.selected, dataset.manifest.selected)
+    print_line(
+        f"{parse_url(root)[0]}@{ref}: {count_text(manifest.selected, 'sample')}, {share} of "
+        f"{root}; {short_id(manifest.id)}"
+    )
+
+
+def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:
+    mask = np.zeros(int(view.table.rows[shard]), dtype=np.bool_)
+    mask[view.rows.rows_of_shard(shard)] = True
+    return mask
+
+
+def _numbers(dataset: Dataset, rows: Path | None, exclude: Path | None) -> NDArray[np.int64]:
+    path = rows or exclude
+    assert path is not None
+    try:
+        lines = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(
+            f"{path}: cannot be read ({error}); give a file with one sample number a line"
+        ) from error
+    numbers = np.zeros(len(lines), dtype=np.int64)
+    for place, text in enumerate(lines):
+        if not text.isdecimal() or int(text) >= len(dataset):
+            raise SourceError(f"{path}: {text!r} is not a sample number; expected 0 to {len(dataset) - 1}")
+        numbers[place] = int(text)
+    if rows is not None:
+        return np.unique(numbers)
+    keep = np.ones(len(dataset), dtype=np.bool_)
+    keep[numbers] = False
+    return np.flatnonzero(keep).astype(np.int64)

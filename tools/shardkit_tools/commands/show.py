@@ -1,0 +1,227 @@
+"""`shardkit show`: everything about one version, on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import shardkit
+from shardkit.dataset import Dataset
+from shardkit.manifest import Manifest, ShardTable
+from shardkit.storage import LogEntry, Repository
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    clean,
+    count_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+    share_text,
+    short_id,
+)
+from shardkit_tools.versions import load_root, named_versions, parse_url, stratum_label, time_text
+
+__all__ = ["show"]
+
+_STRATA_SHOWN = 25
+
+
+def show(
+    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    all_strata: Annotated[
+        bool, typer.Option("--all", help="Show every stratum, however many there are.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a version: schema, strata, shards, splits and how it was built.
+
+    Example: shardkit show data/cats@val
+    """
+    dataset = shardkit.open(root)
+    path, ref = parse_url(root)
+    document = describe(dataset, path, ref)
+    if as_json:
+        print_json(document)
+        return
+    _print_facts(document)
+    print_heading("Fields")
+    print_table(["field", "type"], list(document["schema"].items()))
+    _print_strata(document, all_strata)
+    _print_splits(document)
+    if document["build"]:
+        print_heading("Built with")
+        print_facts([(name, _setting(value)) for name, value in sorted(document["build"].items())])
+
+
+def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    manifest, table = dataset.manifest, dataset.table
+    log = dataset.repository.log()
+    return {
+        "root": root,
+        "ref": ref,
+        "id": manifest.id,
+        "parent": manifest.parent,
+        "commit": _commit(log, manifest.id),
+        "samples": manifest.selected,
+        "rows": manifest.rows,
+        "format": manifest.format,
+        "compression": manifest.compression,
+        "schema": {name: str(kind) for name, kind in manifest.schema.items()},
+        "axes": list(manifest.axes),
+        "strata": _strata(manifest),
+        "classes": list(manifest.classes),
+        "shards": _shards(table),
+        "stored_bytes": manifest.stored_bytes,
+        "raw_bytes": manifest.raw_bytes,
+        "parts": [{"name": name, "id": part} for name, part in manifest.parts],
+        "splits": _splits(dataset.repository, log, manifest),
+        "sources": manifest.sources,
+        "build": dict(manifest.build),
+    }
+
+
+def _commit(log: list[LogEntry], manifest_id: str) -> dict[str, Any] | None:
+    """The first commit that named the manifest."""
+    for entry in reversed(log):
+        if manifest_id in (*entry.refs.values(), *entry.tags.values()):
+            return {"n": entry.n, "time": entry.time, "message": entry.message, "author": entry.author}
+    return None
+
+
+def _strata(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": stratum.name,
+            "label": stratum_label(stratum, manifest.axes, manifest.classes),
+            "values": list(stratum.values),
+            "samples": stratum.selected,
+            "rows": stratum.rows,
+            "in_pool": stratum.in_pool,
+        }
+        for stratum in manifest.strata
+        if not stratum.pooled
+    ]
+
+
+def _shards(table: ShardTable) -> dict[str, int]:
+    blocks = -(-table.segment_rows // table.block_rows[table.segment_shard])
+    return {
+        "count": len(table),
+        "smallest_bytes": int(table.size.min(initial=2**62)) if len(table) else 0,
+        "largest_bytes": int(table.size.max(initial=0)),
+        "blocks": int(blocks.sum()),
+        "block_rows_least": int(np.min(table.block_rows, initial=2**62)) if len(table) else 0,
+        "block_rows_most": int(table.block_rows.max(initial=0)),
+        "largest_block_bytes": int(table.largest_block.max(initial=0)),
+        "index_bytes": int(table.index_size.sum()),
+    }
+
+
+def _splits(repository: Repository, log: list[LogEntry], manifest: Manifest) -> list[dict[str, Any]]:
+    """Other refs and tags over the same rows: versions that were selected from this one, or with it from another."""
+    family = {manifest.id, manifest.parent} - {None}
+    found = []
+    for version in named_versions(log):
+        other = load_root(repository, version.manifest_id)
+        if other.id != manifest.id and (other.parent in family or other.id == manifest.parent):
+            found.append({"name": version.name, "id": other.id, "samples": other.selected})
+    return found
+
+
+def _print_facts(document: Mapping[str, Any]) -> None:
+    shards, commit = document["shards"], document["commit"]
+    raw, stored = document["raw_bytes"], document["stored_bytes"]
+    samples = count_text(document["samples"])
+    if document["samples"] != document["rows"]:
+        samples += (
+            f" of {count_text(document['rows'])} rows ({share_text(document['samples'], document['rows'])})"
+        )
+    sizes = f"{bytes_text(shards['smallest_bytes'])} to {bytes_text(shards['largest_bytes'])}"
+    largest = bytes_text(shards["largest_block_bytes"])
+    rows = _range(shards["block_rows_least"], shards["block_rows_most"])
+    compression = document["compression"].replace(":", " level ")
+    print_line(f"{document['root']}@{document['ref']}", "bold")
+    facts = [
+        ("id", document["id"]),
+        ("samples", samples),
+        (
+            "format",
+            document["format"]
+            + (f", {compression}" if document["compression"] != "none" else ", uncompressed"),
+        ),
+        (
+            "size",
+            bytes_text(stored) + (f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if raw != stored else ""),
+        ),
+        ("shards", f"{count_text(shards['count'])} of {sizes}" if shards["count"] > 1 else "1"),
+        ("blocks", f"{count_text(shards['blocks'])} of up to {rows} rows, {largest}"),
+    ]
+    if commit is not None:
+        said = f", {clean(commit['message'])}" if commit["message"] else ""
+        facts.append(("committed", f"{time_text(commit['time'])} UTC as number {commit['n']}{said}"))
+    if document["parent"] is not None:
+        facts.append(("selected from", document["parent"]))
+    facts += [("part", f"{clean(part['name'])} {part['id']}") for part in document["parts"]]
+    print_facts(facts)
+
+
+def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
+    strata = document["strata"]
+    axes = " and ".join(document["axes"])
+    if not axes:
+        print_heading("Not stratified: every batch is drawn from all samples alike")
+        return
+    print_heading(f"{count_text(len(strata))} strata by {axes}")
+    shown = strata if all_strata else strata[:_STRATA_SHOWN]
+    print_table(
+        ["*stratum", ">samples", ">share", ""],
+        [
+            (
+                stratum["label"],
+                count_text(stratum["samples"]),
+                share_text(stratum["samples"], document["samples"]),
+                "pooled: too rare for every shard" if stratum["in_pool"] else "",
+            )
+            for stratum in shown
+        ],
+    )
+    if len(shown) < len(strata):
+        print_line(f"… and {count_text(len(strata) - len(shown))} more (--all)")
+
+
+def _print_splits(document: Mapping[str, Any]) -> None:
+    if document["splits"]:
+        print_heading("Other versions of the same rows")
+        print_table(
+            ["name", ">samples", ">share", "id"],
+            [
+                (
+                    clean(split["name"]),
+                    count_text(split["samples"]),
+                    share_text(split["samples"], document["rows"]),
+                    short_id(split["id"]),
+                )
+                for split in document["splits"]
+            ],
+        )
+
+
+def _range(least: int, most: int) -> str:
+    return count_text(most) if least == most else f"{least:,} to {most:,}"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, dict):
+        return clean(", ".join(f"{name} {_setting(item)}" for name, item in value.items()))
+    if isinstance(value, list):
+        return clean(
+            ", ".join(" ".join(map(str, item)) if isinstance(item, list) else str(item) for item in value)
+        )
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else clean(str(value))

@@ -1,0 +1,42 @@
+"""`shardkit tag`: a name for a version that never moves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardkit.storage import Repository
+from shardkit_tools.console import JsonFlag, print_json, print_line
+from shardkit_tools.versions import parse_url
+
+__all__ = ["tag"]
+
+
+def tag(
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT[@REF]", help="The version to name; without @REF: main.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
+    ref: Annotated[
+        str | None, typer.Argument(metavar="[REF]", help="Another way to say which version.")
+    ] = None,
+    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
+    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Give a version a name that can never be moved to another.
+
+    Example: shardkit tag data/cats v1 -m "as used in the paper"
+    """
+    path, given = parse_url(root)
+    wanted = ref or given
+    repository = Repository.open(path)
+    manifest = repository.resolve(wanted)
+    known = repository.tags.get(name) == manifest
+    if not known:
+        repository.commit({}, {name: manifest}, message=message or f"tag {name} for {wanted}", author=author)
+    if as_json:
+        print_json({"root": path, "tag": name, "id": manifest, "created": not known})
+    else:
+        print_line(f"{path}@{name} {'was' if known else 'is'} {manifest}{' already' if known else ''}")

@@ -1,0 +1,195 @@
+"""How commands print: pages and tables for people on a terminal, plain lines elsewhere, one JSON document on demand.
+
+Terminal: ids are shortened, tables fit the window. Elsewhere: everything is whole, columns are separated by
+two spaces or more, so that `awk` and `grep` find what they look for. What comes out of a dataset (keys,
+class names, text) may hold control characters; they are shown escaped, never sent to the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "JsonFlag",
+    "StatusLine",
+    "bytes_text",
+    "clean",
+    "count_text",
+    "duration_text",
+    "is_terminal",
+    "print_facts",
+    "print_heading",
+    "print_json",
+    "print_line",
+    "print_table",
+    "share_text",
+    "short_id",
+]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_ID_DIGITS = 12
+
+
+def is_terminal() -> bool:
+    """Whether a person looks at standard output (TTY_COMPATIBLE=1 says yes where it cannot be seen)."""
+    return Console().is_terminal
+
+
+def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print one JSON document to standard output."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_line(text: str = "", style: str = "") -> None:
+    """Print a line of text; on a terminal it is wrapped at words."""
+    if is_terminal():
+        _console().print(Text(text, style=style), soft_wrap=False)
+    else:
+        sys.stdout.write(text + "\n")
+
+
+def print_heading(text: str) -> None:
+    """Print what the lines below it are about, after an empty line."""
+    print_line()
+    print_line(text, "bold")
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print names and values, one pair a line."""
+    width = max(len(name) for name, _ in facts)
+    if not is_terminal():
+        sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in facts)
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts:
+        grid.add_row(Text(name), Text(value))
+    _console().print(grid)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; a column whose heading starts with `>` is set to the right, one with `*` may be wrapped.
+
+    Args:
+        columns: headings.
+        rows: as many texts each as there are columns.
+    """
+    headings = [column.lstrip(">*") for column in columns]
+    if not is_terminal():
+        _print_plain(columns, headings, rows)
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column, heading in zip(columns, headings, strict=True):
+        wraps = column.startswith("*")
+        table.add_column(
+            heading,
+            justify="right" if column.startswith(">") else "left",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    _console().print(table)
+
+
+def _print_plain(columns: Sequence[str], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    lines = [headings, *rows]
+    widths = [max(_cells(line[place]) for line in lines) for place in range(len(headings))]
+    for line in lines:
+        cells = [
+            " " * (width - _cells(cell)) + cell
+            if column.startswith(">")
+            else cell + " " * (width - _cells(cell))
+            for column, cell, width in zip(columns, line, widths, strict=True)
+        ]
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+
+
+def clean(text: str) -> str:
+    """Text on one line, with what is not printable as a backslash escape."""
+    return "".join(character if _is_printable(character) else _escaped(character) for character in text)
+
+
+def short_id(digest: str) -> str:
+    """A digest as people read it on a terminal; the whole elsewhere."""
+    kind, colon, digits = digest.partition(":")
+    return f"{kind}{colon}{digits[:_ID_DIGITS]}…" if is_terminal() and len(digits) > _ID_DIGITS else digest
+
+
+def bytes_text(size: int) -> str:
+    """A size with its unit, three digits at least: 812 bytes, 1.46 MiB, 12.3 GiB."""
+    value, unit = float(size), 0
+    while value >= 1024 and unit + 1 < len(_UNITS):
+        value, unit = value / 1024, unit + 1
+    if not unit:
+        return f"{size} byte{'s' if size != 1 else ''}"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_UNITS[unit]}"
+
+
+def count_text(count: int, noun: str = "") -> str:
+    """A number with its thousands set apart, and the noun in its number."""
+    text = f"{count:,}"
+    return text if not noun else f"{text} {noun}{'' if count == 1 else 's'}"
+
+
+def duration_text(seconds: float) -> str:
+    """A time for people: 0.8 s, 42 s, 3:07 min, 5:20 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = int(seconds) // 60
+    return (
+        f"{minutes}:{int(seconds) % 60:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
+    )
+
+
+def share_text(part: int, whole: int) -> str:
+    """A share in per cent."""
+    return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
+class StatusLine:
+    """One line of standard error that is kept up to date while somebody looks; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_seen = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._is_seen:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[K{text[:width]}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Take the line away."""
+        self.show("")
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _cells(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def _is_printable(character: str) -> bool:
+    return character.isprintable() and unicodedata.category(character) not in ("Cf", "Co")
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

@@ -1,0 +1,71 @@
+"""Versions as commands name and describe them: `ROOT`, `ROOT@REF`, `ROOT@sha256:…`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, Stratum
+from shardkit.storage import DEFAULT_REF, LogEntry, Repository, parse_dataset_url
+from shardkit_tools.console import clean
+
+__all__ = ["NamedVersion", "load_root", "named_versions", "parse_url", "stratum_label", "time_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedVersion:
+    """A ref or tag, and the commit that gave it its present manifest."""
+
+    name: str
+    is_tag: bool
+    manifest_id: str
+    commit: LogEntry
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """(root, ref) of a version; the ref is ``main`` where none is given."""
+    root, ref = parse_dataset_url(url)
+    return root, ref or DEFAULT_REF
+
+
+def load_root(repository: Repository, manifest_id: str) -> Manifest:
+    """The root of a manifest, verified; its pages are not read.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
+    """
+    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
+
+
+def named_versions(log: Sequence[LogEntry]) -> list[NamedVersion]:
+    """Refs (``main`` first), then tags, as they stand.
+
+    Args:
+        log: newest first, as `Repository.log` gives it.
+    """
+    if not log:
+        return []
+    versions = []
+    for is_tag, names in ((False, log[0].refs), (True, log[0].tags)):
+        for name in sorted(names, key=lambda name: (name != DEFAULT_REF, name)):
+            commit = log[0]
+            for entry in log:
+                if (entry.tags if is_tag else entry.refs).get(name) != names[name]:
+                    break
+                commit = entry
+            versions.append(NamedVersion(name, is_tag, names[name], commit))
+    return versions
+
+
+def stratum_label(stratum: Stratum, axes: Sequence[str], classes: Sequence[str]) -> str:
+    """The name of a stratum, with the class name where one of its axes is the label."""
+    if "label" in axes and classes and len(stratum.values) == len(axes):
+        value = stratum.values[list(axes).index("label")]
+        if value.isdecimal() and int(value) < len(classes):
+            return clean(f"{stratum.name} {classes[int(value)]}")
+    return clean(stratum.name)
+
+
+def time_text(time: str) -> str:
+    """A commit's time for people: 2026-11-20 18:44:05."""
+    return time.replace("T", " ").removesuffix("Z")
