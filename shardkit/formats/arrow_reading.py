@@ -19,6 +19,7 @@ from shardkit.errors import FormatError
 from .arrow_message import BatchHeader, raw_message_bytes, read_batch_header
 from .arrow_schema import KEY_FIELD, arrow_schema
 from .block import Column, FixedColumn, VariableColumn
+from .compression import MAX_RATIO
 from .schema import FieldType, Schema
 
 __all__ = ["decode_batch"]
@@ -57,6 +58,8 @@ def decode_batch(
         )
     if bool((header.nodes[:, 1] != 0).any()):
         raise FormatError("arrow message: a column declares nulls")
+    if codec != "none" and raw_size > MAX_RATIO * len(message):
+        raise FormatError(f"arrow message: {len(message)} bytes cannot hold {raw_size}")
     if raw_message_bytes(header, message) != raw_size:
         raise FormatError(
             f"arrow message: {raw_message_bytes(header, message)} raw bytes, the index says {raw_size}"

@@ -20,7 +20,7 @@ __all__ = [
 MAX_WINDOW = 8 << 20  # zstd level 19 needs no more; RFC 8878 recommends that every decoder supports it
 MAX_LEVEL = 19
 _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
-_MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
+MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
 
 
 def normalise_compression(text: object) -> str:
@@ -45,7 +45,7 @@ def zstd_level(compression: str) -> int | None:
     return int(compression.partition(":")[2]) if compression.startswith("zstd") else None
 
 
-def extension(format: str, compression: str) -> str:  # noqa: A002
+def extension(format: str, compression: str) -> str:
     """File name extension of a shard: ``tar``, ``tar.zst`` or ``arrow``.
 
     Raises:
@@ -85,7 +85,7 @@ def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> by
             raise FormatError(
                 f"{what}: zstd frame wants a dictionary or a window of {header.window_size} bytes"
             )
-        if raw_bytes > _MAX_RATIO * len(frame):
+        if raw_bytes > MAX_RATIO * len(frame):
             raise FormatError(f"{what}: zstd frame of {len(frame)} bytes cannot hold {raw_bytes}")
         raw = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:

@@ -137,9 +137,28 @@ def _encode_numbers(kind: FieldType, value: object, where: str, name: str) -> by
     expected = "one dimension of any length" if kind.kind == "ragged" else f"shape {kind.shape}"
     if array.ndim != 1 if kind.kind == "ragged" else array.shape != kind.shape:
         _refuse(kind, value, where, name, f"its shape is {array.shape}, expected {expected}")
+    if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):
+        array = _exact_integers(kind, value, array, where, name)
     if array.dtype != dtype:
         array = _convert(kind, array, where, name)
     return array.astype(dtype, copy=False).tobytes()
+
+
+def _exact_integers(
+    kind: FieldType, value: object, array: np.ndarray[Any, Any], where: str, name: str
+) -> np.ndarray[Any, Any]:
+    """Undo what numpy does to a list that holds integers beyond int64: it rounds them to float64 without a word."""
+    if not bool((np.abs(array) >= 2.0**53).any()):
+        return array
+    items = np.asarray(value, object).ravel().tolist()
+    if not any(isinstance(item, int) and int(float(item)) != item for item in items):
+        return array
+    if kind.numpy_dtype.kind not in "iu" or any(item != item or item % 1 for item in items):
+        _refuse(kind, value, where, name, f"a value is not exact in {kind.dtype}")
+    try:
+        return np.array([int(item) for item in items], kind.dtype).reshape(array.shape)
+    except OverflowError:
+        _refuse(kind, value, where, name, f"an integer is out of range of {kind.dtype}")
 
 
 def _convert(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str) -> np.ndarray[Any, Any]:
@@ -192,7 +211,10 @@ def _item_type(array: np.ndarray[Any, Any]) -> str:
 
 
 def _refuse(kind: FieldType, value: object, where: str, name: str, why: str) -> NoReturn:
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except RecursionError:
+        shown = "nested too deep to show"
     shown = shown if len(shown) <= 80 else shown[:77] + "…"
     raise SampleError(
         f"{where}: field {name!r} ({kind}) cannot take {type(value).__name__} {shown}: {why}"

@@ -55,7 +55,7 @@ def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:
     return f"{head}-{digest}" if head else digest
 
 
-def max_key_bytes(schema: Mapping[str, FieldType], format: str) -> int:  # noqa: A002
+def max_key_bytes(schema: Mapping[str, FieldType], format: str) -> int:
     """Longest key that a shard of `schema` can hold; tar member names end at 100 bytes."""
     if format != "tar":
         return MAX_KEY_BYTES

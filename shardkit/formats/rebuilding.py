@@ -14,7 +14,7 @@ from shardkit.errors import FormatError
 
 from .arrow_message import END_OF_STREAM, file_head_size, raw_message_bytes, read_batch_header
 from .arrow_reading import decode_batch
-from .compression import decompress_frame, extension, normalise_compression
+from .compression import MAX_RATIO, decompress_frame, extension, normalise_compression
 from .digest import xxh3
 from .index import ShardIndex, block_starts
 from .index_checks import MAX_BLOCK_BYTES
@@ -42,7 +42,7 @@ class _Found:
 def build_index(
     data: Buffer,
     *,
-    format: str,  # noqa: A002
+    format: str,
     compression: str,
     schema: Schema,
     block_rows: int,
@@ -194,7 +194,7 @@ def _walk_arrow(view: memoryview, schema: Schema, compression: str) -> _Found:
         header = read_batch_header(view[position:])
         stored = view[position : position + header.message_bytes]
         raw_size = raw_message_bytes(header, stored)
-        if raw_size > min(MAX_BLOCK_BYTES, len(stored) << 16) or not 0 < header.rows < 2**31:
+        if raw_size > min(MAX_BLOCK_BYTES, MAX_RATIO * len(stored)) or not 0 < header.rows < 2**31:
             raise FormatError(f"arrow message at {position}: declares {header.rows} rows, {raw_size} bytes")
         _, keys = decode_batch(stored, schema, compression.partition(":")[0], header.rows, raw_size)
         found.keys += [keys.payload(row).decode() for row in range(header.rows)]

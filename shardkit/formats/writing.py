@@ -56,7 +56,7 @@ class BlockEncoder(Protocol):
 def open_writer(
     sink: Sink,
     *,
-    format: str = "tar",  # noqa: A002
+    format: str = "tar",
     compression: str = "none",
     schema: Schema,
     block_rows: int,
@@ -84,7 +84,7 @@ def open_writer(
     )
 
 
-def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:  # noqa: A002
+def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:
     """Raw bytes that a row takes: exact for tar; for arrow an estimate that takes a key of 24 bytes.
 
     Args:
@@ -111,7 +111,7 @@ class ShardWriter:
         sink: Sink,
         encoder: BlockEncoder,
         *,
-        format: str,  # noqa: A002
+        format: str,
         compression: str,
         schema: Schema,
         block_rows: int,

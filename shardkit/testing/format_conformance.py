@@ -107,7 +107,7 @@ def write_shard(
     samples: Sequence[Mapping[str, object]],
     schema: Schema,
     *,
-    format: str,  # noqa: A002
+    format: str,
     compression: str,
     block_rows: int,
     keys: Sequence[str] | None = None,

@@ -43,7 +43,7 @@ def test_round_trip(meta: dict[str, Any], columns: dict[str, Any], compress: boo
 
 def container() -> bytes:
     rng = np.random.default_rng(7)
-    columns = {
+    columns: dict[str, Any] = {
         "offset": np.arange(500, dtype=np.uint64) * 512,
         "noise": rng.integers(0, 256, (40, 32), dtype=np.uint8),
         "few": np.array([1, 2, 3], np.int32),
@@ -132,10 +132,10 @@ def test_trailing_padding_and_wrong_kinds_are_refused() -> None:
     with pytest.raises(FormatError, match="expected page"):
         unpack_columns(packed, "page")
     header = int.from_bytes(packed[8:16], "little")
-    broken = bytearray(packed)
-    broken[16 + header] = 1  # padding before the first column
+    dirty = bytearray(packed)
+    dirty[16 + header] = 1  # padding before the first column
     with pytest.raises(FormatError, match="padding"):
-        unpack_columns(bytes(broken), "index")
+        unpack_columns(bytes(dirty), "index")
 
 
 def test_caps_hold_and_the_writer_stays_inside_them() -> None:
