@@ -19,6 +19,7 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.manifest import Manifest
 from shardkit.storage import Repository
+from shardkit.storage.os_errors import explained
 from shardkit.storage.temporaries import FOLDER, temporary_name
 
 __all__ = ["Writer", "create"]
@@ -29,7 +30,7 @@ def create(
     schema: Mapping[str, str] | Schema,
     *,
     stratify: str | Sequence[str] | None = None,
-    format: str = "tar",  # noqa: A002 (the word of the interface)
+    format: str = "tar",
     compression: str = "none",
     shard_size: int | str = "256MiB",
     block_size: int | str = "1MiB",
@@ -233,5 +234,6 @@ def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | Non
             raise UsageError(f"scratch directory {folder} does not exist; make it, or name another")
         return folder
     folder = os.path.join(repository.url, FOLDER)
-    os.makedirs(folder, exist_ok=True)
+    with explained(f"make {folder}", writing=True):
+        os.makedirs(folder, exist_ok=True)
     return folder

@@ -25,7 +25,7 @@ from shardkit.dataset.create import scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import Layout, lay_out
 from shardkit.dataset.row_table import AllRows, check_unique_keys, describe_row, join_parts, rows_of_shards
-from shardkit.dataset.scratch import RUN_BYTES, PartFiles
+from shardkit.dataset.scratch import RUN_BYTES, PartFiles, RowColumns
 from shardkit.dataset.shard_writing import GATHER_BYTES, ShardRows, WrittenShard
 from shardkit.dataset.sources import SourceDigest, SourcesObject, pack_sources
 from shardkit.errors import IntegrityError, SourceError
@@ -34,7 +34,7 @@ from shardkit.manifest import Manifest
 from shardkit.storage import LogEntry, Repository
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
-from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskRows, digest_file
+from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskFacts, TaskRows, digest_file
 from shardkit_tools.building.resuming import finished_tasks
 from shardkit_tools.building.workers import run_all
 from shardkit_tools.building.writing import WriteWorker, finished_shard
@@ -152,8 +152,8 @@ class Engine:
         Raises:
             SourceError, SampleError, ConfigurationError: as `build` would.
         """
-        found = self._read("", {})
-        plan = self._plan(found, None)
+        found, columns = self._read("", {})
+        plan = self._plan(found, columns, None)
         return self._result(found, plan, None, None, None, 0, 0)
 
     def build(self) -> BuildResult:
@@ -181,8 +181,9 @@ class Engine:
 
     def _build(self, repository: Repository, parent: str, job: JobDirectory) -> BuildResult:
         reused = finished_tasks(job, self._tasks)
-        found = self._read(job.path, reused)
-        plan = self._plan(found, job)
+        reused_tasks = len(reused)
+        found, columns = self._read(job.path, reused)
+        plan = self._plan(found, columns, job)
         shards, reused_shards = self._write(repository, job, found, plan)
         self._meter.begin("commit")
         skipped = _skipped(found)
@@ -192,19 +193,19 @@ class Engine:
         listed = self._list_skipped(parent, skipped)
         entry = self._commit(repository, made)
         self._meter.end()
-        return self._result(found, plan, made, entry, listed, len(reused), reused_shards)
+        return self._result(found, plan, made, entry, listed, reused_tasks, reused_shards)
 
-    def _read(self, folder: str, reused: Mapping[int, TaskRows]) -> list[TaskRows]:
-        """Pass 1: the rows of every task, in source order."""
-        todo = [ReadTask(number, task) for number, task in enumerate(self._tasks) if number not in reused]
+    def _read(self, folder: str, found: dict[int, TaskRows]) -> tuple[list[TaskFacts], list[RowColumns]]:
+        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
+        todo = [ReadTask(number, task) for number, task in enumerate(self._tasks) if number not in found]
         total = sum(task.size for task in self._tasks)
         left = sum(item.task.size for item in todo)
         self._meter.begin(
             "read",
             total_bytes=total,
-            done_rows=sum(len(rows.columns) for rows in reused.values()),
+            done_rows=sum(len(rows.columns) for rows in found.values()),
             done_bytes=total - left,
-            reused=len(reused),
+            reused=len(found),
             scratch_bytes=total if folder else 0,
         )
         layout = self._version.settings
@@ -217,14 +218,15 @@ class Engine:
             skip=self._settings.skip,
             run_bytes=self._settings.run_bytes,
         )
-        found = dict(reused)
         for rows in run_all(make, todo, self._jobs(len(todo), left), self._meter.add):
-            found[rows.number] = rows
+            found[rows.facts.number] = rows
         self._meter.end()
-        return [found[number] for number in range(len(self._tasks))]
+        tasks = [found.pop(number) for number in range(len(self._tasks))]
+        return [task.facts for task in tasks], [task.columns for task in tasks]
 
-    def _plan(self, found: Sequence[TaskRows], job: JobDirectory | None) -> _Plan:
-        rows = join_parts([task.columns for task in found])
+    def _plan(self, found: Sequence[TaskFacts], columns: list[RowColumns], job: JobDirectory | None) -> _Plan:
+        rows = join_parts(columns)
+        columns.clear()  # copied: two row tables of 10⁸ rows do not fit where one does
         if not len(rows):
             skipped = len(_skipped(found))
             raise SourceError(
@@ -241,7 +243,7 @@ class Engine:
         layout = lay_out(rows.table, len(rows.strata), self._version.settings)
         return _Plan(rows, layout, StratumNumbers(rows.strata, layout.pooled), splits)
 
-    def _check_keys(self, rows: AllRows, found: Sequence[TaskRows], job: JobDirectory | None) -> None:
+    def _check_keys(self, rows: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None) -> None:
         if job is None:
             check_unique_keys(rows, lambda ordinal: f"row {ordinal}")
             return
@@ -253,7 +255,7 @@ class Engine:
             parts.close()
 
     def _write(
-        self, repository: Repository, job: JobDirectory, found: Sequence[TaskRows], plan: _Plan
+        self, repository: Repository, job: JobDirectory, found: Sequence[TaskFacts], plan: _Plan
     ) -> tuple[list[WrittenShard], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
         total = int(plan.rows.length.sum())
@@ -290,7 +292,7 @@ class Engine:
         return [written[number] for number in range(plan.layout.shards)], reused
 
     def _final_version(
-        self, repository: Repository, found: Sequence[TaskRows], skipped: Sequence[SkippedRow]
+        self, repository: Repository, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow]
     ) -> NewVersion:
         digests: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
         for file in self._importer.files():
@@ -321,10 +323,9 @@ class Engine:
         if not skipped:
             return None
         path = self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl"
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.writelines(
-                json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped
-            )
+        lines = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped]
+        with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
+            stream.writelines(lines)
         return path
 
     def _jobs(self, items: int, size: int) -> int:
@@ -349,7 +350,7 @@ class Engine:
 
     def _result(
         self,
-        found: Sequence[TaskRows],
+        found: Sequence[TaskFacts],
         plan: _Plan,
         made: MadeVersion | None,
         entry: LogEntry | None,
@@ -379,7 +380,7 @@ class Engine:
         )
 
 
-def _skipped(found: Sequence[TaskRows]) -> list[SkippedRow]:
+def _skipped(found: Sequence[TaskFacts]) -> list[SkippedRow]:
     return [row for task in found for row in task.skipped]
 
 

@@ -65,10 +65,11 @@ class JobDirectory:
 
     def read(self, name: str) -> bytes | None:
         """A record, or None where there is none or it is damaged."""
-        try:
-            data = Path(self.path, name).read_bytes()
-        except FileNotFoundError:
-            return None
+        with explained(f"read {self.path}/{name}"):
+            try:
+                data = Path(self.path, name).read_bytes()
+            except FileNotFoundError:
+                return None
         body = data[_CHECK_BYTES:]
         whole = data[:_CHECK_BYTES] == xxhash.xxh3_64_digest(body)
         return body if whole else None

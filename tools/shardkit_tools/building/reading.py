@@ -21,7 +21,7 @@ from shardkit_tools.building.workers import Report
 from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
-__all__ = ["ReadTask", "ReadWorker", "SkippedRow", "TaskRows", "decode_task", "record_name"]
+__all__ = ["ReadTask", "ReadWorker", "SkippedRow", "TaskFacts", "TaskRows", "decode_task", "record_name"]
 
 _PIECE_BYTES = 2**20
 _MAX_SKIPPED = 10_000
@@ -49,13 +49,12 @@ class ReadTask:
         return f"the source {self.task.name}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TaskRows:
-    """What pass 1 found in a task.
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """What pass 1 found in a task, apart from its rows.
 
     Attributes:
         number: of the task.
-        columns: one entry per row.
         part: name of the scratch file, "" where nothing was kept.
         part_bytes: its size.
         files: digests of the files that begin in this task.
@@ -63,11 +62,18 @@ class TaskRows:
     """
 
     number: int
-    columns: RowColumns
     part: str
     part_bytes: int
     files: tuple[SourceDigest, ...]
     skipped: tuple[SkippedRow, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskRows:
+    """A task that was read: facts, and columns with one entry per row."""
+
+    facts: TaskFacts
+    columns: RowColumns
 
 
 def record_name(task: SourceTask) -> str:
@@ -133,7 +139,7 @@ class ReadWorker:
             spool.drop()
             raise
         size = os.stat(f"{self._folder}/{part}").st_size if part else 0
-        rows = TaskRows(item.number, columns, part, size, files, tuple(skipped))
+        rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped)), columns)
         if part:
             write_record(self._folder, record_name(item.task), _encode_task(rows))
         return rows
@@ -221,23 +227,23 @@ def decode_task(number: int, data: bytes) -> TaskRows:
     columns, meta = RowColumns.from_bytes(data)
     files: Any = meta["files"]
     skipped: Any = meta["skipped"]
-    return TaskRows(
+    facts = TaskFacts(
         number=number,
-        columns=columns,
         part=str(meta["part"]),
         part_bytes=int(str(meta["part_bytes"])),
         files=tuple(SourceDigest(*entry) for entry in files),
         skipped=tuple(SkippedRow(*entry) for entry in skipped),
     )
+    return TaskRows(facts, columns)
 
 
 def _encode_task(rows: TaskRows) -> bytes:
     return rows.columns.to_bytes(
         {
-            "part": rows.part,
-            "part_bytes": rows.part_bytes,
-            "files": [[file.name, file.size, file.sha256] for file in rows.files],
-            "skipped": [[s.source_name, s.source_row, s.kind, s.message] for s in rows.skipped],
+            "part": rows.facts.part,
+            "part_bytes": rows.facts.part_bytes,
+            "files": [[file.name, file.size, file.sha256] for file in rows.facts.files],
+            "skipped": [[s.source_name, s.source_row, s.kind, s.message] for s in rows.facts.skipped],
         }
     )
 

@@ -24,7 +24,7 @@ def finished_tasks(job: JobDirectory, tasks: Sequence[SourceTask]) -> dict[int, 
         rows = _finished(job, number, name)
         if rows is not None:
             finished[number] = rows
-            keep |= {name, rows.part}
+            keep |= {name, rows.facts.part}
     for name in job.names():
         if name not in keep and not name.endswith(".done"):
             job.remove(name)
@@ -39,14 +39,14 @@ def _finished(job: JobDirectory, number: int, name: str) -> TaskRows | None:
         rows = decode_task(number, data)
     except (FormatError, KeyError, TypeError, ValueError):
         return None  # of another release
-    if job.size_of(rows.part) != rows.part_bytes:
+    if job.size_of(rows.facts.part) != rows.facts.part_bytes:
         return None
     # The page cache survives the death of any process, but not of the machine.
     return rows if not job.survived_reboot or _is_whole(job, rows) else None
 
 
 def _is_whole(job: JobDirectory, rows: TaskRows) -> bool:
-    part = FilePart(job.path, rows.part)
+    part = FilePart(job.path, rows.facts.part)
     columns = rows.columns
     try:
         for offset, length, check in zip(

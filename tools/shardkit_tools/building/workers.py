@@ -9,7 +9,9 @@ the locks of threads.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -141,9 +143,18 @@ def _died(one: _Running) -> RunError:
     )
 
 
+def _die_with_parent() -> None:
+    """A killed parent must not leave processes behind that go on writing."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
 def _serve(connection: Connection, make: Callable[[], Worker]) -> None:
     """The life of a process: until the parent closes the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     worker: Worker | None = None
 
     def report(rows: int, size: int) -> None:
