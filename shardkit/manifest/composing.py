@@ -21,7 +21,7 @@ def compose(
     table: ShardTable,
     *,
     schema: Schema,
-    format: str,  # noqa: A002 (the word of the manifest)
+    format: str,
     compression: str,
     axes: Sequence[str] = (),
     strata: Sequence[tuple[str, ...]] = ((),),

@@ -26,7 +26,7 @@ __all__ = [
     "Stratum",
 ]
 
-MAX_MANIFEST_BYTES: Final = 64 * 2**20
+MAX_MANIFEST_BYTES: Final = 16 * 2**20
 SHARDS_PER_PAGE: Final = 4_096
 MAX_SHARDS: Final = 2**26
 """16 PiB of 256 MiB shards; the columns of a table of this size still fit the memory of one machine."""
@@ -37,7 +37,7 @@ MIXED: Final = "mixed"
 """Format or compression of a merged manifest whose parts differ in it."""
 
 _FORMAT: Final = "shardkit-manifest/1"
-_MAX_STRATA: Final = 2**20
+_MAX_STRATA: Final = 2**17
 _MAX_PARTS: Final = 4_096
 _FEATURES: Final[tuple[str, ...]] = ()
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
@@ -133,6 +133,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         check_totals(self)
+        _refuse_urls(self.build, "build")
 
     @cached_property
     def id(self) -> str:
@@ -143,9 +144,8 @@ class Manifest:
         """Canonical JSON: one content, one text.
 
         Raises:
-            UsageError: The build settings hold a URL or something other than JSON of strings and integers.
+            UsageError: The build settings hold something other than JSON of strings and integers.
         """
-        _refuse_urls(self.build, "build")
         return dumps(
             {
                 "format": _FORMAT,
@@ -266,5 +266,5 @@ def _refuse_urls(value: object, where: str) -> None:
         for key, item in value.items():
             _refuse_urls(item, f"{where}.{key}")
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_urls(item, where)
+        for number, item in enumerate(value):
+            _refuse_urls(item, f"{where}.{number}")

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from shardkit.errors import FormatError, UsageError
+from shardkit.formats.canonical_json import dumps
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.manifest import MAX_SEGMENTS_PER_PAGE, SHARDS_PER_PAGE, PageRef
@@ -70,7 +71,7 @@ def unpack_page(data: bytes, ref: PageRef | None = None) -> ShardTable:
         if len(arrays) != len(_STORED) - 1 or counts.ndim != 1:
             raise FormatError(f"unexpected columns: {sorted(arrays.keys() - _STORED.keys())[:5]}")
         segments = int(counts.sum(dtype=np.int64))
-        if columns.meta != {"shards": shards, "segments": segments} or segments != len(
+        if dumps(columns.meta) != dumps({"shards": shards, "segments": segments}) or segments != len(
             arrays["segment_rows"]
         ):
             raise FormatError(

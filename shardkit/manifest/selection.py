@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardkit.errors import FormatError, UsageError
+from shardkit.formats.canonical_json import dumps
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.digest import sha256_digest
 
@@ -151,7 +152,7 @@ class Selection:
             if columns.arrays.keys() != {"bits"}:
                 raise FormatError(f"columns {sorted(columns.arrays)[:5]}, expected bits")
             selection = cls(rows, columns.arrays["bits"])
-            if columns.meta != {"rows": rows, "selected": selection.count}:
+            if dumps(columns.meta) != dumps({"rows": rows, "selected": selection.count}):  # True is not 1
                 raise FormatError(
                     f"{selection.count} of {rows} rows, the header says {str(columns.meta)[:100]}"
                 )

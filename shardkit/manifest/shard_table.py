@@ -82,7 +82,12 @@ class ShardTable:
 
     def __post_init__(self) -> None:
         for name, dtype in (SHARD_COLUMNS | SEGMENT_COLUMNS).items():
-            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            given = np.asarray(getattr(self, name))
+            column = np.ascontiguousarray(given, dtype=dtype)
+            if given.dtype != column.dtype and not np.array_equal(given, column):
+                raise FormatError(
+                    f"column {name} of {given.dtype} holds values that do not fit {column.dtype}"
+                )
             if column.flags.writeable:
                 column = column.view()
                 column.flags.writeable = False
