@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardkit.formats import Schema
 from shardkit.loader.batch import Batch, to_tensors
 from shardkit.loader.block_window import BlockWindow
-from shardkit.loader.gather import gather
+from shardkit.loader.gather import RowAddresses
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.transforms import BatchTransform, LazyGenerators, SampleTransform, apply_to_samples
 from shardkit.plan import Plan
@@ -59,20 +59,35 @@ class Assembler:
 
     def __call__(self, group: StepGroup, window: BlockWindow) -> list[StepBatches]:
         """The steps of a group, in order. Waits for its blocks and raises what loading them raised."""
-        columns = gather(self._schema, self._fields, window.wait(group.blocks), group.which, group.row)
+        blocks = window.wait(group.blocks)
+        rows = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
         borders = group.borders.tolist()
         steps = []
         for offset, counts in enumerate(group.lane_counts.tolist()):
             step, first, last = group.numbers[offset], borders[offset], borders[offset + 1]
             weight = self._weight(step, last - first)
-            spans = self._spans(counts, first) if self._by_cell else [(-1, first, last)]
-            batches = [self._batch(columns, group, step, span, weight) for span in spans]
-            steps.append(StepBatches(step, batches, group.samples[first:last], counts))
+            columns = rows.take(first, last)
+            samples, slots = group.samples[first:last], group.slots[first:last]
+            spans = self._spans(counts) if self._by_cell else [(-1, 0, last - first)]
+            batches = [
+                self._batch(
+                    {name: _slice(value, a, b) for name, value in columns.items()}
+                    if self._by_cell
+                    else columns,
+                    step,
+                    lane,
+                    samples[a:b],
+                    slots[a:b],
+                    weight,
+                )
+                for lane, a, b in spans
+            ]
+            steps.append(StepBatches(step, batches, samples, counts))
         return steps
 
-    def _spans(self, counts: list[int], first: int) -> list[tuple[int, int, int]]:
-        """(lane, first row, end) of every cell."""
-        spans = []
+    def _spans(self, counts: list[int]) -> list[tuple[int, int, int]]:
+        """(lane, first row, end) of every cell of a step."""
+        spans, first = [], 0
         for lane, count in zip(self._lanes, counts, strict=True):
             spans.append((lane, first, first + count))
             first += count
@@ -88,15 +103,13 @@ class Assembler:
 
     def _batch(
         self,
-        columns: dict[str, Any],
-        group: StepGroup,
+        fields: dict[str, Any],
         step: int,
-        span: tuple[int, int, int],
+        lane: int,
+        samples: NDArray[np.int64],
+        slots: NDArray[np.int64],
         weight: float,
     ) -> Batch:
-        lane, first, last = span
-        samples, slots = group.samples[first:last], group.slots[first:last]
-        fields = {name: _slice(value, first, last) for name, value in columns.items()}
         if self._transform is not None or self._batch_transform is not None:
             fields = self._transformed(fields, step, samples, slots)
         batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)

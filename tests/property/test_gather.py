@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, open_writer, read_block
-from shardkit.loader.gather import GatherColumns, gather
+from shardkit.loader.gather import GatherColumns, RowAddresses
 
 SCHEMA = Schema.parse(
     {
@@ -76,7 +76,11 @@ def test_gather_equals_what_was_written(format: str, compression: str, data: st.
     starts = np.concatenate([[0], np.cumsum(sizes)])
     wanted = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=20)), dtype=np.int64)
     block = np.searchsorted(starts, wanted, side="right") - 1
-    got = gather(SCHEMA, list(SCHEMA), blocks, block, wanted - starts[block])
+    rows = RowAddresses(SCHEMA, list(SCHEMA), blocks, block, wanted - starts[block])
+    cut = data.draw(st.integers(0, len(wanted)))
+    head, got = rows.take(0, cut), rows.take(0, len(wanted))
+    np.testing.assert_array_equal(head["image"], got["image"][:cut])
+    assert head["text"] + rows.take(cut, len(wanted))["text"] == got["text"]
     expected = [samples[n] for n in wanted.tolist()]
     for name in ("image", "label", "score", "flag", "big"):
         dtype = np.dtype(SCHEMA[name].dtype)
@@ -93,7 +97,7 @@ def test_gather_equals_what_was_written(format: str, compression: str, data: st.
 
 def test_what_was_gathered_does_not_change_when_the_block_is_gone() -> None:
     blocks, samples = _blocks("arrow", "none", [4])
-    got = gather(SCHEMA, ["image"], blocks, np.zeros(4, dtype=np.int64), np.arange(4))
+    got = RowAddresses(SCHEMA, ["image"], blocks, np.zeros(4, dtype=np.int64), np.arange(4)).take(0, 4)
     del blocks
     np.testing.assert_array_equal(got["image"], np.stack([s["image"] for s in samples]))
 
@@ -101,4 +105,4 @@ def test_what_was_gathered_does_not_change_when_the_block_is_gone() -> None:
 def test_a_row_past_the_end_of_its_block_is_refused() -> None:
     blocks, _ = _blocks("arrow", "none", [3, 5])
     with pytest.raises(FormatError, match="fewer rows"):
-        gather(SCHEMA, ["label"], blocks, np.array([1, 0]), np.array([4, 3]))
+        RowAddresses(SCHEMA, ["label"], blocks, np.array([1, 0]), np.array([4, 3]))
