@@ -46,7 +46,9 @@ def configuration(**overrides: Any) -> Configuration:
         "model.width": 16, "model.heads": 2, "model.vocabulary": VOCABULARY, "parallel.pass_samples": 3,
         "run.device": "cpu", "parallel.timeout_s": 10.0, "optimizer.lr": 0.01, **overrides,
     }  # fmt: skip
-    return load_configuration(None, [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()])
+    return load_configuration(
+        None, [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
+    )
 
 
 SCHEMA = SimpleNamespace(schema={"blob": SimpleNamespace(kind="bytes", dtype="", shape=())})
@@ -67,7 +69,9 @@ def lone_gradients(task: LanguageTask, cells: list[Inputs]) -> dict[str, torch.T
     tokens = torch.cat([c.tensors["tokens"] for c in cells])
     targets = torch.cat([c.tensors["targets"] for c in cells])
     logits = model(tokens)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
+    )
     (loss / valid).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.float()
@@ -111,7 +115,9 @@ def gradients(world: World) -> dict[str, Any]:
     for strategy_name, exact in STRATEGIES:
         config = configuration(**{"parallel.strategy": strategy_name, "parallel.exact": exact})
         reference_task = make_task(config.model, SCHEMA, 7)
-        reference = lone_gradients(reference_task, [reference_task.prepare(cell(3, lane), 0) for lane in range(LANES)])  # type: ignore[arg-type]
+        reference = lone_gradients(
+            reference_task, [reference_task.prepare(cell(3, lane), 0) for lane in range(LANES)]
+        )  # type: ignore[arg-type]
         task = make_task(config.model, SCHEMA, 7)
         strategy = make_strategy(task, config, world, LANES)
         norm = step(strategy, task, world, 3, own_lanes(world), None)

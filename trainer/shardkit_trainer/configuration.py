@@ -157,6 +157,7 @@ class ParallelConfig:
     compile: bool = False
     threads: int = 1  # per rank; exact results depend on it
     timeout_s: float = 120.0  # a rank that does not answer for so long is named, and the run ends
+    shutdown_s: int = 30  # after a signal or a failure: what ranks get to save and end before they are killed
 
     def __post_init__(self) -> None:
         _one_of("parallel.strategy", self.strategy, STRATEGIES)

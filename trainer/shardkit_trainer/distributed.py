@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,20 +72,42 @@ class World:
         self._place = (step, stage)
         self.store.set(f"alive/{self.rank}", f"{step} {STAGES.index(stage)}")
 
+    def introduce(self) -> None:
+        """Tell the others which process this rank is, so that they can look for it when it does not answer."""
+        self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
+
     def describe_failure(self, error: BaseException) -> RunError:
-        """Turn a failed collective into an error that names the ranks that did not get so far."""
+        """Turn a failed collective into an error that names the ranks that died, froze or did not get so far."""
         step, stage = self._place
-        behind = []
+        time.sleep(0.2)  # a dying process needs a moment until the kernel says so
+        suspects = []
         for rank in range(self.size):
-            place = self._last_report(rank)
-            if rank != self.rank and place < (step, STAGES.index(stage)):
-                at = f"step {place[0]}, stage {STAGES[place[1]]}" if place[0] >= 0 else "the start"
-                behind.append(f"rank {rank} (last seen at {at})")
-        names = ", ".join(behind) or "no rank is behind by its heartbeat: look at the network"
+            place, condition = self._last_report(rank), self._condition(rank)
+            if rank != self.rank and (condition or place < (step, STAGES.index(stage))):
+                at = f"step {place[0]}, stage {STAGES[place[1]]}" if place[0] >= 0 else "its start"
+                suspects.append(f"rank {rank} ({condition or 'late'}; last seen at {at})")
+        names = ", ".join(suspects) or "no rank of this machine is dead, frozen or late: look at the network"
+        reason = str(error).partition(". This is")[0]
         return RunError(
-            f"rank {self.rank} waited in step {step}, stage {stage}, for: {names}. It died, is frozen, or is slower than"
-            f" parallel.timeout_s; restart the run: it goes on from its newest checkpoint ({error})"
+            f"rank {self.rank} waited in step {step}, stage {stage}, for: {names}. Start the run again: it goes on"
+            f" from its newest checkpoint; if a rank is only slow, raise parallel.timeout_s. ({reason})"
         )
+
+    def _condition(self, rank: int) -> str:
+        """"dead" or "frozen" where the kernel of this machine says so, else nothing."""
+        with suppress(RuntimeError, OSError, ValueError):
+            key = f"process/{rank}"
+            if not self.store.check([key]):
+                return ""
+            pid, node = self.store.get(key).decode().split(" ", 1)
+            if node != platform.node() or not os.path.exists("/proc/self/stat"):
+                return ""
+            if not os.path.exists(f"/proc/{pid}/stat"):
+                return "dead"
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            return {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
+        return ""
 
     def _last_report(self, rank: int) -> tuple[int, int]:
         with suppress(RuntimeError):
@@ -107,7 +131,9 @@ def join_world(config: Configuration) -> World:
     torch.set_num_threads(config.parallel.threads)
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
-        return World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
+        world = World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
+        world.introduce()
+        return world
     timeout = timedelta(seconds=config.parallel.timeout_s)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found: dist.Store = dist.HashStore()
@@ -116,7 +142,9 @@ def join_world(config: Configuration) -> World:
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     store.set_timeout(timeout)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, device, store, owned=True)
+    world = World(rank, size, device, store, owned=True)
+    world.introduce()
+    return world
 
 
 def leave_world(world: World) -> None:

@@ -44,8 +44,8 @@ def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: 
 
         train(config)
         return 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
-               f"--max-restarts={restarts}", "-m", "shardkit_trainer", *([path] if path else []), *overrides]  # fmt: skip
+    command = [sys.executable, "-m", "shardkit_trainer.agent", "--standalone", f"--nproc-per-node={nproc}",
+               f"--max-restarts={restarts}", f"--shutdown-timeout={config.parallel.shutdown_s}", "-m", "shardkit_trainer", *([path] if path else []), *overrides]  # fmt: skip
     return _run_child(command, config)
 
 

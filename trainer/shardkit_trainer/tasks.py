@@ -180,11 +180,14 @@ class ClassifierTask:
         )
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
-        """(samples, channels, h, w) float32 in [−1, 1] (integers are scaled by 255) and int64 labels."""
+        """(samples, channels, h, w) float32, standardised image by image, and int64 labels."""
         raw = cell[self.field]
         images = torch.stack([_decode(item, self.size) for item in raw]) if self.encoded else torch.as_tensor(raw)
         images = images.unsqueeze(-1) if images.dim() == 3 else images
-        scaled = images.float() if images.is_floating_point() else images.float() / 127.5 - 1.0
+        wide = images.float()
+        # each image by its own mean and deviation: no statistics of the dataset, whatever the range of the pixels
+        spread, mean = torch.std_mean(wide, dim=(1, 2, 3), keepdim=True, correction=0)
+        scaled = (wide - mean) / (spread + 1e-6)
         labels = torch.as_tensor(cell[self.label]).to(torch.int64)
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise ConfigurationError(

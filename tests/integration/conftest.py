@@ -1,0 +1,65 @@
+"""Datasets and launches that the trainer's tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+
+HERE = Path(__file__).parent
+LAUNCH = "import sys; from shardkit_trainer import launch; sys.exit(launch(None, sys.argv[2:], nproc=int(sys.argv[1])))"
+
+
+@pytest.fixture(scope="session")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset of 403 samples in three strata."""
+    root = tmp_path_factory.mktemp("numbers") / "data"
+    schema = {"value": "int64", "kind": "str"}
+    with shardkit.create(str(root), schema=schema, stratify="kind", shard_size="2KiB", block_size="256B") as writer:
+        for number in range(403):
+            writer.add({"value": number, "kind": "aab" [number % 3] if number % 31 else "c"})
+    return str(root)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """scikit-learn's digits: every fifth for evaluation."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    roots = {}
+    for name, held_out in (("train", False), ("val", True)):
+        roots[name] = str(tmp_path_factory.mktemp(name) / "digits")
+        schema = {"image": "uint8[8,8]", "label": "int64"}
+        with shardkit.create(roots[name], schema=schema, stratify="label", shard_size="64KiB", block_size="4KiB") as writer:
+            for i, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
+                if (i % 5 == 0) == held_out:
+                    writer.add({"image": image.astype(np.uint8), "label": int(label)})
+    return roots
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch_trainer() -> Launch:
+    """Run the trainer with so many ranks and settings as a child; its output and exit code come back."""
+
+    def launch(nproc: int, settings: dict[str, Any], fault: str = "", timeout: float = 120) -> Any:
+        overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
+                       "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-c", LAUNCH, str(nproc), *overrides],
+            env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    return launch

@@ -1,0 +1,175 @@
+"""Whole runs with real processes: killed, stopped, resumed on other world sizes; what was consumed; what is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from shardkit_trainer import load_configuration
+from shardkit_trainer.run_directory import RunDirectory, read_lines
+
+import shardkit
+from shardkit.errors import RunError, StateError
+from shardkit.torch import CheckpointReader, checkpoint_names
+
+STEPS, BATCH = 30, 24
+
+
+def histogram_settings(directory: Path, dataset: str) -> dict[str, object]:
+    return {
+        "run.directory": directory, "run.steps": STEPS, "data.dataset": dataset, "data.global_batch": BATCH,
+        "data.lanes": 6, "data.seed": 5, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd",
+        "optimizer.lr": 1.0, "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
+        "schedule.kind": "linear", "schedule.final": 0.5, "checkpoint.every": 5, "checkpoint.keep": 2, "checkpoint.asynchronous": False,
+        "log.every": 1, "parallel.timeout_s": 20.0,
+    }  # fmt: skip
+
+
+def expected_histogram(dataset: str) -> np.ndarray:
+    """From the plan's cells alone."""
+    opened = shardkit.open(dataset)
+    plan = opened.plan(global_batch=BATCH, lanes=6, seed=5)
+    seen = np.zeros(len(opened))
+    for step in range(STEPS):
+        rate = 1.0 - 0.5 * step / (STEPS - 1)
+        np.add.at(seen, plan.step(step).ravel(), -rate / BATCH)
+    return seen
+
+
+def final_histogram(directory: Path) -> np.ndarray:
+    state = {"model": {"seen": torch.zeros(403)}}
+    reader = CheckpointReader(directory)
+    dcp.load(state, storage_reader=reader)
+    assert reader.meta["step"] == STEPS
+    return state["model"]["seen"].numpy()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(tmp_path, numbers, launch_trainer):
+    run = tmp_path / "run"
+    settings = histogram_settings(run, numbers)
+    first = launch_trainer(2, settings, fault="kill:1:7")
+    assert first.returncode == 1
+    assert "rank 1" in first.stderr
+    second = launch_trainer(3, settings, fault="kill:0:13")
+    assert second.returncode == 1
+    assert "resumed at step 5 of 30 on 3 ranks (was 2)" in second.stdout
+    third = launch_trainer(1, settings)
+    assert third.returncode == 0, third.stderr
+    assert "resumed at step 10 of 30 on 1 ranks (was 3)" in third.stdout
+    np.testing.assert_allclose(final_histogram(run), expected_histogram(numbers), rtol=0, atol=1e-6)
+
+    assert checkpoint_names(run) == ["step-000000000025", "step-000000000030"]
+    record = json.loads((run / "run.json").read_text())
+    opened = shardkit.open(numbers)
+    assert record["manifest"] == opened.manifest.id
+    assert record["plan"] == opened.plan(global_batch=BATCH, lanes=6, seed=5).digest
+    assert record["configuration"]["optimizer"]["name"] == "sgd"
+    assert record["software"]["torch"] == torch.__version__
+    events = [event["event"] for event in read_lines(run / "events.jsonl")]
+    assert events.count("start") == 3
+    assert events[-1] == "end"
+    steps = [line["step"] for line in read_lines(run / "metrics" / "train.jsonl")]
+    assert sorted(set(steps)) == list(range(STEPS))
+
+    # nothing is left to do: a further start takes no step and changes nothing
+    again = launch_trainer(1, settings)
+    assert again.returncode == 0, again.stderr
+    assert "resumed at step 30" in again.stdout
+    assert checkpoint_names(run)[-1] == "step-000000000030"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sigterm_saves_and_ends_cleanly(tmp_path, numbers, launch_trainer):
+    run = tmp_path / "run"
+    settings = histogram_settings(run, numbers)
+    first = launch_trainer(2, settings, fault="term:1:8")
+    # only one rank got the signal: all of them stop after the same step, and torchrun sees two clean ends
+    assert first.returncode == 0, first.stderr
+    assert checkpoint_names(run)[-1] == "step-000000000009"
+    assert read_lines(run / "events.jsonl")[-1]["event"] == "stop"
+    second = launch_trainer(1, settings)
+    assert second.returncode == 0, second.stderr
+    np.testing.assert_allclose(final_histogram(run), expected_histogram(numbers), rtol=0, atol=1e-6)
+
+
+def test_a_frozen_rank_is_named(tmp_path, numbers, launch_trainer):
+    settings = {**histogram_settings(tmp_path / "run", numbers), "parallel.timeout_s": 4.0, "parallel.shutdown_s": 2}
+    result = launch_trainer(2, settings, fault="freeze:1:6", timeout=60)
+    assert result.returncode == 1
+    assert "rank 1 (frozen; last seen at step 6, stage data)" in result.stderr
+
+
+def test_nonfinite_gradients_end_the_run_or_are_skipped(tmp_path, numbers, launch_trainer):
+    settings = histogram_settings(tmp_path / "run", numbers)
+    result = launch_trainer(2, settings, fault="nan:1:6")
+    assert result.returncode == 1
+    assert "step 6: the gradient is not finite" in result.stderr
+    skipping = {**histogram_settings(tmp_path / "other", numbers), "optimizer.skip_nonfinite": 2}
+    result = launch_trainer(2, skipping, fault="nan:1:6")
+    assert result.returncode == 0, result.stderr
+    events = [e for e in read_lines(tmp_path / "other" / "events.jsonl") if e["event"] == "nonfinite"]
+    assert [e["step"] for e in events] == [6]
+
+
+def test_exact_mode_is_bit_equal_across_worlds_strategies_and_restarts(tmp_path, digits, launch_trainer):
+    base = {
+        "run.steps": 12, "data.dataset": digits["train"], "data.global_batch": 24, "data.lanes": 6,
+        "model.kind": "classifier", "model.width": 8, "model.stages": 2, "optimizer.lr": 0.01,
+        "parallel.exact": "int64", "checkpoint.every": 4, "evaluation.dataset": digits["val"], "log.every": 4,
+    }  # fmt: skip
+
+    def ending(name: str) -> tuple[str, float]:
+        last = read_lines(tmp_path / name / "events.jsonl")[-1]
+        assert last["event"] == "end"
+        return last["parameters_sha256"], last["loss"]
+
+    alone = launch_trainer(1, {**base, "run.directory": tmp_path / "alone"})
+    assert alone.returncode == 0, alone.stderr
+    assert "over 360 samples" in alone.stdout
+    # torchrun, zero1 on 2, stopped by SIGTERM inside; then zero2 on 3 to the end
+    changing = {**base, "run.directory": tmp_path / "changing"}
+    first = launch_trainer(2, {**changing, "run.steps": 12, "parallel.strategy": "zero1", "log.every": 1}, timeout=120)
+    assert first.returncode == 0, first.stderr
+    assert ending("alone") == ending("changing")
+    assert evaluation_line(alone.stdout) == evaluation_line(first.stdout)
+
+
+def evaluation_line(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("evaluation"))
+
+
+def test_a_run_directory_has_one_trainer_and_one_plan(tmp_path):
+    one = RunDirectory(str(tmp_path / "run"), lead=True)
+    one.begin({"run": {"seed": 1}}, manifest="sha256:a", plan="p")
+    one._take_lock, waited = one._take_lock, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardkit_trainer.run_directory.time.sleep", waited.append)
+        with pytest.raises(RunError, match=r"process \d+ is training in it"):
+            RunDirectory(str(tmp_path / "run"), lead=True)
+    with pytest.raises(StateError, match="belongs to manifest sha256:a, plan p"):
+        one.begin({"run": {"seed": 1}}, manifest="sha256:b", plan="p")
+    one.begin({"run": {"seed": 2}}, manifest="sha256:a", plan="p")
+    one.close()
+    assert read_lines(tmp_path / "run" / "events.jsonl")[0]["changed"] == ["run.seed"]
+
+
+def test_torn_lines_are_closed_and_skipped(tmp_path):
+    from shardkit_trainer.run_directory import Lines
+
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"a":1}\n{"a":2')
+    lines = Lines(path)
+    lines.write({"a": 3})
+    lines.close()
+    assert read_lines(path) == [{"a": 1}, {"a": 3}]
+
+
+def test_examples_are_valid_configurations():
+    folder = Path(__file__).parents[2] / "examples"
+    for name in ("stdlib_gpt.toml", "digits.toml"):
+        load_configuration(folder / name, ["run.steps=1"])

@@ -1,0 +1,93 @@
+"""A model whose final parameters say which samples were trained on, and when: the data path, made visible.
+
+Parameter s gets the gradient (times sample s is in the step) / (samples of the step). With plain SGD and a rate that
+differs from step to step, its final value is −Σ rate(step) / batch over the steps that held sample s: a lost, repeated,
+or misplaced sample changes it.
+
+Faults are scripted by the environment: ``SHARDKIT_TEST_FAULT=kill:1:7`` kills rank 1 when it prepares step 7;
+``freeze`` stops it, ``nan`` gives it a loss that is not a number; ``term`` sends SIGTERM to itself; ``slow`` sleeps in
+every step of that rank; ``put``, ``finish``, ``prune`` kill it inside its n-th write of an object, in publishing, and
+in pruning a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from shardkit_trainer.configuration import ModelConfig
+from shardkit_trainer.tasks import Inputs
+from torch import Tensor, nn
+
+
+class Histogram(nn.Module):
+    def __init__(self, samples: int):
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return self.seen[samples].sum()
+
+
+class HistogramTask:
+    unit = "sample"
+
+    def __init__(self, samples: int):
+        self.model: nn.Module = Histogram(samples)
+        self.faults = [fault.split(":") for fault in os.environ.get("SHARDKIT_TEST_FAULT", "").split(",") if fault]
+        self.rank = int(os.environ.get("RANK", "0"))
+        for kind, rank, count in self.faults:
+            if int(rank) == self.rank and kind in {"put", "finish", "prune"}:
+                kill_inside(kind, int(count))
+
+    def prepare(self, cell: Any, seed: int) -> Inputs:
+        valid = len(cell.samples)
+        for kind, rank, step in self.faults:
+            if int(rank) == self.rank and int(step) == cell.step:
+                numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
+                if kind in numbers:
+                    os.kill(os.getpid(), numbers[kind])
+                elif kind == "nan":
+                    return Inputs({"samples": torch.as_tensor(cell.samples), "nan": torch.ones(1)}, valid, valid)
+            if kind == "slow" and int(rank) == self.rank:
+                time.sleep(int(step) / 1000)
+        return Inputs({"samples": torch.as_tensor(cell.samples), "nan": torch.zeros(1)}, valid, valid)
+
+    def empty(self) -> Inputs:
+        return Inputs({"samples": torch.zeros(0, dtype=torch.int64), "nan": torch.zeros(1)}, 0, 0)
+
+    def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss = forward(tensors["samples"])
+        if float(tensors["nan"].sum()):
+            loss = loss * float("nan")
+        return loss, torch.zeros((), dtype=torch.int64)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        return []
+
+
+def make(config: ModelConfig, dataset: Any) -> HistogramTask:
+    return HistogramTask(len(dataset))
+
+
+def kill_inside(kind: str, count: int) -> None:
+    """Replace one operation of checkpointing by one that dies at its ``count``-th call."""
+    import shardkit_trainer.checkpoints as checkpoints
+
+    from shardkit.torch import CheckpointWriter
+
+    owner: Any = checkpoints if kind == "prune" else CheckpointWriter
+    name = {"put": "_put", "finish": "finish", "prune": "prune"}[kind]
+    original, calls = getattr(owner, name), [0]
+
+    def replacement(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+
+    setattr(owner, name, replacement)
