@@ -1,0 +1,124 @@
+"""Shards written by the first release: read for ever, and written the same as long as the libraries are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+
+from shardkit.formats import (
+    Schema,
+    ShardIndex,
+    build_index,
+    check_whole_shard,
+    extension,
+    pack_columns,
+    unpack_columns,
+)
+from shardkit.testing.format_conformance import read_samples, write_shard
+
+GOLDEN = Path(__file__).parent / "golden" / "formats-1"
+PAIRS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4")]
+SCHEMA = Schema.parse(
+    {
+        "image": "bytes",
+        "text": "str",
+        "meta": "json",
+        "label": "int64",
+        "score": "float32",
+        "grid": "int16[2,2]",
+        "ids": "uint32[*]",
+    }
+)
+
+
+def samples() -> list[dict[str, Any]]:
+    """What the golden shards hold."""
+    return [
+        {
+            "image": b"GIF89a" + bytes(range(i * 9)),
+            "text": ["", "golden", "größe", "雪", "\n"][i],
+            "meta": {"i": i, "nested": [None, True, "x"]},
+            "label": [0, -1, 2**63 - 1, -(2**63), 42][i],
+            "score": i / 2,
+            "grid": np.array([[i, -i], [300, -300]], np.int16),
+            "ids": np.arange(i, dtype=np.uint32) * 10**9,
+        }
+        for i in range(5)
+    ]
+
+
+def write(format: str, compression: str) -> tuple[bytes, ShardIndex]:
+    return write_shard(samples(), SCHEMA, format=format, compression=compression, block_rows=2)
+
+
+def versions() -> dict[str, str]:
+    """The libraries whose releases may change compressed or Arrow bytes."""
+    zstd = ".".join(map(str, zstandard.ZSTD_VERSION))
+    return {"pyarrow": pa.__version__.partition(".")[0], "zstd": zstd}
+
+
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GOLDEN / "digests.json").read_text())
+    return found
+
+
+def name(format: str, compression: str) -> str:
+    return f"{format}-{compression}.{extension(format, compression)}"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(("format", "compression"), PAIRS)
+def test_golden_shards_are_read(format: str, compression: str) -> None:
+    shard = (GOLDEN / name(format, compression)).read_bytes()
+    packed = (GOLDEN / f"{format}-{compression}.index").read_bytes()
+    digests = recorded()["digests"]
+    assert sha256(shard) == digests[name(format, compression)]
+    assert sha256(packed) == digests[f"{format}-{compression}.index"]
+    index = ShardIndex.from_bytes(packed)
+    check_whole_shard(shard, index)
+    for found, expected in zip(read_samples(shard, index), samples(), strict=True):
+        for field, value in expected.items():
+            assert np.array_equal(np.asarray(found[field]), np.asarray(value)), field
+    again = build_index(
+        shard, format=format, compression=compression, schema=index.schema, block_rows=index.block_rows
+    )
+    assert again.keys() == index.keys() == [f"key-{i}" for i in range(5)]
+    assert np.array_equal(again.block_sha256, index.block_sha256)
+
+
+@pytest.mark.parametrize(("format", "compression"), PAIRS)
+def test_golden_shards_are_written(format: str, compression: str) -> None:
+    shard, index = write(format, compression)
+    golden = recorded()
+    own_bytes = (format, compression) == ("tar", "none")
+    if not own_bytes and versions() != golden["versions"]:
+        pytest.skip(f"golden bytes are of {golden['versions']}, here are {versions()}")
+    assert sha256(shard) == golden["digests"][name(format, compression)]
+    if versions() == golden["versions"]:
+        assert sha256(index.to_bytes()) == golden["digests"][f"{format}-{compression}.index"]
+
+
+def test_a_plain_container_is_byte_for_byte_what_the_specification_says() -> None:
+    """Written out by hand from SPEC.md §2."""
+    packed = pack_columns(
+        "page", {"a": 1}, {"x": np.array([1, 2], np.uint16), "y": np.array([[-1]], np.int64)}, compress=False
+    )
+    header = (
+        b'{"columns":[{"codec":"none","dtype":"<u2","name":"x","offset":0,"raw":4,"shape":[2],"size":4},'
+        b'{"codec":"none","dtype":"<i8","name":"y","offset":64,"raw":8,"shape":[1,1],"size":8}],'
+        b'"kind":"page","meta":{"a":1},"version":1}'
+    )
+    by_hand = b"SHRDCOL1" + len(header).to_bytes(8, "little") + header
+    by_hand += bytes(-len(by_hand) % 64) + b"\x01\x00\x02\x00" + bytes(60) + b"\xff" * 8
+    assert packed == by_hand
+    assert unpack_columns(by_hand, "page").arrays["y"].tolist() == [[-1]]
