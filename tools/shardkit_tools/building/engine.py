@@ -32,6 +32,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats import canonical_json
 from shardkit.manifest import Manifest
 from shardkit.storage import LogEntry, Repository
+from shardkit.storage.os_errors import explained
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskFacts, TaskRows, digest_file
