@@ -107,7 +107,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _print_plain(columns: Sequence[str], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    lines = [headings, *rows]
+    lines = [headings, *([cell.replace("\n", ", ") for cell in row] for row in rows)]
     widths = [max(_cells(line[place]) for line in lines) for place in range(len(headings))]
     for line in lines:
         cells = [
@@ -131,13 +131,14 @@ def short_id(digest: str) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """A size with its unit, three digits at least: 812 bytes, 1.46 MiB, 12.3 GiB."""
+    """A size with its unit: 812 bytes, 1.46 MiB, 12.3 GiB, 256 MiB."""
     value, unit = float(size), 0
     while value >= 1024 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
     if not unit:
         return f"{size} byte{'s' if size != 1 else ''}"
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_UNITS[unit]}"
+    digits = f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    return f"{digits.removesuffix('.00').removesuffix('.0')} {_UNITS[unit]}"
 
 
 def count_text(count: int, noun: str = "") -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import typer
 
 from shardkit.errors import ShardkitError, UsageError
+from shardkit_tools.help_pages import CommandPage, GroupPage
 
 __all__ = ["COMMANDS", "make_app", "run"]
 
@@ -54,16 +55,17 @@ def make_app(only: str | None = None) -> typer.Typer:
         invoke_without_command=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        rich_markup_mode=None,
+        cls=GroupPage,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_overview)
+    app.callback(cls=GroupPage)(_overview)
     for heading, names in COMMANDS:
         for name in names:
             module = f"shardkit_tools.commands.{name}"
             if only in (None, name) and importlib.util.find_spec(module) is not None:
                 command = getattr(importlib.import_module(module), name)
-                app.command(name, rich_help_panel=heading)(command)
+                app.command(name, cls=CommandPage, rich_help_panel=heading)(command)
     return app
 
 

@@ -63,55 +63,135 @@ def build(
     ],
     importer: Annotated[
         str | None,
-        typer.Option("--from", help=f"What SOURCE is, if it is not to be guessed: {', '.join(IMPORTERS)}."),
+        typer.Option(
+            "--from",
+            metavar="NAME",
+            rich_help_panel="Source",
+            help=f"What SOURCE is, if it is not to be guessed: {', '.join(IMPORTERS)}.",
+        ),
     ] = None,
     schema: Annotated[
         list[str] | None,
-        typer.Option("--schema", help="FIELD=TYPE instead of the guessed type; may be repeated."),
+        typer.Option(
+            "--schema",
+            metavar="FIELD=TYPE",
+            rich_help_panel="Source",
+            help="FIELD=TYPE instead of the guessed type; may be repeated.",
+        ),
     ] = None,
-    per: Annotated[Per, typer.Option("--per", help="Of text: one sample per file or per line.")] = Per.FILE,
+    per: Annotated[
+        Per, typer.Option("--per", rich_help_panel="Source", help="Of text: one sample per file or per line.")
+    ] = Per.FILE,
     classes: Annotated[
-        bool | None, typer.Option("--classes/--no-classes", help="Whether the folders in SOURCE are classes.")
+        bool | None,
+        typer.Option(
+            "--classes/--no-classes",
+            rich_help_panel="Source",
+            help="Whether the folders in SOURCE are classes.",
+        ),
     ] = None,
     stratify: Annotated[
-        list[str] | None, typer.Option("--stratify", help="Balance batches by this field; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--stratify",
+            metavar="FIELD",
+            rich_help_panel="Version",
+            help="Balance batches by this field; may be repeated.",
+        ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option("--split", help="Refs and shares, such as train=0.9,val=0.1.")
+        str | None,
+        typer.Option(
+            "--split",
+            metavar="NAME=SHARE,…",
+            rich_help_panel="Version",
+            help="Refs and shares, such as train=0.9,val=0.1.",
+        ),
     ] = None,
     split_by: Annotated[
-        str | None, typer.Option("--split-by", help="Keep samples of one value of this field in one split.")
+        str | None,
+        typer.Option(
+            "--split-by",
+            metavar="FIELD",
+            rich_help_panel="Version",
+            help="Keep samples of one value of this field in one split.",
+        ),
     ] = None,
     shard_format: Annotated[
-        ShardFormat, typer.Option("--format", help="tar for media, arrow for numbers and text.")
+        ShardFormat,
+        typer.Option("--format", rich_help_panel="Shards", help="tar for media, arrow for numbers and text."),
     ] = ShardFormat.TAR,
     compression: Annotated[
-        str, typer.Option("--compression", help="none, zstd, zstd:1…19; arrow also lz4.")
+        str,
+        typer.Option(
+            "--compression",
+            metavar="NAME[:LEVEL]",
+            rich_help_panel="Shards",
+            help="none, zstd, zstd:1…19; arrow also lz4.",
+        ),
     ] = "none",
-    shard_size: Annotated[str, typer.Option("--shard-size", help="Raw bytes per shard.")] = "256MiB",
-    block_size: Annotated[str, typer.Option("--block-size", help="Raw bytes per block.")] = "1MiB",
-    seed: Annotated[int, typer.Option("--seed", help="Of the shuffle.")] = 0,
+    shard_size: Annotated[
+        str,
+        typer.Option("--shard-size", metavar="SIZE", rich_help_panel="Shards", help="Raw bytes per shard."),
+    ] = "256MiB",
+    block_size: Annotated[
+        str,
+        typer.Option("--block-size", metavar="SIZE", rich_help_panel="Shards", help="Raw bytes per block."),
+    ] = "1MiB",
+    seed: Annotated[int, typer.Option("--seed", rich_help_panel="Shards", help="Of the shuffle.")] = 0,
     shuffle: Annotated[
         bool,
         typer.Option(
-            "--shuffle/--no-shuffle", help="Mix the samples, or keep the source's order in a stratum."
+            "--shuffle/--no-shuffle",
+            rich_help_panel="Shards",
+            help="Mix the samples, or keep the source's order in a stratum.",
         ),
     ] = True,
-    ref: Annotated[str, typer.Option("--ref", help="The ref that the version gets.")] = "main",
-    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
-    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    ref: Annotated[
+        str,
+        typer.Option(
+            "--ref", metavar="NAME", rich_help_panel="Version", help="The ref that the version gets."
+        ),
+    ] = "main",
+    message: Annotated[
+        str, typer.Option("--message", "-m", rich_help_panel="Version", help="Why, for the log.")
+    ] = "",
+    author: Annotated[
+        str, typer.Option("--author", rich_help_panel="Version", help="Who, for the log.")
+    ] = "",
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one per processor.")
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            metavar="N",
+            rich_help_panel="Running",
+            help="Processes; default: one per processor.",
+        ),
     ] = None,
     scratch: Annotated[
         Path | None,
-        typer.Option("--scratch", help="Folder for about as many bytes as SOURCE has; default: in ROOT."),
+        typer.Option(
+            "--scratch",
+            metavar="FOLDER",
+            rich_help_panel="Running",
+            help="Folder for about as many bytes as SOURCE has; default: in ROOT.",
+        ),
     ] = None,
     on_error: Annotated[
-        OnError, typer.Option("--on-error", help="Stop at a row that cannot be read, or skip and list it.")
+        OnError,
+        typer.Option(
+            "--on-error",
+            rich_help_panel="Source",
+            help="Stop at a row that cannot be read, or skip and list it.",
+        ),
     ] = OnError.RAISE,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read and count everything, write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", rich_help_panel="Running", help="Read and count everything, write nothing."
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

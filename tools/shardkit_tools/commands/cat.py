@@ -37,12 +37,15 @@ _JSON_ITEMS = 10_000
 def cat(
     root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
     row: Annotated[int, typer.Argument(metavar="ROW", help="The sample's number, from 0.")],
-    field: Annotated[str | None, typer.Option("--field", "-f", help="Only this field, and whole.")] = None,
+    field: Annotated[
+        str | None, typer.Option("--field", "-f", metavar="NAME", help="Only this field, and whole.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             "-o",
+            metavar="FILE",
             help="Write the field's bytes to this new file; arrays as NumPy if it ends in .npy.",
         ),
     ] = None,

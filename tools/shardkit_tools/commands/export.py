@@ -30,10 +30,16 @@ class Kind(StrEnum):
 def export(
     root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to export.")],
     kind: Annotated[
-        Kind, typer.Option("--as", help="sha256sums: for `sha256sum -c`; urls: the shards' paths.")
+        Kind,
+        typer.Option(
+            "--as", metavar="sha256sums|urls", help="sha256sums: for `sha256sum -c`; urls: the shards' paths."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write to this new file instead of standard output.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Write to this new file instead of standard output."
+        ),
     ] = None,
 ) -> None:
     """Hand a version to other tools.

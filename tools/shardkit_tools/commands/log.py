@@ -17,8 +17,8 @@ __all__ = ["log"]
 def log(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A dataset's folder.")],
     limit: Annotated[
-        int, typer.Option("--limit", "-n", min=1, help="Show only the newest so many.")
-    ] = 1_000_000,
+        int | None, typer.Option("--limit", "-n", min=1, metavar="N", help="Show only the newest N.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List the commits of a dataset, newest first, once their chain has been verified.
@@ -33,15 +33,15 @@ def log(
         print_line(f"{root} has no commits yet; build a version: shardkit build SOURCE {root}")
     else:
         print_table(
-            [">commit", "time (UTC)", "*change", "*message"],
+            [">commit", "time (UTC)", "*message", "*change"],
             [
                 (
                     str(commit["n"]),
                     time_text(commit["time"]),
-                    "\n".join(_change_text(change) for change in commit["changes"]),
                     clean(
                         f"{commit['message']} ({commit['author']})" if commit["author"] else commit["message"]
                     ),
+                    "\n".join(_change_text(change) for change in commit["changes"]),
                 )
                 for commit in commits
             ],

@@ -22,14 +22,19 @@ __all__ = ["select"]
 
 def select(
     root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to take samples from.")],
-    ref: Annotated[str, typer.Option("--ref", help="The ref that the new version gets.")],
-    where: Annotated[str | None, typer.Option("--where", help="A condition, such as 'label < 5'.")] = None,
+    ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that the new version gets.")],
+    where: Annotated[
+        str | None, typer.Option("--where", metavar="CONDITION", help="A condition, such as 'label < 5'.")
+    ] = None,
     rows: Annotated[
-        Path | None, typer.Option("--rows", help="A file with the sample numbers to keep, one a line.")
+        Path | None,
+        typer.Option("--rows", metavar="FILE", help="A file with the sample numbers to keep, one a line."),
     ] = None,
     exclude: Annotated[
         Path | None,
-        typer.Option("--exclude", help="A file with the sample numbers to leave out, one a line."),
+        typer.Option(
+            "--exclude", metavar="FILE", help="A file with the sample numbers to leave out, one a line."
+        ),
     ] = None,
     message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
     author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",

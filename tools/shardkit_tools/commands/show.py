@@ -56,7 +56,7 @@ def show(
     _print_splits(document)
     if document["build"]:
         print_heading("Built with")
-        print_facts([(name, _setting(value)) for name, value in sorted(document["build"].items())])
+        print_facts([(name, _setting(name, value)) for name, value in sorted(document["build"].items())])
 
 
 def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
@@ -143,7 +143,10 @@ def _print_facts(document: Mapping[str, Any]) -> None:
         samples += (
             f" of {count_text(document['rows'])} rows ({share_text(document['samples'], document['rows'])})"
         )
-    sizes = f"{bytes_text(shards['smallest_bytes'])} to {bytes_text(shards['largest_bytes'])}"
+    smallest, largest_shard = bytes_text(shards["smallest_bytes"]), bytes_text(shards["largest_bytes"])
+    sizes = largest_shard if smallest == largest_shard else f"{smallest} to {largest_shard}"
+    is_packed = document["compression"] != "none"
+    ratio = f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if is_packed else ""
     largest = bytes_text(shards["largest_block_bytes"])
     rows = _range(shards["block_rows_least"], shards["block_rows_most"])
     compression = document["compression"].replace(":", " level ")
@@ -156,16 +159,13 @@ def _print_facts(document: Mapping[str, Any]) -> None:
             document["format"]
             + (f", {compression}" if document["compression"] != "none" else ", uncompressed"),
         ),
-        (
-            "size",
-            bytes_text(stored) + (f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if raw != stored else ""),
-        ),
-        ("shards", f"{count_text(shards['count'])} of {sizes}" if shards["count"] > 1 else "1"),
+        ("size", bytes_text(stored) + ratio),
+        ("shards", f"{count_text(shards['count'])} of {sizes}"),
         ("blocks", f"{count_text(shards['blocks'])} of up to {rows} rows, {largest}"),
     ]
     if commit is not None:
-        said = f", {clean(commit['message'])}" if commit["message"] else ""
-        facts.append(("committed", f"{time_text(commit['time'])} UTC as number {commit['n']}{said}"))
+        said = f": {clean(commit['message'])}" if commit["message"] else ""
+        facts.append(("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}"))
     if document["parent"] is not None:
         facts.append(("selected from", document["parent"]))
     facts += [("part", f"{clean(part['name'])} {part['id']}") for part in document["parts"]]
@@ -217,11 +217,15 @@ def _range(least: int, most: int) -> str:
     return count_text(most) if least == most else f"{least:,} to {most:,}"
 
 
-def _setting(value: object) -> str:
+def _setting(name: str, value: object) -> str:
     if isinstance(value, dict):
-        return clean(", ".join(f"{name} {_setting(item)}" for name, item in value.items()))
+        items = sorted(value.items(), key=lambda item: (item[0] not in ("importer", "name"), item[0]))
+        shown = [f"{key} {_setting(key, item)}" for key, item in items if item not in (None, {}, [])]
+        return clean(", ".join(shown))
     if isinstance(value, list):
         return clean(
             ", ".join(" ".join(map(str, item)) if isinstance(item, list) else str(item) for item in value)
         )
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else clean(str(value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return bytes_text(value) if name.endswith("_size") and isinstance(value, int) else clean(str(value))

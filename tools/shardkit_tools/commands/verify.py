@@ -50,12 +50,18 @@ def verify(
     ] = LevelName.READ,
     sample: Annotated[
         str,
-        typer.Option("--sample", help="Look at a share of the shards, such as 5%; metadata is always whole."),
+        typer.Option(
+            "--sample",
+            metavar="SHARE",
+            help="Look at a share of the shards, such as 5%; metadata is always whole.",
+        ),
     ] = "100%",
     seed: Annotated[str | None, typer.Option("--seed", help="Choose the same share as a run before.")] = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, help="Shards read at once; default: one per processor."),
+        typer.Option(
+            "--jobs", "-j", min=1, metavar="N", help="Shards read at once; default: one per processor."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
