@@ -49,12 +49,13 @@ def pack_page(table: ShardTable) -> bytes:
     )
 
 
-def unpack_page(data: bytes, ref: PageRef | None = None) -> ShardTable:
+def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None = None) -> ShardTable:
     """Read a page whose digest has been checked.
 
     Args:
         data: The page.
         ref: What the root says of it, compared where given.
+        strata: How many strata the root has; no segment may name another, where given.
 
     Raises:
         FormatError: Not what `pack_page` writes, or not what the root says.
@@ -84,6 +85,9 @@ def unpack_page(data: bytes, ref: PageRef | None = None) -> ShardTable:
                 f"{len(table)} shards and {int(table.rows.sum())} rows, the root says {ref.shards} and "
                 f"{ref.rows}"
             )
+        highest = int(table.segment_stratum.max(initial=0))
+        if strata is not None and highest >= strata:
+            raise FormatError(f"a segment belongs to stratum {highest}, the root has {strata}")
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
     return table

@@ -151,7 +151,8 @@ def _read_root(repository: Repository, manifest_id: str) -> Manifest:
 def _read_table(repository: Repository, manifest: Manifest) -> ShardTable:
     def read(number: int, ref: PageRef) -> ShardTable:
         try:
-            return unpack_page(repository.get_object(ref.digest, "page", ref.size), ref)
+            data = repository.get_object(ref.digest, "page", ref.size)
+            return unpack_page(data, ref, strata=len(manifest.strata))
         except ShardkitError as error:
             raise type(error)(
                 f"page {number} of manifest {manifest.id} in {repository.url}: {error}"

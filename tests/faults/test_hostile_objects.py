@@ -1,0 +1,277 @@
+"""Pages, manifests and log entries that were made to harm, under digests that are right: refused, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.columns import pack_columns, unpack_columns
+from shardkit.formats.digest import sha256_digest
+from shardkit.formats.schema import Schema
+from shardkit.manifest import Manifest, Selection, ShardTable, compose, merge, pack_page
+from shardkit.storage import LocalStore, LogEntry, Repository, load_manifest, put_manifest, put_selection
+from shardkit.testing.shard_tables import made_up_records, made_up_table
+
+SCHEMA = Schema.parse({"x": "int64"})
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def plain(table: ShardTable) -> tuple[Manifest, list[bytes]]:
+    return compose(
+        table,
+        schema=SCHEMA,
+        format="tar",
+        compression="none",
+        axes=("label",),
+        strata=[("a",), ("b",), ("c",)],
+    )
+
+
+def with_page(page: bytes) -> bytes:
+    """A root that names the page by its true digest and size."""
+    manifest, (original,) = plain(made_up_table(1, 4))
+    document = json.loads(manifest.to_bytes())
+    document["pages"][0].update(digest=sha256_digest(page), size=len(page))
+    assert sha256_digest(original) != sha256_digest(page)
+    return dumps(document)
+
+
+def changed(change: Callable[[Arrays], object], meta: dict[str, Any] | None = None) -> bytes:
+    columns = unpack_columns(pack_page(made_up_table(1, 4)), "page")
+    arrays = {name: array.copy() for name, array in columns.arrays.items()}
+    change(arrays)
+    return pack_columns("page", columns.meta if meta is None else meta, arrays)
+
+
+def segments_without_end(arrays: Arrays) -> None:
+    arrays["segments"][:] = 2**32 - 1  # 17 billion segments, were they believed
+
+
+def a_bomb(arrays: Arrays) -> None:
+    arrays["segment_rows"] = np.zeros(2**22, np.int64)
+
+
+PAGES: dict[str, bytes] = {
+    "empty": b"",
+    "noise": bytes(range(256)) * 10,
+    "another kind": pack_columns("selection", {}, {}),
+    "no columns": pack_columns("page", {"shards": 0, "segments": 0}, {}),
+    "a column missing": changed(lambda a: a.pop("size")),
+    "a column too many": changed(lambda a: a.update(more=a["size"])),
+    "another dtype": changed(lambda a: a.update(size=a["size"].astype(np.uint64))),
+    "a wrong length": changed(lambda a: a.update(size=a["size"][:3])),
+    "a wrong shape": changed(lambda a: a.update(size=a["size"].reshape(2, 2))),
+    "segments of another shape": changed(lambda a: a.update(segments=a["segments"].reshape(2, 2))),
+    "one shard fewer everywhere": pack_page(made_up_table(1, 4).slice(0, 3)),
+    "segments without end": changed(segments_without_end),
+    "segments without end, confirmed": changed(
+        segments_without_end, {"shards": 4, "segments": 4 * (2**32 - 1)}
+    ),
+    "a bomb": changed(a_bomb),
+    "negative rows": changed(lambda a: a["rows"].__imul__(-1)),
+    "rows that overflow": changed(lambda a: a["segment_rows"].__imul__(2**61)),
+    "a stratum that is not there": changed(lambda a: a["segment_stratum"].__iadd__(3)),
+    "meta of another type": changed(lambda a: None, {"shards": "4", "segments": []}),
+    "another table": pack_page(made_up_table(2, 4)),
+}
+
+
+@pytest.mark.parametrize("what", PAGES)
+def test_hostile_pages(tmp_path: Path, what: str) -> None:
+    repository = Repository.create(tmp_path)
+    page = PAGES[what]
+    if page:
+        repository.put_object(page, "page")
+        root = repository.put_object(with_page(page), "manifest")
+    else:
+        root = repository.put_object(dumps({"format": "shardkit-manifest/1"}), "manifest")
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"page|manifest") as caught:
+        load_manifest(repository, root.digest)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
+    if page and what != "another table":
+        assert sha256_digest(page) in str(caught.value), "the message names the page"
+
+
+def test_a_page_of_another_size_is_not_even_read(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    manifest, pages = plain(made_up_table(1, 4))
+    put_manifest(repository, manifest, pages)
+    path = (
+        tmp_path
+        / "objects"
+        / "sha256"
+        / manifest.pages[0].digest[7:9]
+        / f"{manifest.pages[0].digest[7:]}.page"
+    )
+    with path.open("r+b") as file:
+        file.truncate(2**40)  # sparse: it takes no room, and reading it would take all memory
+    with pytest.raises(IntegrityError, match="1099511627776 bytes"):
+        load_manifest(repository, manifest.id)
+
+
+def test_a_selection_that_contradicts_its_page(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    records, selections = made_up_records(1, 6, 3, selected=True)
+    manifest, pages = plain(ShardTable.from_records(records))
+    put_manifest(repository, manifest, pages)
+    for selection in selections.values():
+        put_selection(repository, selection)
+    version = load_manifest(repository, manifest.id)
+    shard = int(np.flatnonzero(version.table.has_selection)[0])
+    assert version.load_selection(shard).count == int(version.table.selected[shard])
+    good = version.load_selection(shard)
+    # As many rows as the page says, but others: moved over a segment border, they are noticed.
+    rows = int(version.table.rows[shard])
+    for wrong in (
+        Selection.from_rows(rows, range(good.count)),
+        Selection.from_rows(rows, range(rows - good.count, rows)),
+    ):
+        lying = put_selection(repository, wrong)
+        column = version.table.selection_digest.copy()
+        column[shard] = np.frombuffer(bytes.fromhex(lying.digest[7:]), np.uint8)
+        other, other_pages = plain(version.table.replace(selection_digest=column))
+        put_manifest(repository, other, other_pages)
+        if len(np.flatnonzero(version.table.segment_shard == shard)) > 1:
+            with pytest.raises(FormatError, match="other numbers of rows"):
+                load_manifest(repository, other.id).load_selection(shard)
+    with pytest.raises(FormatError, match="all its rows"):
+        version.load_selection(int(np.flatnonzero(~version.table.has_selection)[0]))
+
+
+def test_merged_versions_load_from_where_their_parts_lie(tmp_path: Path) -> None:
+    homes = {name: Repository.create(tmp_path / name) for name in ("web", "code")}
+    parts = []
+    for seed, name in enumerate(homes):
+        manifest, pages = plain(made_up_table(seed, 3 + seed))
+        put_manifest(homes[name], manifest, pages)
+        parts.append((name, manifest))
+    here = Repository.create(tmp_path / "merged")
+    merged = merge(parts)
+    put_manifest(here, merged, [])
+    version = load_manifest(here, merged.id, find_part=lambda name, _: homes[name])
+    assert [part.first_shard for part in version.parts] == [0, 3]
+    assert [version.part_of(shard).name for shard in range(7)] == ["web"] * 3 + ["code"] * 4
+    tables = [made_up_table(0, 3), made_up_table(1, 4)]
+    assert version.table.digest.tobytes() == b"".join(table.digest.tobytes() for table in tables)
+    assert version.table.segment_stratum.tolist() == [
+        *tables[0].segment_stratum.tolist(), *(number + 3 for number in tables[1].segment_stratum.tolist())
+    ]  # fmt: skip
+    with pytest.raises(NotFoundError):
+        load_manifest(here, merged.id)
+    # A part that is merged itself could go round in circles.
+    document = json.loads(merged.to_bytes())
+    document["parts"] = [["web", parts[0][1].id], ["code", merged.id]]
+    knot = here.put_object(dumps(document), "manifest")
+    homes["code"].put_object(merged.to_bytes(), "manifest")
+    with pytest.raises(FormatError, match="merged itself"):
+        load_manifest(here, knot.digest, find_part=lambda name, _: homes[name])
+
+
+Forged = Callable[[dict[str, Any]], object]
+ENTRIES: dict[str, Forged] = {
+    "another number": lambda d: d.update(n=7),
+    "another repository": lambda d: d.update(repository="0" * 36),
+    "a broken chain": lambda d: d.update(previous=sha256_digest(b"")),
+    "a tag moved": lambda d: d["tags"].update(v1=sha256_digest(b"")),
+    "a tag removed": lambda d: d["tags"].clear(),
+    "a ref that is a path": lambda d: d["refs"].update({"../x": sha256_digest(b"")}),
+    "a ref to a URL": lambda d: d["refs"].update(main="http://x"),
+    "a time that is a number": lambda d: d.update(time=1),
+    "an unknown key": lambda d: d.update(extra=1),
+}
+
+
+@pytest.mark.parametrize("what", ENTRIES)
+def test_forged_log_entries(tmp_path: Path, what: str) -> None:
+    """With a self-digest that is right: chain, numbers, tags and shapes are checked all the same."""
+    repository = Repository.create(tmp_path)
+    manifest = repository.put_object(b"m", "manifest").digest
+    repository.commit({"main": manifest}, {"v1": manifest}, message="1")
+    repository.commit({"val": manifest}, message="2")
+    path = tmp_path / "log" / f"{2:020d}.json"
+    document = json.loads(path.read_bytes())
+    ENTRIES[what](document)
+    del document["digest"]
+    document["digest"] = sha256_digest(dumps(document))
+    path.write_bytes(dumps(document))
+    with pytest.raises((IntegrityError, FormatError)):
+        Repository.open(tmp_path).log()
+
+
+def test_an_endless_log_entry_is_not_read(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    manifest = repository.put_object(b"m", "manifest").digest
+    repository.commit({"main": manifest}, message="1")
+    os.truncate(tmp_path / "log" / f"{1:020d}.json", 2**40)
+    with pytest.raises(IntegrityError, match="at most"):
+        repository.head()
+
+
+def test_links_in_a_root_are_refused(tmp_path: Path) -> None:
+    """A root from somebody else may hold links to anything; none is followed, to read or to write."""
+    outside = tmp_path / "outside"
+    (outside / "sha256").mkdir(parents=True)
+    (outside / "secret").write_bytes(b"secret")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "objects").symlink_to(outside)
+    (root / "log").mkdir()
+    (root / "log" / "1").symlink_to(outside / "secret")
+    os.mkfifo(root / "log" / "pipe")
+    store = LocalStore(root)
+    for name in ("objects/secret", "log/1", "log/pipe"):
+        actions: list[Callable[[], object]] = [
+            lambda name=name: store.get(name, max_bytes=100),  # type: ignore[misc]
+            lambda name=name: store.get_range(name, 0, 1),  # type: ignore[misc]
+            lambda name=name: store.head(name),  # type: ignore[misc]
+            lambda name=name: store.local_path(name),  # type: ignore[misc]
+            lambda name=name: store.put_new(name, b"x"),  # type: ignore[misc]
+        ]
+        for action in actions:
+            with pytest.raises(StoreError, match=r"symbolic link|regular file"):
+                action()
+    with pytest.raises(StoreError, match="symbolic link"):
+        store.put_new("objects/new", b"x")
+    assert sorted(path.name for path in outside.iterdir()) == ["secret", "sha256"]
+    (root / "tmp").symlink_to(outside)
+    with pytest.raises(StoreError, match="symbolic link"):
+        store.put_new("log/2", b"x")
+    LocalStore(root)  # the sweep does not follow it either
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_a_link_to_the_root_itself_is_the_owners_choice(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    repository = Repository.create(tmp_path / "data" / "cats")
+    assert Repository.open(tmp_path / "disk" / "cats").id == repository.id
+
+
+def test_commits_refuse_what_no_reader_would_take(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    manifest = repository.put_object(b"m", "manifest").digest
+    for refs, tags, message in (
+        ({"bad name": manifest}, {}, ""),
+        ({"a@b": manifest}, {}, ""),
+        ({"sha256:00": manifest}, {}, ""),
+        ({"main": "latest"}, {}, ""),
+        ({"main": manifest}, {"main": manifest}, ""),
+        ({"main": manifest}, {}, "x" * 10_001),
+        ({"main": manifest}, {}, "\ud800"),
+    ):
+        with pytest.raises(ShardkitError):
+            repository.commit(refs, tags, message=message)
+    assert repository.head() is None
+    assert isinstance(repository.commit({"main": manifest}, message="Größe ✓"), LogEntry)

@@ -1,0 +1,186 @@
+"""One flipped bit, or any other damage, anywhere in a repository's own files: found, never silently accepted."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.formats.schema import Schema
+from shardkit.manifest import ShardTable, compose, merge
+from shardkit.storage import Repository, load_manifest, put_manifest, put_selection
+from shardkit.testing.drills import drill_count
+from shardkit.testing.shard_tables import made_up_records
+
+SCHEMA = Schema.parse({"image": "bytes", "label": "int64"})
+
+
+def build(root: Path) -> None:
+    """Two versions and their merger, with selections, over three commits."""
+    repository = Repository.create(root)
+    versions = []
+    for seed in (1, 2):
+        records, selections = made_up_records(seed, 5, 3, selected=True)
+        for selection in selections.values():
+            put_selection(repository, selection)
+        manifest, pages = compose(
+            ShardTable.from_records(records),
+            schema=SCHEMA,
+            format="tar",
+            compression="none",
+            axes=("label",),
+            strata=[("a",), ("b",), ("c",)],
+            build={"seed": seed},
+        )
+        put_manifest(repository, manifest, pages)
+        repository.commit({f"v{seed}": manifest.id}, {f"tag{seed}": manifest.id}, message=f"version {seed}")
+        versions.append((f"v{seed}", manifest))
+    merged = merge(versions)
+    put_manifest(repository, merged, [])
+    repository.commit({"main": merged.id}, message="both, as one")
+
+
+def read_everything(root: Path) -> object:
+    """All that a repository says; a value that two equal repositories share."""
+    repository = Repository.open(root, read_only=True)
+    said: list[object] = [repository.id]
+    for entry in repository.log():
+        said.append((entry.to_bytes(), sorted(entry.refs.items()), sorted(entry.tags.items())))
+        for manifest in entry.refs.values():
+            version = load_manifest(repository, manifest)
+            said.append(
+                (
+                    version.manifest.to_bytes(),
+                    version.table.digest.tobytes(),
+                    version.table.segment_rows.tobytes(),
+                )
+            )
+            with_selection = version.table.has_selection.nonzero()[0].tolist()
+            said.extend(version.load_selection(shard).bits.tobytes() for shard in with_selection)
+    return said
+
+
+@pytest.fixture(scope="module")
+def pristine() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        build(Path(folder) / "root")
+        yield Path(folder) / "root"
+
+
+@functools.cache
+def truth(root: Path) -> object:
+    return read_everything(root)
+
+
+def files_of(root: Path) -> list[Path]:
+    files = sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    kinds = {path.suffix for path in files} | {path.parts[0] for path in files}
+    assert kinds >= {".page", ".manifest", ".selection", "log", "shardkit.json"}
+    return files
+
+
+def expect_refusal(root: Path, damaged: Path, data: bytes | None) -> None:
+    """Put `data` where a file is (None: remove the file), read everything, and put the file back."""
+    path = root / damaged
+    before = path.read_bytes()
+    if data == before:
+        return
+    try:
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
+        refusals = (
+            (IntegrityError, FormatError, NotFoundError) if data is None else (IntegrityError, FormatError)
+        )
+        with pytest.raises(refusals) as caught:
+            read_everything(root)
+        assert len(str(caught.value)) > 40
+    finally:
+        path.write_bytes(before)
+
+
+@settings(max_examples=drill_count(4_000), deadline=None)
+@given(data=st.data())
+def test_one_flipped_bit(pristine: Path, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(files_of(pristine)), label="file")
+    content = bytearray((pristine / file).read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(content) - 1), label="bit")
+    content[bit // 8] ^= 1 << (bit % 8)
+    expect_refusal(pristine, file, bytes(content))
+
+
+def test_every_bit_of_the_newest_entry_and_of_the_identity(pristine: Path) -> None:
+    """Nothing names these by digest: their own must find it."""
+    step = 1 if drill_count(20) == 20 else 13
+    for file in (Path("shardkit.json"), max(path for path in files_of(pristine) if path.parts[0] == "log")):
+        content = (pristine / file).read_bytes()
+        for bit in range(0, 8 * len(content), step):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << (bit % 8)
+            (pristine / file).write_bytes(flipped)
+            try:
+                with pytest.raises((IntegrityError, FormatError)):
+                    Repository.open(pristine, read_only=True).head()
+            finally:
+                (pristine / file).write_bytes(content)
+
+
+@settings(max_examples=drill_count(1_000), deadline=None)
+@given(data=st.data())
+def test_truncated_extended_or_zeroed(pristine: Path, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(files_of(pristine)), label="file")
+    content = (pristine / file).read_bytes()
+    cut = data.draw(st.integers(0, len(content) - 1), label="cut")
+    tail = data.draw(st.binary(min_size=1, max_size=20) | st.just(bytes(4_096)), label="tail")
+    expect_refusal(pristine, file, content[:cut])
+    expect_refusal(pristine, file, content + tail)
+    expect_refusal(pristine, file, content[:cut] + bytes(len(content) - cut))
+
+
+def test_swapped_files(pristine: Path) -> None:
+    """Every file in the place of every other one of the same folder of names."""
+    files = files_of(pristine)
+    for file in files:
+        for other in files:
+            if file != other and (file.parts[0] == other.parts[0] or file.suffix == other.suffix):
+                expect_refusal(pristine, file, (pristine / other).read_bytes())
+
+
+def test_files_of_another_repository(pristine: Path, tmp_path: Path) -> None:
+    """The same content built elsewhere: only identity and log differ, and neither fits here."""
+    build(tmp_path / "other")
+    for file in files_of(pristine):
+        if file.parts[0] == "objects":
+            assert (tmp_path / "other" / file).read_bytes() == (pristine / file).read_bytes()
+        else:
+            expect_refusal(pristine, file, (tmp_path / "other" / file).read_bytes())
+
+
+def test_a_missing_file(pristine: Path) -> None:
+    newest = max(path for path in files_of(pristine) if path.parts[0] == "log")
+    for file in files_of(pristine):
+        if file != newest:  # without memory or a witness, a log that ends earlier is simply an earlier one
+            expect_refusal(pristine, file, None)
+
+
+def test_a_log_that_went_back_is_noticed_by_who_has_seen_more(pristine: Path, tmp_path: Path) -> None:
+    shutil.copytree(pristine, tmp_path / "root")
+    repository = Repository.open(tmp_path / "root")
+    head = repository.head()
+    assert head is not None
+    (tmp_path / "root" / "log" / f"{head.n:020d}.json").unlink()
+    with pytest.raises(IntegrityError, match="entry 3 is missing"):
+        repository.head()
+
+
+def test_no_false_alarms(pristine: Path) -> None:
+    for _ in range(drill_count(400)):
+        assert read_everything(pristine) == truth(pristine)
