@@ -6,12 +6,13 @@ import contextlib
 import datetime as dt
 import difflib
 import importlib.metadata
+import itertools
 import os
 import random
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, NoReturn
 
 from shardkit.errors import (
     CommitConflict,
@@ -48,6 +49,7 @@ DEFAULT_REF: Final = "main"
 
 _ATTEMPTS: Final = 1_000
 _PUT_ATTEMPTS: Final = 3
+_MAX_UNLISTED: Final = 1_000
 _LONGEST_PAUSE_S: Final = 0.05
 # Forked writers must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
@@ -323,15 +325,26 @@ class Repository:
     # Reading the log
 
     def _last_number(self) -> int:
-        numbers = [n for n in map(entry_number, self._store.list_after(LOG_PREFIX)) if n is not None]
-        last = numbers[-1] if numbers else 0
-        if last != len(numbers) or last < self._seen:
-            missing = next((n for n, found in enumerate(numbers, 1) if n != found), len(numbers) + 1)
-            raise IntegrityError(
-                f"log of {self.url}: entry {missing} is missing; restore it from a copy of the root"
-            )
-        self._seen = last
+        """Number of the newest entry; all before it are there.
+
+        A directory that is listed while others commit may show a later entry and not an earlier one, and a network
+        file system may show an old listing: what a listing lacks is looked up by name before it counts as missing.
+        """
+        seen = self._seen  # before the listing: another thread may commit while it is made
+        listed = {n for n in map(entry_number, self._store.list_after(LOG_PREFIX)) if n is not None}
+        last = max(seen, max(listed, default=0))
+        if last > len(listed) + _MAX_UNLISTED:
+            self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
+        for number in sorted(set(range(1, last + 1)) - listed):
+            if self._store.head(entry_name(number)) is None:
+                self._refuse_log(number)
+        self._seen = max(self._seen, last)
         return last
+
+    def _refuse_log(self, missing: int) -> NoReturn:
+        raise IntegrityError(
+            f"log of {self.url}: entry {missing} is missing; restore it from a copy of the root"
+        )
 
     def _entry(self, number: int) -> tuple[LogEntry, bytes]:
         name = entry_name(number)

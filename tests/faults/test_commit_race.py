@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,15 @@ def test_a_commit_to_another_ref_is_rebased_over(tmp_path: Path) -> None:
     with pytest.raises(CommitConflict, match="never moved"):
         racing.commit({}, {"v1": two}, message="refused")
     assert [entry.message for entry in first.log()][:2] == ["tag", "agreed"]
+
+
+def test_threads_share_one_repository(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path / "root")
+    manifest = repository.put_object(b"1", "manifest").digest
+
+    def commit(number: int) -> str:
+        return repository.commit({f"ref-{number % 8}": manifest}, message=str(number)).txn
+
+    with ThreadPoolExecutor(8) as pool:
+        acknowledged = list(pool.map(commit, range(64)))
+    assert sorted(acknowledged) == sorted(entry.txn for entry in repository.log())

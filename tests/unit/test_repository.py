@@ -1,0 +1,269 @@
+"""Repositories, refs and URLs: what a user types, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, StoreError, UsageError
+from shardkit.storage import (
+    LocalStore,
+    Repository,
+    object_name,
+    open_store,
+    parse_dataset_url,
+    parse_object_name,
+)
+from shardkit.storage.identity import Identity
+from shardkit.storage.os_errors import store_error
+from shardkit.testing.memory_store import MemoryStore
+
+DIGEST = "sha256:" + "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "ref"),
+    [
+        ("data/cats", "data/cats", None),
+        ("data/cats@val", "data/cats", "val"),
+        ("/data/cats@v1.0-rc_2", "/data/cats", "v1.0-rc_2"),
+        (f"data/cats@{DIGEST}", "data/cats", DIGEST),
+        ("cats@val", "cats", "val"),
+        ("home@work/cats", "home@work/cats", None),
+        ("home@work/cats@val", "home@work/cats", "val"),
+        ("data/cats@home/", "data/cats@home/", None),
+        ("s3://bucket/cats@val", "s3://bucket/cats", "val"),
+        ("file:///data/cats@val", "file:///data/cats", "val"),
+        (".", ".", None),
+        ("/", "/", None),
+    ],
+)
+def test_dataset_urls(url: str, root: str, ref: str | None) -> None:
+    assert parse_dataset_url(url) == (root, ref)
+    if not url.endswith("/"):  # a path drops the slash at its end
+        assert parse_dataset_url(Path(url)) == (str(Path(root)), ref) or "://" in url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "@val", "data/cats@", "data/cats@a b", "data/cats@sha256:12", "data/cats@-x", "x@" + "y" * 200],
+)
+def test_urls_that_name_nothing(url: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        parse_dataset_url(url)
+
+
+def test_stores_by_url(tmp_path: Path) -> None:
+    assert open_store(tmp_path).url == str(tmp_path)
+    assert open_store(f"file://{tmp_path}/a%20b").url == f"{tmp_path}/a b"
+    assert open_store(f"file://localhost{tmp_path}").url == str(tmp_path)
+    with pytest.raises(UsageError, match="file:///"):
+        open_store("file://elsewhere/x")
+    with pytest.raises(StoreError, match="s3://") as caught:
+        open_store("s3://key:secret@bucket/x?token=hidden")
+    assert "secret" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+def test_create_and_open(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"shardkit build"):
+        Repository.open(tmp_path / "root")
+    assert not (tmp_path / "root").exists(), "looking makes nothing"
+    repository = Repository.create(tmp_path / "root")
+    assert Repository.create(tmp_path / "root").id == repository.id
+    with pytest.raises(UsageError, match="already"):
+        Repository.create(tmp_path / "root", exist_ok=False)
+    assert (repository.head(), repository.log(), repository.refs, repository.tags) == (None, [], {}, {})
+    identity = json.loads((tmp_path / "root" / "shardkit.json").read_bytes())
+    assert identity.keys() == {"format", "id", "features", "digest"}
+
+
+def test_a_newer_repository_is_refused_by_name(tmp_path: Path) -> None:
+    Repository.create(tmp_path)
+    text = (tmp_path / "shardkit.json").read_text()
+    for wrong, message in (
+        (text.replace('"features":[]', '"features":["erasure-sets"]'), "erasure-sets.*newer shardkit"),
+        (text.replace("shardkit-repository/1", "shardkit-repository/2"), "shardkit-repository/2"),
+        ("{}", "format"),
+    ):
+        (tmp_path / "shardkit.json").write_text(wrong)
+        with pytest.raises(FormatError, match=message):
+            Repository.open(tmp_path)
+
+
+def test_resolving(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    with pytest.raises(NotFoundError, match="nothing was committed yet"):
+        repository.resolve()
+    one, two = (repository.put_object(data, "manifest").digest for data in (b"1", b"2"))
+    repository.commit({"main": one, "train": two}, {"v1": one}, message="first", author="me")
+    assert [repository.resolve(name) for name in (None, "main", "train", "v1", DIGEST)] == [
+        one,
+        one,
+        two,
+        one,
+        DIGEST,
+    ]
+    with pytest.raises(NotFoundError, match="did you mean 'train'"):
+        repository.resolve("trian")
+    with pytest.raises(NotFoundError, match="main, train, v1"):
+        repository.resolve("zzz")
+    with pytest.raises(UsageError):
+        repository.resolve("../x")
+
+
+def test_what_a_log_entry_holds(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    one = repository.put_object(b"1", "manifest").digest
+    entry = repository.commit({"main": one}, {"v1": one}, message="first", author="me")
+    again = repository.commit({"main": None}, message="dropped")
+    assert repository.log() == [again, entry]
+    assert repository.head() == again
+    document = json.loads((tmp_path / "log" / "00000000000000000001.json").read_bytes())
+    assert document["refs"] == {"main": one}
+    assert document["tags"] == {"v1": one}
+    assert (document["n"], document["author"], document["message"]) == (1, "me", "first")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", document["time"])
+    assert document["digest"] == entry.digest
+    assert dict(again.refs) == {}
+    assert dict(again.tags) == {"v1": one}
+    assert repository.find_commit(entry.txn) == entry
+
+
+def test_tags_stay_and_names_are_one_of_them(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    one, two = (repository.put_object(data, "manifest").digest for data in (b"1", b"2"))
+    repository.commit({"main": one}, {"v1": one}, message="")
+    repository.commit({}, {"v1": one}, message="the same again")
+    with pytest.raises(CommitConflict, match="never moved"):
+        repository.commit({}, {"v1": two}, message="")
+    with pytest.raises(CommitConflict, match="a ref and a tag"):
+        repository.commit({"v1": one}, message="")
+    with pytest.raises(CommitConflict, match="a ref and a tag"):
+        repository.commit({}, {"main": one}, message="")
+    assert len(repository.log()) == 2
+
+
+def test_a_dangling_ref_cannot_be_committed(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    with pytest.raises(NotFoundError, match=DIGEST):
+        repository.commit({"main": DIGEST}, message="")
+    with pytest.raises(NotFoundError, match=DIGEST):
+        repository.commit({}, {"v1": DIGEST}, message="")
+    assert repository.head() is None
+
+
+def test_reading_the_head_reads_one_entry(tmp_path: Path) -> None:
+    """Listing names is all that grows with the log."""
+    repository = Repository.create(tmp_path)
+    one = repository.put_object(b"1", "manifest").digest
+    for number in range(20):
+        repository.commit({"main": one}, message=str(number))
+    for number in range(1, 20):
+        (tmp_path / "log" / f"{number:020d}.json").write_bytes(b"unreadable")
+    head = Repository.open(tmp_path).head()
+    assert head is not None
+    assert head.message == "19"
+    with pytest.raises(FormatError, match=r"log/0{18}19\.json"):
+        repository.log()
+
+
+class Blinking(MemoryStore):
+    """A listing that was begun before others committed: it shows a later entry and not an earlier one."""
+
+    hidden: tuple[str, ...] = ()
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        return (name for name in super().list_after(prefix, after) if name not in self.hidden)
+
+
+@pytest.mark.parametrize("hidden", [(2,), (1, 2), (3,), (1, 2, 3)])
+def test_a_listing_may_lack_entries_that_are_there(hidden: tuple[int, ...]) -> None:
+    store, identity = Blinking(), Identity.new()
+    repository = Repository(store, identity, read_only=False)
+    one = repository.put_object(b"1", "manifest").digest
+    for number in range(3):
+        repository.commit({"main": one}, message=str(number))
+    store.hidden = tuple(f"log/{number:020d}.json" for number in hidden)
+    assert [entry.message for entry in repository.log()] == ["2", "1", "0"]
+    del store.objects[store.hidden[0]]
+    with pytest.raises(IntegrityError, match=f"entry {hidden[0]} is missing"):
+        repository.head()
+
+
+def test_an_entry_with_an_absurd_number(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    repository.store.put_new(f"log/{10**19}.json", b"{}")
+    with pytest.raises(IntegrityError, match="entry 1 is missing"):
+        repository.head()
+
+
+def test_object_names() -> None:
+    name = object_name(DIGEST, "tar.zst")
+    assert name == f"objects/sha256/ab/{'ab' * 32}.tar.zst"
+    assert parse_object_name(name) == (DIGEST, "tar.zst")
+    with pytest.raises(UsageError, match="exe"):
+        object_name(DIGEST, "exe")
+    for wrong in (
+        f"objects/sha256/cd/{'ab' * 32}.tar",
+        f"objects/sha256/ab/{'ab' * 32}.exe",
+        "objects/x",
+        "shardkit.json",
+    ):
+        with pytest.raises(FormatError):
+            parse_object_name(wrong)
+
+
+def test_errors_of_the_system_are_explained() -> None:
+    import errno
+
+    for number in errno.errorcode:
+        for writing in (False, True):
+            error = store_error(OSError(number, os.strerror(number)), "write log/1 in /data", writing=writing)
+            assert "write log/1 in /data" in str(error)
+            assert ";" in str(error)
+    assert "hard links" in str(store_error(OSError(errno.EPERM, "", "a", None, "b"), "write x", writing=True))
+
+
+def _id_in_a_child(repository: Repository) -> tuple[str, str]:
+    put = repository.put_object(b"from a child", "tar")
+    return repository.id, repository.get_object(put.digest, "tar").decode()
+
+
+def test_repositories_travel_to_other_processes(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    copy = pickle.loads(pickle.dumps(repository))
+    assert (copy.id, copy.url, copy.read_only) == (repository.id, repository.url, False)
+    store = pickle.loads(pickle.dumps(LocalStore(tmp_path, read_only=True)))
+    assert store.read_only
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_id_in_a_child, (repository,)) == (repository.id, "from a child")
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    folder = Path("/proc/self/fd")
+    if not folder.exists():
+        pytest.skip("the system does not list open files")
+    repository = Repository.create(tmp_path)
+    before = len(list(folder.iterdir()))
+    one = repository.put_object(b"1", "manifest").digest
+    with repository.stage_object("tar") as stage:
+        stage.write(b"x")
+        stage.finish()
+    repository.commit({"main": one}, message="")
+    list(repository.store.list_after(""))
+    for name in ("missing", "objects/missing", "no/folder"):
+        with pytest.raises(NotFoundError):
+            repository.store.get(name, max_bytes=1)
+    with pytest.raises(StoreError):
+        repository.store.get("objects", max_bytes=1)
+    with pytest.raises(StoreError):
+        repository.store.get("shardkit.json/x", max_bytes=1)
+    assert len(list(folder.iterdir())) == before
