@@ -3,17 +3,22 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= auto
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed-dev
+DEMO_STAMP := $(VENV)/.installed-demo
 
 .PHONY: demo test lint drills setup clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt tools/install.sh
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh
-	@touch $(STAMP)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh dev
+	@touch $(STAMP) $(DEMO_STAMP)
 
-demo: $(STAMP)  ## build, verify, train, kill, resume, damage, detect, audit: in two minutes
+$(DEMO_STAMP): pyproject.toml constraints.txt tools/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh demo
+	@touch $(DEMO_STAMP)
+
+demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, detect, audit: in two minutes
 	@$(BIN)/shardkit demo
 
 lint: $(STAMP)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the virtual environment that `make demo` and `make test` use.
+# Makes the virtual environment that `make demo` (extra "demo") and `make test` (extra "dev") use.
 #
 # torch comes first: on Linux the default wheel on PyPI brings several gigabytes of CUDA libraries. Where a CPU build
 # (version suffix +cpu) can be found, that one is taken; set SHARDKIT_TORCH=cuda to have the default build instead.
@@ -12,8 +12,13 @@ VENV=${VENV:-.venv}
     exit 1
 }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+extra=${1:-dev}
+case $extra in
+    demo) size="about 350 MB (torch CPU ~200 MB, pyarrow, scipy, scikit-learn)" ;;
+    *) size="about 600 MB (torch CPU ~200 MB, pyarrow, scipy, and what the tests compare with: polars, duckdb, datasets)" ;;
+esac
 torch=$(sed -n 's/^torch==//p' constraints.txt)
-echo "Setting up $VENV: about 600 MB of packages are downloaded (torch CPU ~200 MB, pyarrow, scipy, test tools)."
+echo "Setting up $VENV: $size of packages are downloaded."
 if [ "${SHARDKIT_TORCH:-cpu}" = cpu ] && "$VENV/bin/pip" install -q "torch==$torch+cpu" 2>/dev/null; then
     echo "torch $torch: CPU build"
 else
@@ -21,4 +26,4 @@ else
     "$VENV/bin/pip" install -q "torch==$torch"
 fi
 # the local version suffix of the CPU build satisfies the plain pin of constraints.txt
-"$VENV/bin/pip" install -q -c constraints.txt -e '.[dev]'
+"$VENV/bin/pip" install -q -c constraints.txt -e ".[$extra]"
