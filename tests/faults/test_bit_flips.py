@@ -26,7 +26,7 @@ SCHEMA = {
     "tokens": "int32[16]",
     "tail": "uint8[*]",
 }
-VERSIONS = ("main", "train", "v1")
+VERSIONS = ("main", "v1")
 
 
 @dataclass
@@ -53,10 +53,10 @@ class Bench:
 def make(root: Path, shard_format: str, compression: str) -> Bench:
     draw = random.Random(7)
     with shardkit.create(
-        root, SCHEMA, stratify="label", format=shard_format, compression=compression, shard_size="16KiB",
+        root, SCHEMA, stratify="label", format=shard_format, compression=compression, shard_size="64KiB",
         block_size="2KiB", split={"train": 0.7, "val": 0.3},
     ) as writer:  # fmt: skip
-        for number in range(120):
+        for number in range(90):
             writer.add(
                 {
                     "image": draw.randbytes(draw.randrange(1, 200)),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import typer
 
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import ShardkitError
 from shardkit_tools.help_pages import CommandPage, GroupPage
 
 __all__ = ["COMMANDS", "make_app", "run"]
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         _leave_quietly()
     except ShardkitError as error:
-        _fail(f"{error}", 2 if type(error) is UsageError else 1)
+        _fail(f"{error}", 2 if error.kind in ("usage", "configuration") else 1)
     except Exception:  # noqa: BLE001 - the last line of defence: say that it is ours, and show where
         traceback.print_exc()
         _fail(

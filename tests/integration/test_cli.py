@@ -1,0 +1,528 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardkit
+import shardkit_tools.commands.ls as ls_command
+from shardkit.storage import Repository
+from shardkit_tools.main import COMMANDS, run
+
+Call = Callable[..., tuple[int, str, str]]
+PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs the command line in this process: (exit code, standard output, standard error)."""
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            run([str(argument) for argument in arguments])
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 files in two class folders, 30 of them cats."""
+    root = tmp_path_factory.mktemp("photos")
+    for number in range(40):
+        folder = root / ("cat" if number % 4 else "dog")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{number:02d}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes([number]) * (100 + number))
+    return root
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset with refs main, train and val, and the tag v1."""
+    root = tmp_path_factory.mktemp("data") / "photos"
+    for arguments in (
+        [
+            "build",
+            source,
+            root,
+            "--stratify",
+            "label",
+            "--split",
+            "train=0.75,val=0.25",
+            "-m",
+            "first",
+            "--jobs",
+            1,
+        ],
+        ["tag", root, "v1", "--author", "me"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            run([str(argument) for argument in arguments])
+        assert not end.value.code
+    return root
+
+
+@pytest.fixture
+def dataset(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "photos"))
+
+
+def document(call: Call, *arguments: object, code: int = 0) -> dict[str, object]:
+    got, out, err = call(*arguments, "--json")
+    assert got == code, err
+    parsed = json.loads(out)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def test_overview_and_help_pages(call: Call) -> None:
+    code, out, _ = call()
+    assert code == 0
+    for heading, names in COMMANDS:
+        assert heading in out or "plan" in names
+    assert "verify: 1 repaired, 2 data lost, 3 could not check" in " ".join(out.split())
+    for name in re.findall(r"^  ([a-z]+) +[A-Z]", out, re.MULTILINE):
+        code, page, _ = call(name, "--help")
+        assert code == 0
+        assert f"\nExample\n  shardkit {name}" in page
+        assert max(map(len, page.splitlines())) <= 100
+        assert call(name, "-h")[1] == page
+
+
+def test_build_reports_what_it_did(call: Call, source: Path, tmp_path: Path) -> None:
+    code, out, err = call("build", source, tmp_path / "a", "--stratify", "label")
+    assert (code, err) == (0, "")
+    assert "40 in 2 strata" in out
+    first = document(
+        call, "build", source, tmp_path / "b", "--stratify", "label", "--jobs", 2, "--split", "x=0.5"
+    )
+    assert first["samples"] == 40
+    assert first["strata"] == {"0": 30, "1": 10}
+    again = document(call, "build", source, tmp_path / "b", "--stratify", "label", "--split", "x=0.5")
+    assert again["id"] == first["id"]
+    assert again["commit"] is None
+    assert (
+        "none: the same version was there already"
+        in call("build", source, tmp_path / "b", "--stratify", "label", "--split", "x=0.5")[1]
+    )
+
+
+def test_dry_run_writes_nothing(call: Call, source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "never"
+    assert "nothing was written" in call("build", source, root, "--dry-run", "--stratify", "label")[1]
+    planned = document(
+        call, "build", source, root, "--dry-run", "--stratify", "label", "--split", "a=0.5,b=0.5"
+    )
+    assert planned["id"] is None
+    splits = planned["split_samples"]
+    assert isinstance(splits, dict)
+    assert sum(splits.values()) == 40
+    assert not root.exists()
+
+
+def test_ls(call: Call, built: Path) -> None:
+    found = document(call, "ls", built)["versions"]
+    assert isinstance(found, list)
+    assert [(v["name"], v["kind"], v["rows"]) for v in found] == [
+        ("main", "ref", 40), ("train", "ref", 40), ("val", "ref", 40), ("v1", "tag", 40)
+    ]  # fmt: skip
+    assert found[1]["samples"] + found[2]["samples"] == found[0]["samples"] == 40
+    _, out, _ = call("ls", built)
+    assert [line.split()[0] for line in out.splitlines()] == ["name", "main", "train", "val", "v1"]
+    assert found[0]["id"] in out
+
+
+def test_ls_of_a_root_without_versions(call: Call, tmp_path: Path) -> None:
+    Repository.create(tmp_path / "new")
+    assert "has no versions yet" in call("ls", tmp_path / "new")[1]
+    assert document(call, "ls", tmp_path / "new")["versions"] == []
+    assert "no commits yet" in call("log", tmp_path / "new")[1]
+    assert call("verify", tmp_path / "new")[0] == 0
+
+
+def test_show(call: Call, built: Path) -> None:
+    page = document(call, "show", f"{built}@val")
+    main = shardkit.open(built)
+    assert page["parent"] == main.manifest.id
+    assert page["schema"] == {"image": "bytes", "label": "int64"}
+    assert page["classes"] == ["cat", "dog"]
+    strata = page["strata"]
+    assert isinstance(strata, list)
+    assert [s["rows"] for s in strata] == [30, 10]
+    assert sum(s["samples"] for s in strata) == page["samples"]
+    splits = page["splits"]
+    assert isinstance(splits, list)
+    assert [s["name"] for s in splits] == ["main", "train", "v1"]
+    _, out, _ = call("show", f"{built}@val")
+    for expected in (
+        "0 cat",
+        "1 dog",
+        "name val",
+        "number 1: first",
+        "shares train 3/4, val 1/4",
+        str(page["id"]),
+    ):
+        assert expected in out
+
+
+def test_log(call: Call, built: Path) -> None:
+    commits = document(call, "log", built)["commits"]
+    assert isinstance(commits, list)
+    assert [(c["n"], c["message"], c["author"]) for c in commits] == [
+        (2, "tag v1 for main", "me"),
+        (1, "first", ""),
+    ]
+    assert [(c["kind"], c["name"], c["from"]) for c in commits[1]["changes"]] == [
+        ("ref", "main", None), ("ref", "train", None), ("ref", "val", None)
+    ]  # fmt: skip
+    assert len(call("log", built, "-n", 1)[1].splitlines()) == 2
+
+
+def test_diff(call: Call, built: Path, source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (tmp_path / "less").mkdir()
+    shutil.copytree(source / "cat", tmp_path / "less" / "cat")
+    shutil.copytree(source / "dog", tmp_path / "less" / "puma")
+    (tmp_path / "less" / "puma" / "00.png").unlink()
+    call("build", tmp_path / "less", other, "--stratify", "label", "--format", "arrow")
+    found = document(call, "diff", built, other)
+    strata = found["strata"]
+    assert isinstance(strata, list)
+    assert {row["name"]: (row["a"], row["b"]) for row in strata} == {"0": (30, 30), "1": (10, 9)}
+    assert found["shards"] == {
+        "shared": {"count": 0, "bytes": 0},
+        "removed": {"count": 1, "bytes": shardkit.open(built).manifest.stored_bytes},
+        "added": {"count": 1, "bytes": shardkit.open(other).manifest.stored_bytes},
+    }
+    assert "tar → arrow" in call("diff", built, other)[1]
+    shared = document(call, "diff", built, "val")["shards"]
+    assert isinstance(shared, dict)
+    assert [shared[what]["count"] for what in ("shared", "removed", "added")] == [1, 0, 0]
+    assert "equal to the last byte" in call("diff", built, "v1")[1]
+
+
+def test_diff_of_schemas(call: Call, built: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"label": 0.5, "text": "a"}\n')
+    call("build", tmp_path / "rows.jsonl", tmp_path / "rows")
+    assert document(call, "diff", built, tmp_path / "rows")["schema"] == {
+        "added": {"text": "str"},
+        "removed": {"image": "bytes"},
+        "changed": {"label": {"a": "int64", "b": "float64"}},
+        "same_order": False,
+    }
+    out = call("diff", built, tmp_path / "rows")[1]
+    assert "+ text: str\n- image: bytes\n~ label: int64 → float64\n" in out
+
+
+def test_tag(call: Call, dataset: Path) -> None:
+    assert document(call, "tag", f"{dataset}@val", "eval-2026")["created"] is True
+    assert document(call, "tag", dataset, "eval-2026", "val")["created"] is False
+    code, _, err = call("tag", dataset, "eval-2026", "train")
+    assert code == 1
+    assert "eval-2026" in err
+    assert call("tag", dataset, "no such name")[0] == 2
+
+
+def test_cat(call: Call, built: Path) -> None:
+    ds = shardkit.open(built)
+    shown = document(call, "cat", built, 5)
+    image = ds[5]["image"]
+    assert shown["fields"] == {
+        "image": {"bytes": len(image), "sha256": hashlib.sha256(image).hexdigest(), "kind": "png"},
+        "label": ds[5]["label"],
+    }
+    assert shown["key"] == ds.key(5)
+    _, out, _ = call("cat", built, 5)
+    assert "89 50 4e 47 0d 0a 1a 0a" in out
+    assert f"{ds[5]['label']} ({ds.classes[ds[5]['label']]})" in out
+
+
+def test_cat_writes_a_field_to_a_new_file_only(call: Call, built: Path, tmp_path: Path) -> None:
+    out = tmp_path / "image.png"
+    assert call("cat", built, 5, "--field", "image", "--out", out)[0] == 0
+    assert out.read_bytes() == shardkit.open(built)[5]["image"]
+    code, _, err = call("cat", built, 6, "--field", "image", "--out", out)
+    assert code == 1
+    assert "image.png: cannot be made (File exists)" in err
+    assert out.read_bytes() == shardkit.open(built)[5]["image"]
+    assert call("cat", built, 5, "--out", tmp_path / "x")[0] == 2
+    assert "no field 'img'" in call("cat", built, 5, "-f", "img")[2]
+
+
+def test_cat_of_every_type(call: Call, tmp_path: Path) -> None:
+    schema = {"t": "str", "j": "json", "a": "float32[2,3]", "r": "int64[*]", "s": "uint8", "b": "bool"}
+    with shardkit.create(tmp_path / "d", schema) as writer:
+        writer.add(
+            {
+                "t": "one\x1b[31m\nÄ",
+                "j": {"k": [1, None]},
+                "a": np.arange(6).reshape(2, 3),
+                "r": [],
+                "s": 7,
+                "b": True,
+            }
+        )
+    _, out, _ = call("cat", tmp_path / "d", 0)
+    assert "one\\x1b[31m\nÄ" in out
+    assert "\x1b" not in out
+    assert "shape [2, 3], 0.0 to 5.0" in out
+    fields = document(call, "cat", tmp_path / "d", 0)["fields"]
+    assert fields == {
+        "t": "one\x1b[31m\nÄ",
+        "j": {"k": [1, None]},
+        "a": {"dtype": "float32", "shape": [2, 3], "items": [[0, 1, 2], [3, 4, 5]]},
+        "r": {"dtype": "int64", "shape": [0], "items": []},
+        "s": 7,
+        "b": True,
+    }
+    call("cat", tmp_path / "d", 0, "-f", "a", "-o", tmp_path / "a.npy")
+    assert np.array_equal(np.load(tmp_path / "a.npy"), np.arange(6, dtype=np.float32).reshape(2, 3))
+
+
+def test_a_field_goes_to_a_pipe_as_it_is(built: Path) -> None:
+    done = subprocess.run([*PROGRAM, "cat", built, "5", "-f", "image"], capture_output=True, check=True)
+    assert done.stdout == shardkit.open(built)[5]["image"]
+
+
+def test_select(call: Call, dataset: Path, tmp_path: Path) -> None:
+    cats = document(call, "select", dataset, "--where", "label == 0", "--ref", "cats")
+    assert cats["samples"] == 30
+    assert {shardkit.open(f"{dataset}@cats")[i]["label"] for i in range(30)} == {0}
+    (tmp_path / "list").write_text("3\n1\n3\n")
+    call("select", f"{dataset}@cats", "--rows", tmp_path / "list", "--ref", "two")
+    call("select", f"{dataset}@cats", "--exclude", tmp_path / "list", "--ref", "rest")
+    views = {name: shardkit.open(f"{dataset}@{name}") for name in ("cats", "two", "rest")}
+    keys = {name: [view.key(i) for i in range(len(view))] for name, view in views.items()}
+    assert keys["two"] == [keys["cats"][1], keys["cats"][3]]
+    assert sorted(keys["two"] + keys["rest"]) == sorted(keys["cats"])
+    assert call("verify", dataset)[0] == 0
+    assert Repository.open(dataset).head().message == "select by list"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--ref", "x"], 2, "select takes one of --where, --rows and --exclude"),
+        (["--where", "label ==", "--ref", "x"], 2, "cannot be read"),
+        (["--where", "label > 7", "--ref", "x"], 2, "no row is selected"),
+        (["--rows", "/nowhere", "--ref", "x"], 1, "/nowhere: cannot be read"),
+        (["--rows", __file__, "--ref", "x"], 1, "is not a sample number; expected 0 to 39"),
+        (["--where", "label == 0"], 2, "Missing option '--ref'"),
+    ],
+)
+def test_select_errors(call: Call, dataset: Path, arguments: list[str], code: int, message: str) -> None:
+    before = len(Repository.open(dataset).log())
+    got, _, err = call("select", dataset, *arguments)
+    assert (got, message in err) == (code, True), err
+    assert len(Repository.open(dataset).log()) == before
+
+
+def test_verify_clean_at_every_level(call: Call, dataset: Path) -> None:
+    for level, code in (("list", 0), ("attested", 3), ("stored", 3), ("read", 0), ("decode", 0)):
+        result = document(call, "verify", dataset, "--level", level, code=code)
+        assert result["damaged"] == []
+        assert result["exit_code"] == code
+        assert bool(result["unknown"]) == (code == 3)
+    assert "keeps no checksums" in call("verify", dataset, "--level", "stored")[1]
+    assert "no scrub has been recorded" in call("verify", dataset, "--level", "attested")[1]
+
+
+def test_verify_names_what_is_damaged(call: Call, dataset: Path) -> None:
+    ds = shardkit.open(dataset)
+    shard = next(dataset.glob("objects/sha256/*/*.tar"))
+    index = ds.reader.index(0)
+    data = bytearray(shard.read_bytes())
+    data[int(index.block_offset[1]) + 600] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(data)
+    assert document(call, "verify", dataset, "--level", "list")["damaged"] == []
+    result = document(call, "verify", dataset, code=2)
+    (finding,) = result["damaged"]  # type: ignore[misc]
+    assert finding["name"].endswith(shard.name)
+    assert finding["expected"] == f"sha256:{shard.name.removesuffix('.tar')}"
+    assert finding["got"] == f"sha256:{hashlib.sha256(data).hexdigest()}"
+    assert finding["blocks"] == [1]
+    assert finding["rows"] == int(index.block_start[2] - index.block_start[1])
+    code, out, _ = call("verify", f"{dataset}@val")
+    assert code == 2
+    for expected in (
+        "Damaged: 1 object",
+        shard.name,
+        "blocks    1:",
+        "do        put a good copy in its place",
+    ):
+        assert expected in out
+
+
+def test_a_build_heals_what_verify_finds(call: Call, dataset: Path, source: Path) -> None:
+    shard = next(dataset.glob("objects/sha256/*/*.tar"))
+    shard.chmod(0o644)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert call("verify", dataset)[0] == 2
+    assert call("build", source, dataset, "--stratify", "label", "--split", "train=0.75,val=0.25")[0] == 0
+    assert call("verify", dataset)[0] == 0
+
+
+@pytest.mark.parametrize("suffix", ["index", "page", "manifest", "selection", "sources", "tar"])
+def test_verify_finds_missing_objects(call: Call, dataset: Path, suffix: str) -> None:
+    for path in dataset.glob(f"objects/sha256/*/*.{suffix}"):
+        path.unlink()
+    result = document(call, "verify", dataset, "--level", "list", code=2)
+    damaged = result["damaged"]
+    assert isinstance(damaged, list)
+    assert all(finding["name"].endswith(suffix) for finding in damaged)
+    assert {finding["got"] for finding in damaged} == {"nothing of that name"}
+
+
+def test_verify_finds_a_damaged_log_and_goes_on(call: Call, dataset: Path) -> None:
+    entry = dataset / "log" / f"{2:020d}.json"
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes().replace(b'"me"', b'"us"'))
+    result = document(call, "verify", dataset, code=2)
+    assert [finding["name"] for finding in result["damaged"]] == [f"log/{2:020d}.json"]  # type: ignore[attr-defined]
+    assert sorted(result["versions"]) == ["main", "train", "val"]  # type: ignore[call-overload]
+    code, _, err = call("ls", dataset)
+    assert code == 1
+    assert "its digest is" in err
+
+
+def test_verify_samples_repeatably(call: Call, tmp_path: Path) -> None:
+    with shardkit.create(tmp_path / "d", {"x": "bytes"}, shard_size=4096) as writer:
+        for number in range(200):
+            writer.add({"x": number.to_bytes(2, "big") * 200})
+    shards = len(shardkit.open(tmp_path / "d").table)
+    first = document(call, "verify", tmp_path / "d", "--sample", "10%", "--seed", "a")
+    assert first["shards"] == shards
+    assert first["shards_seen"] == -(-shards // 10)
+    assert (
+        "--seed b chooses the same again"
+        in call("verify", tmp_path / "d", "--sample", "0.1", "--seed", "b")[1]
+    )
+    for share in ("0%", "101%", "many", "1/0"):
+        code, _, err = call("verify", tmp_path / "d", "--sample", share)
+        assert (code, "expected a share such as 5%" in err) == (2, True)
+
+
+def test_export(call: Call, built: Path, tmp_path: Path) -> None:
+    sums = tmp_path / "sums"
+    assert call("export", f"{built}@val", "--as", "sha256sums", "-o", sums)[0] == 0
+    checked = subprocess.run(["sha256sum", "-c", "--strict", sums], cwd=built, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    kinds = {line.rsplit(".", 1)[1].split(":")[0] for line in checked.stdout.splitlines()}
+    assert kinds == {"tar", "index", "page", "manifest", "selection", "sources"}
+    _, out, _ = call("export", built, "--as", "urls")
+    assert [Path(line).is_file() for line in out.splitlines()] == [True]
+    assert out.endswith(".tar\n")
+    assert call("export", built, "--as", "urls", "-o", sums)[0] == 1
+    assert call("export", built, "--as", "floppies")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["ls", "nowhere"], 1, "no dataset at .*nowhere"),
+        (["show", "{root}@vall"], 1, "no ref or tag 'vall'; did you mean 'val'"),
+        (["show", "{root}@a b"], 2, "ref or tag 'a b'"),
+        (["cat", "{root}", "40"], 1, "sample 40 does not exist: this dataset has samples 0 to 39"),
+        (["cat", "{root}", "many"], 2, "Invalid value for 'ROW'"),
+        (["show", "s3://bucket/x"], 1, "no store for s3://"),
+        (["verify", "{root}@nope"], 1, "no ref or tag 'nope'"),
+        (["sho", "{root}"], 2, "No such command 'sho'"),
+        (["ls"], 2, "Missing argument 'ROOT'"),
+        (["build", "nowhere", "{root}"], 1, "nowhere: no such file or folder"),
+        (["build", "{source}", "{root}", "--from", "excel"], 2, "no such importer; expected one of"),
+        (["build", "{source}", "{root}", "--schema", "image"], 2, "expected field=type"),
+        (["build", "{source}", "{root}", "--schema", "image=complex"], 1, "'complex' is unknown"),
+        (["build", "{source}", "{root}", "--stratify", "lable"], 2, "lable"),
+        (["build", "{source}", "{root}", "--split", "a"], 2, "expected names and shares"),
+        (["build", "{source}", "{root}", "--split", "a=2"], 2, "share"),
+        (["build", "{source}", "{root}", "--compression", "rar"], 1, "rar"),
+        (["build", "{source}", "{root}", "--shard-size", "big"], 2, "size 'big'"),
+    ],
+)
+def test_mistakes_are_one_message(
+    call: Call, built: Path, source: Path, arguments: list[str], code: int, message: str
+) -> None:
+    got, _, err = call(*(argument.format(root=built, source=source) for argument in arguments))
+    assert re.search(message, err), err
+    assert got == code, f"exit code {got}: {err}"
+    assert "Traceback" not in err
+
+
+def test_a_bug_shows_its_traceback(call: Call, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(root: str) -> dict[str, object]:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(ls_command, "list_versions", broken)
+    code, _, err = call("ls", built)
+    assert code == 70
+    assert "ZeroDivisionError: oops" in err
+    assert "this is a bug in shardkit" in err
+
+
+def test_a_reader_that_goes_away_is_no_error(built: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*PROGRAM, "show", built], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert done.stderr == b""
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "slow")
+    program = (
+        "import shardkit_tools.commands.build as b, signal, os\n"
+        "from shardkit_tools.main import run\n"
+        "def build_dataset(*a, **k):\n"
+        "    open(os.environ['SLOW'], 'w').write('x')\n"
+        "    signal.pause()\n"
+        "b.build_dataset = build_dataset\n"
+        "run(['build', 'a', 'b'])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "SLOW": str(tmp_path / "slow")},
+        stderr=subprocess.PIPE,
+    ) as process:
+        (tmp_path / "slow").read_text()  # until the build has begun
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().strip() == "shardkit: interrupted"
+
+
+def test_the_installed_command_prints_its_page() -> None:
+    done = subprocess.run(
+        [*PROGRAM], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+    )
+    assert "Every command has a page of its own" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_output_is_text(call: Call, tmp_path: Path) -> None:
+    """Class names from a folder's names reach the page escaped."""
+    folder = tmp_path / "photos" / "c\x1b[2J"
+    folder.mkdir(parents=True)
+    (folder / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert call("build", tmp_path / "photos", tmp_path / "d", "--stratify", "label")[0] == 0
+    out = io.StringIO(call("show", tmp_path / "d")[1]).read()
+    assert "\x1b" not in out
+    assert "c\\x1b[2J" in out
