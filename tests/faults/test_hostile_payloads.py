@@ -57,9 +57,9 @@ def one_block(format: str, compression: str) -> tuple[bytes, ShardIndex]:
     return bytes(stored_block(data, index, 0)), index
 
 
-def refused_in_bounds(stored: bytes, index: ShardIndex, mebibytes: int = 64) -> None:
+def refused_in_bounds(stored: bytes, index: ShardIndex, match: str | None = None, mebibytes: int = 64) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=match):
         read_block(stored, index, 0)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < mebibytes << 10
 
@@ -73,9 +73,31 @@ def test_made_up_uncompressed_lengths(compression: str, length: int) -> None:
         if size:
             place = header.body_offset + offset
             hostile = stored[:place] + struct.pack("<q", length) + stored[place + 8 :]
-            refused_in_bounds(hostile, rehashed(index, hostile))
+            # Before pyarrow sees it: what it allocates for a length need not show in resident memory.
+            refused_in_bounds(hostile, rehashed(index, hostile), "raw bytes|declares")
             if 0 < length < 2**34:
                 refused_in_bounds(hostile, rehashed(index, hostile, int(index.block_raw_size[0]) + length))
+
+
+def test_patched_buffer_tables_are_refused() -> None:
+    """Buffers that overlap, run long or lie unaligned, in metadata that is well-formed otherwise."""
+    stored, index = one_block("arrow", "none")
+    header = read_batch_header(memoryview(stored))
+    table = header.buffers.astype("<i8").tobytes()
+    place = stored.index(table)
+    rows = header.buffers.tolist()
+    labels = next(i for i, (_, length) in enumerate(rows) if length == 8 * 12)
+    for patch in (
+        (rows[labels][0] - 8, rows[labels][1]),
+        (rows[labels][0] + 4, rows[labels][1]),
+        (rows[labels][0], rows[labels][1] + 64),
+        (rows[labels][0], rows[labels][1] - 8),
+        (rows[labels][0] - 96, rows[labels][1]),
+    ):
+        patched = header.buffers.copy()
+        patched[labels] = patch
+        hostile = stored[:place] + patched.astype("<i8").tobytes() + stored[place + len(table) :]
+        refused_in_bounds(hostile, rehashed(index, hostile), "buffer of")
 
 
 def test_a_frame_that_declares_more_than_the_index() -> None:
