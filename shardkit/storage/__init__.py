@@ -11,6 +11,7 @@
     object_access.py    putting and getting objects, verified both ways
     identity.py         shardkit.json
     log.py              log entries and their chain
+    commit_log.py       reading the log with its chain verified, appending to it
     changes.py          what a commit asks for, applied to a head
     repository.py       objects and commits below one root
     catalog.py          putting and loading versions: manifest, pages, selections

@@ -6,38 +6,20 @@ import contextlib
 import datetime as dt
 import difflib
 import importlib.metadata
-import itertools
 import os
 import random
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Final, NoReturn
+from typing import Final
 
-from shardkit.errors import (
-    CommitConflict,
-    CommitUnknown,
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-    StoreError,
-    StoreFullError,
-    StoreReadOnlyError,
-    UsageError,
-)
+from shardkit.errors import CommitConflict, FormatError, NotFoundError, StoreReadOnlyError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.storage.changes import Changes
+from shardkit.storage.commit_log import CommitLog
 from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
-from shardkit.storage.log import (
-    LOG_PREFIX,
-    MAX_ENTRY_BYTES,
-    LogEntry,
-    check_ref_name,
-    check_succession,
-    entry_name,
-    entry_number,
-)
+from shardkit.storage.log import LogEntry, check_ref_name
 from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.storage.objects import Descriptor, object_name
 from shardkit.storage.store import Store
@@ -48,8 +30,6 @@ __all__ = ["DEFAULT_REF", "Repository"]
 DEFAULT_REF: Final = "main"
 
 _ATTEMPTS: Final = 1_000
-_PUT_ATTEMPTS: Final = 3
-_MAX_UNLISTED: Final = 1_000
 _LONGEST_PAUSE_S: Final = 0.05
 # Forked writers must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
@@ -66,7 +46,7 @@ class Repository:
         self._identity = identity
         self._read_only = read_only
         self._objects = ObjectAccess(store)
-        self._seen = 0  # number of the newest entry read so far: a log never gets shorter
+        self._log = CommitLog(store, identity)
 
     def __repr__(self) -> str:
         return f"Repository({self._store.url!r}, id={self.id}, read_only={self._read_only})"
@@ -151,8 +131,7 @@ class Repository:
 
     def head(self) -> LogEntry | None:
         """The newest commit, None before the first. Lists names and reads one entry."""
-        number = self._last_number()
-        return None if number == 0 else self._entry(number)[0]
+        return self._log.head()
 
     def log(self) -> list[LogEntry]:
         """All commits, newest first, with the whole chain verified down to ``shardkit.json``.
@@ -160,18 +139,7 @@ class Repository:
         Raises:
             IntegrityError: An entry is missing or damaged, or the chain is broken.
         """
-        entries: list[LogEntry] = []
-        for number in range(self._last_number(), 0, -1):
-            entry, data = self._entry(number)
-            if entries:
-                check_succession(entry, data, entries[-1], self.url)
-            entries.append(entry)
-        if entries and entries[-1].previous != sha256_digest(self._identity.to_bytes()):
-            raise IntegrityError(
-                f"log of {self.url}: entry 1 belongs to another {IDENTITY_NAME}; restore it from a copy of "
-                "the root"
-            )
-        return entries
+        return self._log.entries()
 
     def find_commit(self, txn: str) -> LogEntry | None:
         """The commit of a transaction, None where it did not land: the answer to a `CommitUnknown`."""
@@ -243,8 +211,7 @@ class Repository:
         for attempt in range(_ATTEMPTS):
             refs, tags = changes.apply(base, head)
             entry = self._next_entry(head, txn, refs, tags, message, author)
-            if self._append(entry):
-                self._seen = max(self._seen, entry.n)
+            if self._log.append(entry):
                 return entry
             time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
             head = self.head()
@@ -279,85 +246,6 @@ class Repository:
         except FormatError as error:
             raise UsageError(f"the commit cannot be written: {error}") from error
         return entry
-
-    def _append(self, entry: LogEntry) -> bool:
-        """Put the entry; True when it is durably in the log, False when another commit has its number.
-
-        After an error the entry is read back and known by its transaction id, never guessed at. Ours is put
-        again: that it exists then also says that it is durable.
-        """
-        name, data = entry_name(entry.n), entry.to_bytes()
-        failure: StoreError | None = None
-        found: LogEntry | None = None
-        for _ in range(_PUT_ATTEMPTS):
-            try:
-                if self._store.put_new(name, data):
-                    return True
-                failure = None
-            except StoreError as error:
-                failure = error
-            found = self._read_back(entry, failure)
-            if found is not None and found.txn != entry.txn:
-                return False
-            if found is not None and failure is None:
-                return True
-            if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
-                break  # asking again does not help
-        if found is None and failure is not None:
-            raise failure  # it is not in the log, and the store says why
-        raise CommitUnknown(
-            f"commit {entry.txn} to {self.url}: entry {entry.n} is there but may not survive a power cut; "
-            f"look at the disk, then ask again: Repository.find_commit({entry.txn!r})"
-        ) from failure
-
-    def _read_back(self, entry: LogEntry, failure: StoreError | None) -> LogEntry | None:
-        try:
-            return self._entry(entry.n)[0]
-        except NotFoundError:
-            return None
-        except (StoreError, IntegrityError, FormatError) as error:
-            raise CommitUnknown(
-                f"commit {entry.txn} to {self.url}: writing entry {entry.n} failed ({failure}) and it cannot "
-                "be read "
-                f"back ({error}); ask later: Repository.find_commit({entry.txn!r})"
-            ) from error
-
-    # Reading the log
-
-    def _last_number(self) -> int:
-        """Number of the newest entry; all before it are there.
-
-        A directory that is listed while others commit may show a later entry and not an earlier one, and a network
-        file system may show an old listing: what a listing lacks is looked up by name before it counts as missing.
-        """
-        seen = self._seen  # before the listing: another thread may commit while it is made
-        listed = {n for n in map(entry_number, self._store.list_after(LOG_PREFIX)) if n is not None}
-        last = max(seen, max(listed, default=0))
-        if last > len(listed) + _MAX_UNLISTED:
-            self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
-        for number in sorted(set(range(1, last + 1)) - listed):
-            if self._store.head(entry_name(number)) is None:
-                self._refuse_log(number)
-        self._seen = max(self._seen, last)
-        return last
-
-    def _refuse_log(self, missing: int) -> NoReturn:
-        raise IntegrityError(
-            f"log of {self.url}: entry {missing} is missing; restore it from a copy of the root"
-        )
-
-    def _entry(self, number: int) -> tuple[LogEntry, bytes]:
-        name = entry_name(number)
-        where = f"{name} in {self.url}"
-        data = self._store.get(name, max_bytes=MAX_ENTRY_BYTES)
-        entry = LogEntry.from_bytes(data, where)
-        if entry.n != number or entry.repository != self.id:
-            raise IntegrityError(
-                f"{where} is entry {entry.n} of repository {entry.repository}, expected entry {number} of "
-                f"{self.id}; "
-                "restore it from a copy of the root"
-            )
-        return entry, data
 
     def _check_manifests(self, changes: Changes) -> None:
         for manifest in sorted(changes.manifests):
