@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import tempfile
@@ -30,12 +31,17 @@ class RepositoryModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
+        self.cleanup = contextlib.ExitStack()
+        self.cleanup.enter_context(
+            substituted(FaultyOperations(errno.EIO))
+        )  # nothing fails, nothing waits for the disk
         self.objects: set[bytes] = set()
         self.refs: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         self.messages: list[str] = []
 
     def teardown(self) -> None:
+        self.cleanup.close()
         shutil.rmtree(self.folder)
 
     @initialize()

@@ -111,8 +111,8 @@ def test_resolving(tmp_path: Path) -> None:
         one,
         DIGEST,
     ]
-    with pytest.raises(NotFoundError, match="did you mean 'train'"):
-        repository.resolve("trian")
+    with pytest.raises(NotFoundError, match="did you mean 'main'"):
+        repository.resolve("maim")
     with pytest.raises(NotFoundError, match="main, train, v1"):
         repository.resolve("zzz")
     with pytest.raises(UsageError):
