@@ -231,7 +231,7 @@ class RowSpool:
         folder: where the scratch file is made when memory does not suffice; "": count only, keep nothing.
         name: of the scratch file.
         seed: of the shuffle, None where rows keep the order of adding.
-        run_bytes: payload bytes held in memory before a run is written.
+        run_bytes: payload bytes held in memory before a run is written; by default 64 MiB.
         always_file: write even a single run to the file.
     """
 
@@ -241,13 +241,13 @@ class RowSpool:
         name: str,
         *,
         seed: int | None,
-        run_bytes: int = RUN_BYTES,
+        run_bytes: int | None = None,
         always_file: bool = False,
     ) -> None:
         self._folder = folder
         self._name = name
         self._seed = seed
-        self._run_bytes = run_bytes
+        self._run_bytes = RUN_BYTES if run_bytes is None else run_bytes
         self._always_file = always_file
         self._strata: dict[tuple[str, ...], int] = {}
         self._columns = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.dataset.scratch import RowSpool
 from shardkit.errors import ConfigurationError, NotFoundError, SampleError, SchemaError, UsageError
 from shardkit.storage import Repository
 
@@ -118,11 +116,7 @@ def test_large_scratch_goes_to_disk_in_runs_and_gives_the_same_bytes(
 ) -> None:
     expected = write(tmp_path / "a").manifest.id
 
-    class Small(RowSpool):
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            super().__init__(*arguments, **settings, run_bytes=500)
-
-    monkeypatch.setattr(sys.modules["shardkit.dataset.create"], "RowSpool", Small)
+    monkeypatch.setattr("shardkit.dataset.scratch.RUN_BYTES", 500)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     seen = []

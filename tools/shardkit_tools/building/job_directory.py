@@ -2,7 +2,7 @@
 
 A record is a small file that appears by rename once the work it tells of is complete, with a checksum in
 front; so a SIGKILL at any moment leaves a record whole or not at all. Nothing is synced: after a power cut
-the page cache is gone, and what is then found is verified (`JobDirectory.survived_reboot`) or refused by its
+the page cache is gone, and what is then found is verified (`JobDirectory.may_have_lost_pages`) or refused by its
 checksums.
 """
 
@@ -44,7 +44,8 @@ class JobDirectory:
             os.makedirs(self.path, exist_ok=True)
             self._lock = self._take_lock()
         boot = _boot_id()
-        self.survived_reboot = self.read("boot") not in (None, boot)
+        # A boot record that is torn is of a machine that went down, too.
+        self.may_have_lost_pages = self.read("boot") != boot
         self.write("boot", boot)
 
     def _take_lock(self) -> Handle:
@@ -105,7 +106,7 @@ class JobDirectory:
 
     def release_or_discard(self) -> None:
         """After an error: keep finished work, but leave nothing behind where there is none."""
-        if any(name.endswith((".rows", ".done")) for name in self.names()):
+        if os.path.isdir(self.path) and any(name.endswith((".rows", ".done")) for name in self.names()):
             self.release()
         else:
             self.discard()

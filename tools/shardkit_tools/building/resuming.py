@@ -42,7 +42,7 @@ def _finished(job: JobDirectory, number: int, name: str) -> TaskRows | None:
     if job.size_of(rows.facts.part) != rows.facts.part_bytes:
         return None
     # The page cache survives the death of any process, but not of the machine.
-    return rows if not job.survived_reboot or _is_whole(job, rows) else None
+    return rows if not job.may_have_lost_pages or _is_whole(job, rows) else None
 
 
 def _is_whole(job: JobDirectory, rows: TaskRows) -> bool:
