@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import unicodedata
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,12 +37,14 @@ __all__ = [
     "print_table",
     "share_text",
     "short_id",
+    "short_ids",
 ]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _ID_DIGITS = 12
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def is_terminal() -> bool:
@@ -54,9 +58,9 @@ def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def print_line(text: str = "", style: str = "") -> None:
-    """Print a line of text; on a terminal it is wrapped at words."""
+    """Print a line of text; a terminal wraps it by itself, so that paths and digests can be copied whole."""
     if is_terminal():
-        _console().print(Text(text, style=style), soft_wrap=False)
+        _console().print(Text(text, style=style), soft_wrap=True)
     else:
         sys.stdout.write(text + "\n")
 
@@ -67,18 +71,18 @@ def print_heading(text: str) -> None:
     print_line(text, "bold")
 
 
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+def print_facts(facts: Sequence[tuple[str, str]], indent: int = 0) -> None:
     """Print names and values, one pair a line."""
     width = max(len(name) for name, _ in facts)
     if not is_terminal():
-        sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in facts)
+        sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in facts)
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in facts:
         grid.add_row(Text(name), Text(value))
-    _console().print(grid)
+    _console().print(Padding(grid, (0, 0, 0, indent)))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -124,6 +128,11 @@ def clean(text: str) -> str:
     return "".join(character if _is_printable(character) else _escaped(character) for character in text)
 
 
+def short_ids(text: str) -> str:
+    """Text with the digests in it shortened on a terminal."""
+    return _DIGEST.sub(lambda found: short_id(found[0]), text)
+
+
 def short_id(digest: str) -> str:
     """A digest as people read it on a terminal; the whole elsewhere."""
     kind, colon, digits = digest.partition(":")
@@ -158,8 +167,9 @@ def duration_text(seconds: float) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """A share in per cent."""
-    return f"{100 * part / whole:.1f} %" if whole else "–"
+    """A share in per cent, with more digits where it is small."""
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.{1 if share >= 0.95 or not part else 2 if share >= 0.095 else 3}f} %"
 
 
 class StatusLine:

@@ -32,6 +32,7 @@ _DUMP_BYTES = 64
 _TEXT_LINES = 20
 _TEXT_CHARACTERS = 2000
 _JSON_ITEMS = 10_000
+_SPACES = str.maketrans("\t\n\r", "   ")
 
 
 def cat(
@@ -85,7 +86,11 @@ def cat(
 
 
 def _print_field(name: str, kind: str, value: Any, label: str | None) -> None:
-    if isinstance(value, bytes):
+    text = _as_text(value) if isinstance(value, bytes) else None
+    if text is not None:
+        print_heading(f"{name}: {kind}, {bytes_text(len(value))}, UTF-8 text")
+        _print_text(text)
+    elif isinstance(value, bytes):
         print_heading(f"{name}: {kind}, {bytes_text(len(value))}, {sniff_extension(value)}")
         _print_dump(value[:_DUMP_BYTES], len(value))
     elif isinstance(value, str):
@@ -100,6 +105,15 @@ def _print_field(name: str, kind: str, value: Any, label: str | None) -> None:
     else:
         print_heading(f"{name}: {kind}")
         print_line(f"{value} ({clean(label)})" if label is not None else str(value))
+
+
+def _as_text(data: bytes) -> str | None:
+    """Bytes that a person can read as they are."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text and clean(text.translate(_SPACES)) == text.translate(_SPACES) else None
 
 
 def _print_text(text: str) -> None:

@@ -196,7 +196,7 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
         return
     shown = rows if all_strata else rows[:_STRATA_SHOWN]
     print_table(
-        ["*stratum", ">A", ">B", ">share A", ">share B", ">drift"],
+        ["*stratum", ">A", ">B", ">share A", ">share B", ">drift in %"],
         [
             (
                 clean(row["label"]),

@@ -179,7 +179,10 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
         print_heading("Not stratified: every batch is drawn from all samples alike")
         return
     print_heading(f"{count_text(len(strata))} strata by {axes}")
-    shown = strata if all_strata else strata[:_STRATA_SHOWN]
+    if len(strata) > _STRATA_SHOWN and not all_strata:
+        shown = sorted(strata, key=lambda stratum: (-stratum["samples"], stratum["name"]))[:_STRATA_SHOWN]
+    else:
+        shown = sorted(strata, key=lambda stratum: [_natural(value) for value in stratum["values"]])
     print_table(
         ["*stratum", ">samples", ">share", ""],
         [
@@ -211,6 +214,11 @@ def _print_splits(document: Mapping[str, Any]) -> None:
                 for split in document["splits"]
             ],
         )
+
+
+def _natural(value: str) -> tuple[int, str]:
+    """Numbers by their size, before texts by their letters."""
+    return (int(value), "") if value.isdecimal() else (2**63, value)
 
 
 def _range(least: int, most: int) -> str:

@@ -14,9 +14,12 @@ __all__ = ["train"]
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file with the run's settings.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="Settings over the file's: optimizer.lr=0.001")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]…", help="Settings over the file's: optimizer.lr=0.001"),
     ] = None,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks on this machine; more than 1 starts torchrun.")] = 1,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, help="Ranks on this machine; more than 1 starts torchrun.")
+    ] = 1,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="How often torchrun starts again after a rank has died.")
     ] = 0,

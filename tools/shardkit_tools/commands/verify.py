@@ -18,14 +18,17 @@ from shardkit_tools.console import (
     bytes_text,
     clean,
     count_text,
+    print_facts,
     print_heading,
     print_json,
     print_line,
+    short_ids,
 )
 
 __all__ = ["verify"]
 
 _SHOWN_BLOCKS = 8
+_SHOWN_FINDINGS = 20
 
 
 class LevelName(StrEnum):
@@ -109,8 +112,14 @@ def _print(result: Verification) -> None:
     for heading, findings in (("Damaged", result.damaged), ("Could not check", result.unknown)):
         if findings:
             print_heading(f"{heading}: {count_text(len(findings), 'object')}")
-            for finding in findings:
-                _print_finding(finding)
+            alike: dict[tuple[str, ...], list[Finding]] = {}
+            for finding in findings:  # what a store cannot do is said once, what is damaged each by its name
+                same = (finding.expected, finding.got) if not finding.is_damage else (finding.name,)
+                alike.setdefault(same, []).append(finding)
+            for group in list(alike.values())[:_SHOWN_FINDINGS]:
+                _print_finding(group[0], len(group) - 1)
+            if len(alike) > _SHOWN_FINDINGS:
+                print_line(f"… and {count_text(len(alike) - _SHOWN_FINDINGS)} more (--json lists all)")
     if result.damaged or result.unknown:
         print_line()
     verdict = {0: "clean", 2: "damaged", 3: "could not check everything"}[result.exit_code]
@@ -126,16 +135,14 @@ def _print(result: Verification) -> None:
     )
 
 
-def _print_finding(finding: Finding) -> None:
-    print_line(clean(finding.name), "red" if finding.is_damage else "yellow")
-    print_line(f"  expected  {clean(finding.expected)}")
-    print_line(f"  got       {clean(finding.got)}")
+def _print_finding(finding: Finding, others: int) -> None:
+    more = f" and {count_text(others, 'other')}" if others else ""
+    print_line(clean(finding.name) + more, "red" if finding.is_damage else "yellow")
+    facts = [("expected", short_ids(clean(finding.expected))), ("got", short_ids(clean(finding.got)))]
     if finding.blocks:
         shown = ", ".join(map(str, finding.blocks[:_SHOWN_BLOCKS]))
-        more = (
-            f" and {len(finding.blocks) - _SHOWN_BLOCKS} more" if len(finding.blocks) > _SHOWN_BLOCKS else ""
-        )
-        print_line(f"  blocks    {shown}{more}: {count_text(finding.rows, 'sample')}")
-    elif finding.rows:
-        print_line(f"  lost      {count_text(finding.rows, 'sample')}")
-    print_line(f"  do        {finding.action}")
+        rest = len(finding.blocks) - _SHOWN_BLOCKS
+        facts.append(("blocks", shown + (f" and {rest} more" if rest > 0 else "")))
+    if finding.rows:
+        facts.append(("lost", count_text(finding.rows, "sample")))
+    print_facts([*facts, ("do", finding.action)], indent=2)
