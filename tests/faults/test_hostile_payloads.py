@@ -57,7 +57,9 @@ def one_block(format: str, compression: str) -> tuple[bytes, ShardIndex]:
     return bytes(stored_block(data, index, 0)), index
 
 
-def refused_in_bounds(stored: bytes, index: ShardIndex, match: str | None = None, mebibytes: int = 64) -> None:
+def refused_in_bounds(
+    stored: bytes, index: ShardIndex, match: str | None = None, mebibytes: int = 64
+) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(FormatError, match=match):
         read_block(stored, index, 0)
@@ -100,6 +102,20 @@ def test_patched_buffer_tables_are_refused() -> None:
         patched[labels] = patch
         hostile = stored[:place] + patched.astype("<i8").tobytes() + stored[place + len(table) :]
         refused_in_bounds(hostile, rehashed(index, hostile), "buffer of")
+
+
+def test_a_buffer_longer_than_its_type_calls_for_is_refused() -> None:
+    """64 bytes more behind the last buffer, and every length in the metadata says so."""
+    stored, index = one_block("arrow", "none")
+    header = read_batch_header(memoryview(stored))
+    body = struct.pack("<q", len(stored) - header.body_offset)
+    last = header.buffers[-1].astype("<i8").tobytes()
+    assert stored.count(body) == stored.count(last) == 1
+    longer = stored.replace(body, struct.pack("<q", len(stored) - header.body_offset + 64))
+    longer = longer.replace(
+        last, struct.pack("<2q", header.buffers[-1][0], header.buffers[-1][1] + 64)
+    ) + bytes(64)
+    refused_in_bounds(longer, rehashed(index, longer), "'marks': buffer of")
 
 
 def test_a_frame_that_declares_more_than_the_index() -> None:
