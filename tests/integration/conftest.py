@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A dataset of 403 samples in three strata."""
     root = tmp_path_factory.mktemp("numbers") / "data"
     schema = {"value": "int64", "kind": "str"}
-    with shardkit.create(str(root), schema=schema, stratify="kind", shard_size="2KiB", block_size="256B") as writer:
+    with shardkit.create(
+        str(root), schema=schema, stratify="kind", shard_size="2KiB", block_size="256B"
+    ) as writer:
         for number in range(403):
-            writer.add({"value": number, "kind": "aab" [number % 3] if number % 31 else "c"})
+            writer.add({"value": number, "kind": "aab"[number % 3] if number % 31 else "c"})
     return str(root)
 
 
@@ -39,11 +43,49 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, held_out in (("train", False), ("val", True)):
         roots[name] = str(tmp_path_factory.mktemp(name) / "digits")
         schema = {"image": "uint8[8,8]", "label": "int64"}
-        with shardkit.create(roots[name], schema=schema, stratify="label", shard_size="64KiB", block_size="4KiB") as writer:
+        with shardkit.create(
+            roots[name], schema=schema, stratify="label", shard_size="64KiB", block_size="4KiB"
+        ) as writer:
             for i, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
                 if (i % 5 == 0) == held_out:
                     writer.add({"image": image.astype(np.uint8), "label": int(label)})
     return roots
+
+
+def run_until(
+    command: list[str], environment: dict[str, str], until: str
+) -> subprocess.CompletedProcess[str]:
+    """Read the output up to the line that holds ``until``, then kill what was started, by its process group."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    read = []
+    for line in process.stdout:
+        read.append(line)
+        if until in line:
+            break
+    children = descendants(process.pid)
+    for pid in (process.pid, *children):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    return subprocess.CompletedProcess(command, 1, "".join(read), "")
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
 
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -53,13 +95,18 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 def launch_trainer() -> Launch:
     """Run the trainer with so many ranks and settings as a child; its output and exit code come back."""
 
-    def launch(nproc: int, settings: dict[str, Any], fault: str = "", timeout: float = 120) -> Any:
+    def launch(
+        nproc: int, settings: dict[str, Any], fault: str = "", until: str = "", timeout: float = 120
+    ) -> Any:
+        """Wait for the end, or until ``until`` is in the output; then the whole session is killed."""
         overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
         environment = {**os.environ, "PYTHONPATH": str(HERE), "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
                        "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
+        command = [sys.executable, "-c", LAUNCH, str(nproc), *overrides]
+        if until:
+            return run_until(command, environment, until)
         return subprocess.run(
-            [sys.executable, "-c", LAUNCH, str(nproc), *overrides],
-            env=environment, capture_output=True, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+            command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     return launch

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.tasks import Inputs
-from torch import Tensor, nn
 
 
 class Histogram(nn.Module):
@@ -38,7 +39,9 @@ class HistogramTask:
 
     def __init__(self, samples: int):
         self.model: nn.Module = Histogram(samples)
-        self.faults = [fault.split(":") for fault in os.environ.get("SHARDKIT_TEST_FAULT", "").split(",") if fault]
+        self.faults = [
+            fault.split(":") for fault in os.environ.get("SHARDKIT_TEST_FAULT", "").split(",") if fault
+        ]
         self.rank = int(os.environ.get("RANK", "0"))
         for kind, rank, count in self.faults:
             if int(rank) == self.rank and kind in {"put", "finish", "prune"}:
@@ -52,7 +55,9 @@ class HistogramTask:
                 if kind in numbers:
                     os.kill(os.getpid(), numbers[kind])
                 elif kind == "nan":
-                    return Inputs({"samples": torch.as_tensor(cell.samples), "nan": torch.ones(1)}, valid, valid)
+                    return Inputs(
+                        {"samples": torch.as_tensor(cell.samples), "nan": torch.ones(1)}, valid, valid
+                    )
             if kind == "slow" and int(rank) == self.rank:
                 time.sleep(int(step) / 1000)
         return Inputs({"samples": torch.as_tensor(cell.samples), "nan": torch.zeros(1)}, valid, valid)
@@ -77,7 +82,6 @@ def make(config: ModelConfig, dataset: Any) -> HistogramTask:
 def kill_inside(kind: str, count: int) -> None:
     """Replace one operation of checkpointing by one that dies at its ``count``-th call."""
     import shardkit_trainer.checkpoints as checkpoints
-
     from shardkit.torch import CheckpointWriter
 
     owner: Any = checkpoints if kind == "prune" else CheckpointWriter

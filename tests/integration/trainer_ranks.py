@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from shardkit.storage import open_store
+from shardkit.torch import checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration
 from shardkit_trainer.distributed import World, join_world, leave_world
 from shardkit_trainer.strategies import make_strategy
-from shardkit_trainer.tasks import Inputs, LanguageTask, make_task, mix
+from shardkit_trainer.tasks import Inputs, Task, make_task, mix
 from shardkit_trainer.training import parameters_sha256
 
 LANES, CELL, CONTEXT, VOCABULARY = 6, 2, 12, 40
@@ -62,7 +64,7 @@ def own_lanes(world: World) -> list[int]:
     return list(range(cuts[world.rank], cuts[world.rank + 1]))
 
 
-def lone_gradients(task: LanguageTask, cells: list[Inputs]) -> dict[str, torch.Tensor]:
+def lone_gradients(task: Task, cells: list[Inputs]) -> dict[str, torch.Tensor]:
     """One process, one pass, float64: what every strategy must come to."""
     model = task.model.double()
     valid = sum(c.valid for c in cells)
@@ -72,7 +74,7 @@ def lone_gradients(task: LanguageTask, cells: list[Inputs]) -> dict[str, torch.T
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
     )
-    (loss / valid).backward()
+    torch.autograd.backward(loss / valid)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.float()
     return gradients
@@ -117,7 +119,7 @@ def gradients(world: World) -> dict[str, Any]:
         reference_task = make_task(config.model, SCHEMA, 7)
         reference = lone_gradients(
             reference_task, [reference_task.prepare(cell(3, lane), 0) for lane in range(LANES)]
-        )  # type: ignore[arg-type]
+        )
         task = make_task(config.model, SCHEMA, 7)
         strategy = make_strategy(task, config, world, LANES)
         norm = step(strategy, task, world, 3, own_lanes(world), None)
@@ -140,6 +142,7 @@ def sliced_gradients(strategy: Any, world: World) -> dict[str, torch.Tensor]:
     return {name: line[o : o + n].view(strategy.shapes[name]) for name, o, n in parts}
 
 
+SAVED = [("ddp", "off"), ("zero2", "off"), ("zero3", "off"), ("zero1", "int64")]
 STRATEGIES = [
     ("ddp", "off"), ("zero1", "off"), ("zero2", "off"), ("zero3", "off"),
     ("ddp", "int64"), ("zero1", "int64"), ("zero2", "int64"), ("ddp", "fp64"),
@@ -158,12 +161,12 @@ def made(world: World, strategy_name: str, exact: str, **more: Any) -> tuple[Any
 
 
 def exact_hashes(world: World) -> dict[str, str]:
-    """SHA-256 of the parameters after six steps with dropout, clipping and moving lanes."""
+    """SHA-256 of the parameters after four steps with dropout, clipping and moving lanes."""
     hashes = {}
     for strategy_name, exact in STRATEGIES:
         if exact != "off":
             strategy, task = made(world, strategy_name, exact, **{"model.dropout": 0.1})
-            for number in range(6):
+            for number in range(4):
                 step(strategy, task, world, number, lane_share(world, number), 0.01)
             hashes[f"{strategy_name}/{exact}"] = parameters_sha256(strategy)
     return hashes
@@ -180,7 +183,7 @@ def checkpointer(world: World, name: str, events: list[Any] | None = None, **mor
 
 def save(world: World) -> dict[str, Any]:
     """Each strategy: three steps, then a checkpoint under its own run directory."""
-    for strategy_name, exact in STRATEGIES:
+    for strategy_name, exact in SAVED:
         strategy, task = made(world, strategy_name, exact)
         for number in range(3):
             step(strategy, task, world, number, lane_share(world, number), 0.01)
@@ -195,12 +198,13 @@ def save(world: World) -> dict[str, Any]:
 def load(world: World) -> dict[str, Any]:
     """Each checkpoint into each strategy, two more steps: distance to five steps without a stop, or bit-equality."""
     distances: dict[str, Any] = {}
-    for target, exact in STRATEGIES:
+    targets = STRATEGIES if world.size > 1 else [("ddp", "off"), ("zero3", "off"), ("zero2", "int64")]
+    for target, exact in targets:
         straight, straight_task = made(world, target, exact)
         for number in range(5):
             step(straight, straight_task, world, number, lane_share(world, number), 0.01)
         whole = straight.whole_parameters()
-        for source, source_exact in STRATEGIES:
+        for source, source_exact in SAVED:
             strategy, task = made(world, target, exact)
             meta = checkpointer(world, f"{source}-{source_exact}").load_newest(strategy)
             assert meta == {"updates": 3, "note": [1.5, None, {"a": "b"}]}, meta
@@ -214,6 +218,53 @@ def load(world: World) -> dict[str, Any]:
                 found = strategy.whole_parameters()
                 distances[key] = max(float((found[n] - whole[n]).abs().max()) for n in whole)
     return distances
+
+
+def bytes_held(world: World) -> dict[str, Any]:
+    """Bytes of this rank per strategy, between reduction and update, and those of a single copy."""
+    held: dict[str, Any] = {}
+    for strategy_name, exact in STRATEGIES[:4]:
+        size = {
+            "model.context": 64,
+            "model.vocabulary": 256,
+            "model.width": 64,
+            "model.heads": 4,
+            "model.layers": 2,
+        }
+        strategy, task = made(world, strategy_name, exact, **size)
+        if strategy_name == "ddp":
+            held["copy"] = sum(p.numel() * 4 for p in task.model.parameters())
+        step(strategy, task, world, 0, own_lanes(world), None)
+        held[strategy_name] = strategy.local_bytes()
+    return held
+
+
+def fallback(world: World) -> dict[str, Any]:
+    """Damage the newest checkpoint: the one before it is loaded, by all ranks, and it is said."""
+    events: list[Any] = []
+    strategy, task = made(world, "zero1", "int64")
+    keeper = checkpointer(world, "damaged", events, keep=2)
+    for number in range(3):
+        step(strategy, task, world, number, lane_share(world, number), 0.01)
+        if number == 1:
+            whole = parameters_sha256(strategy)
+        keeper.save(number + 1, strategy, {"updates": number + 1}, wait=number == 0)
+    keeper.wait()
+    store = open_store(Path(sys.argv[1]).parent / "damaged")
+    manifest = read_checkpoint_manifest(store, "step-000000000003")
+    digest = manifest["tensors"]["optimizer.head.weight.exp_avg"]["chunks"][0][2][0][0]
+    if world.rank == 0:
+        path = store.local_path(f"objects/sha256/{digest[:2]}/{digest}.tensor")
+        assert path is not None
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    world.gather_integers([0])
+    other, _ = made(world, "zero2", "off")
+    meta = checkpointer(world, "damaged", events).load_newest(other)
+    assert meta is not None
+    return {
+        "meta": meta["updates"], "equal": parameters_sha256(other) == whole, "names": checkpoint_names(store),
+        "events": [e["event"] for e in events],
+    }  # fmt: skip
 
 
 def main() -> None:

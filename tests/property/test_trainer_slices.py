@@ -4,14 +4,15 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shardkit_trainer.slices import ALIGNMENT, FlatLayout, FlatSlice, rectangles
 from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from shardkit_trainer.slices import ALIGNMENT, FlatLayout, FlatSlice, rectangles
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4)
 
 
 @given(shapes, st.data())
-def test_boxes_cover_the_run_in_order(shape, data):
+def test_boxes_cover_the_run_in_order(shape: list[int], data: st.DataObject) -> None:
     size = int(np.prod(shape, dtype=np.int64))
     low = data.draw(st.integers(0, size))
     high = data.draw(st.integers(low, size))
@@ -27,7 +28,7 @@ def test_boxes_cover_the_run_in_order(shape, data):
 
 
 @given(shapes.filter(lambda s: 0 not in s), st.data())
-def test_a_slice_hands_out_views_of_its_run(shape, data):
+def test_a_slice_hands_out_views_of_its_run(shape: list[int], data: st.DataObject) -> None:
     size = int(np.prod(shape, dtype=np.int64))
     low = data.draw(st.integers(0, size))
     high = data.draw(st.integers(low, size))
@@ -36,6 +37,8 @@ def test_a_slice_hands_out_views_of_its_run(shape, data):
     described = FlatSlice(run, shape, low)
     assert described.size() == whole.size()
     for item in described.__create_write_items__("x", described):
+        assert item.tensor_data is not None
+        assert item.index.offset is not None
         offsets, sizes = item.index.offset, item.tensor_data.chunk.sizes
         part = described.__get_tensor_shard__(MetadataIndex("x", offsets))
         box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
@@ -45,7 +48,7 @@ def test_a_slice_hands_out_views_of_its_run(shape, data):
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 7))
-def test_every_element_has_one_owner_and_cuts_are_aligned(lengths, shards):
+def test_every_element_has_one_owner_and_cuts_are_aligned(lengths: list[int], shards: int) -> None:
     parameters = [torch.empty(n) for n in lengths]
     layout = FlatLayout.of(parameters, shards)
     owners = [np.zeros(n, dtype=int) for n in lengths]

@@ -1,30 +1,33 @@
 """Batch mapping: crops, padding, masks, seeds, images."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from shardkit_trainer.configuration import ModelConfig
-from shardkit_trainer.tasks import ClassifierTask, LanguageTask, concatenate, make_task, mix
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
+from shardkit_trainer.configuration import ModelConfig
+from shardkit_trainer.tasks import ClassifierTask, LanguageTask, concatenate, make_task, mix
 
 
-class Cell(dict):
-    def __init__(self, fields, *, step=0, lane=0, slots=None):
+class Cell(dict[str, Any]):
+    def __init__(
+        self, fields: dict[str, Any], *, step: int = 0, lane: int = 0, slots: list[int] | None = None
+    ) -> None:
         super().__init__(fields)
         count = len(next(iter(fields.values())))
         self.step, self.lane, self.slots = step, lane, list(range(count)) if slots is None else slots
 
 
-def language(**settings):
+def language(**settings: Any) -> LanguageTask:
     schema = Schema.parse({"text": "str"})
     return LanguageTask(ModelConfig(kind="gpt", context=4, layers=1, width=8, heads=2, **settings), schema)
 
 
-def test_short_text_is_padded_and_masked_and_long_text_is_cropped():
+def test_short_text_is_padded_and_masked_and_long_text_is_cropped() -> None:
     task = language()
     cell = Cell({"text": ["abcde", "ab", "a", "", "é", "abcdefghij"]})
     inputs = task.prepare(cell, seed=1)
@@ -39,10 +42,10 @@ def test_short_text_is_padded_and_masked_and_long_text_is_cropped():
     assert text in b"abcdefghij"
 
 
-def test_the_crop_depends_on_seed_step_and_place_only():
+def test_the_crop_depends_on_seed_step_and_place_only() -> None:
     task, long = language(), "".join(chr(33 + i % 90) for i in range(1000))
 
-    def first(seed, step, slot):
+    def first(seed: int, step: int, slot: int) -> Any:
         return task.prepare(Cell({"text": [long]}, step=step, slots=[slot]), seed).tensors["tokens"].tolist()
 
     alone = first(1, 2, 3)
@@ -53,11 +56,14 @@ def test_the_crop_depends_on_seed_step_and_place_only():
     assert all(other != alone for other in others)
 
 
-def test_all_token_types_give_the_same_inputs():
+def test_all_token_types_give_the_same_inputs() -> None:
     texts = [b"abc", b"abcdefgh"]
     expected = language().prepare(Cell({"text": [t.decode() for t in texts]}), 5)
     config = ModelConfig(kind="gpt", context=4, layers=1, width=8, heads=2)
-    ragged = (torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).astype(np.int32)), torch.tensor([0, 3, 11]))
+    ragged = (
+        torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).astype(np.int32)),
+        torch.tensor([0, 3, 11]),
+    )
     for kind, column in (("bytes", texts), ("int32[*]", ragged)):
         task = LanguageTask(config, Schema.parse({"blob": kind}))
         cell = Cell({"blob": column}, slots=[0, 1])
@@ -71,7 +77,7 @@ def test_all_token_types_give_the_same_inputs():
 
 
 @torch.no_grad()
-def test_loss_is_a_sum_over_valid_targets():
+def test_loss_is_a_sum_over_valid_targets() -> None:
     task = language()
     inputs = task.prepare(Cell({"text": ["abcde", "ab"]}), 0)
     both, _ = task.loss(task.model, inputs.tensors)
@@ -81,17 +87,19 @@ def test_loss_is_a_sum_over_valid_targets():
     assert float(task.loss(task.model, task.empty().tensors)[0]) == 0.0
 
 
-def test_tokens_outside_the_vocabulary_are_named():
-    task = LanguageTask(ModelConfig(context=4, layers=1, width=8, heads=2, vocabulary=10), Schema.parse({"t": "int64[5]"}))
+def test_tokens_outside_the_vocabulary_are_named() -> None:
+    task = LanguageTask(
+        ModelConfig(context=4, layers=1, width=8, heads=2, vocabulary=10), Schema.parse({"t": "int64[5]"})
+    )
     with pytest.raises(ConfigurationError, match=r"model.vocabulary = 10.*token 11"):
         task.prepare(Cell({"t": torch.tensor([[1, 2, 11, 3, 4]])}), 0)
 
 
-def dataset(schema, classes=(), strata=()):
+def dataset(schema: dict[str, str], classes: tuple[str, ...] = (), strata: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(schema=Schema.parse(schema), classes=classes, strata=dict.fromkeys(strata, 1))
 
 
-def test_images_are_standardised_one_by_one():
+def test_images_are_standardised_one_by_one() -> None:
     config = ModelConfig(kind="classifier", width=8, stages=2)
     task = ClassifierTask(config, dataset({"image": "uint8[8,8]", "label": "int64"}, strata=("0", "1", "2")))
     assert task.classes == 3
@@ -108,7 +116,7 @@ def test_images_are_standardised_one_by_one():
         task.prepare(Cell({"image": images, "label": torch.tensor([7, 0])}), 0)
 
 
-def test_encoded_images_are_decoded_and_resized():
+def test_encoded_images_are_decoded_and_resized() -> None:
     import io
 
     from PIL import Image
@@ -123,7 +131,9 @@ def test_encoded_images_are_decoded_and_resized():
     inputs = task.prepare(Cell({"image": buffers, "label": torch.tensor([0, 3])}), 0)
     assert inputs.tensors["images"].shape == (2, 3, 6, 6)
     with pytest.raises(ConfigurationError, match="image_size"):
-        ClassifierTask(ModelConfig(kind="classifier", classes=4), dataset({"image": "bytes", "label": "int64"}))
+        ClassifierTask(
+            ModelConfig(kind="classifier", classes=4), dataset({"image": "bytes", "label": "int64"})
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,14 +145,14 @@ def test_encoded_images_are_decoded_and_resized():
         (ModelConfig(kind="classifier"), ["label"]),
     ],
 )
-def test_models_that_do_not_fit_the_dataset(config, words):
+def test_models_that_do_not_fit_the_dataset(config: ModelConfig, words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_task(config, dataset({"blob": "bytes"}), 0)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_initialisation_depends_on_the_seed_only():
+def test_initialisation_depends_on_the_seed_only() -> None:
     config = ModelConfig(context=4, layers=1, width=8, heads=2)
     torch.rand(5)
     one = make_task(config, dataset({"text": "str"}), 3).model.state_dict()
@@ -153,7 +163,7 @@ def test_initialisation_depends_on_the_seed_only():
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_concatenated_cells_keep_their_order():
+def test_concatenated_cells_keep_their_order() -> None:
     task = language()
     cells = [task.prepare(Cell({"text": [t]}), 0) for t in ("abcde", "bcdef")]
     joined = concatenate(cells)
@@ -162,7 +172,7 @@ def test_concatenated_cells_keep_their_order():
     assert torch.equal(joined.tensors["tokens"][1:], cells[1].tensors["tokens"])
 
 
-def test_mix_never_changes():
+def test_mix_never_changes() -> None:
     # first output of splitmix64 with seed 0 is in its authors' test vectors; the rest are pinned
     assert mix(0) == 0xE220A8397B1DCDAF
     assert len({mix(1, 2, 3), mix(3, 2, 1), mix(1, 2), mix(1, 2, 3, 0)}) == 4

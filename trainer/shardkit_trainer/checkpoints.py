@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError, ShardkitError
@@ -95,7 +96,9 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise RunError(f"checkpoint was not saved; the ones before it are intact: {_first(error)}") from error
+            raise RunError(
+                f"checkpoint was not saved; the ones before it are intact: {_first(error)}"
+            ) from error
 
     def _stage(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of this rank's parts; the buffers are kept, since fresh pages cost more than the copy."""
@@ -117,12 +120,14 @@ class Checkpointer:
             if name in self._damaged and self._world.rank == 0:
                 self._store.delete(f"checkpoints/{name}.json")
             writer = CheckpointWriter(self._store, name, meta)
-            dcp.save(state, storage_writer=writer, process_group=self._group)
+            save_state(state, storage_writer=writer, process_group=self._group)
             self.written_bytes = writer.written_bytes
             if self._world.rank == 0:
                 self._damaged.discard(name)
                 seconds = round(time.monotonic() - started, 4)
-                self._event("checkpoint", step=step, name=name, seconds=seconds, new_bytes=writer.written_bytes)
+                self._event(
+                    "checkpoint", step=step, name=name, seconds=seconds, new_bytes=writer.written_bytes
+                )
                 if self._keep:
                     prune(self._store, self._keep)
             dist.barrier(self._group)
@@ -148,11 +153,15 @@ class Checkpointer:
             state = strategy.state()
             reader = CheckpointReader(self._store, name)
             try:
-                dcp.load(state, storage_reader=reader, process_group=self._group)
+                load_state(state, storage_reader=reader, process_group=self._group)
             except CheckpointException as error:
-                first = _first(error)
-                if not isinstance(first, DAMAGE):
-                    raise RunError(f"checkpoint {name} does not fit this model and strategy: {first}") from error
+                first = reader.failure or _first(error)
+                # all ranks must go the same way: what one of them found damaged is damaged
+                found = self._world.gather_integers([int(isinstance(first, DAMAGE))])
+                if not any(row[0] for row in found):
+                    raise RunError(
+                        f"checkpoint {name} does not fit this model and strategy: {first}"
+                    ) from error
                 self._damaged.add(name)
                 failures.append(f"{name}: {first}")
                 if self._world.rank == 0:

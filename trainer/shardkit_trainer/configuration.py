@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +56,15 @@ class DataConfig:
     """[data]: which dataset, in which plan."""
 
     dataset: str = ""  # as in shardkit.open: path or URL, with @ref or @sha256:…
-    parts: dict[str, str] = dataclasses.field(default_factory=dict)  # several datasets as one, instead of `dataset`
+    parts: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # several datasets as one, instead of `dataset`
     global_batch: int = 32  # samples per step, over all ranks
     seed: int = 0  # of the plan
     lanes: int = 0  # 0: the plan's default
-    weights: dict[str, int] = dataclasses.field(default_factory=dict)  # stratum pattern → integer weight; empty: natural
+    weights: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # stratum pattern → integer weight; empty: natural
     window_blocks: int = 0  # 0: the plan's default
 
     def __post_init__(self) -> None:
@@ -97,7 +99,9 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigurationError(f"model.dropout = {self.dropout}: expected 0 ≤ dropout < 1")
         if self.kind == "gpt" and self.width % self.heads:
-            raise ConfigurationError(f"model.width = {self.width} is no multiple of model.heads = {self.heads}")
+            raise ConfigurationError(
+                f"model.width = {self.width} is no multiple of model.heads = {self.heads}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -113,13 +117,17 @@ class OptimizerConfig:
     beta2: float = 0.95
     epsilon: float = 1e-8
     clip: float = 1.0  # global gradient norm; 0: no clipping
-    skip_nonfinite: int = 0  # steps in a row with a non-finite gradient that are skipped; one more ends the run
+    skip_nonfinite: int = (
+        0  # steps in a row with a non-finite gradient that are skipped; one more ends the run
+    )
 
     def __post_init__(self) -> None:
         _one_of("optimizer.name", self.name, ("adamw", "sgd"))
         _one_of("optimizer.scaling", self.scaling, ("none", "linear", "sqrt"))
         if self.scaling != "none" and self.reference_batch < 1:
-            raise ConfigurationError(f"optimizer.scaling = {self.scaling!r} needs optimizer.reference_batch ≥ 1")
+            raise ConfigurationError(
+                f"optimizer.scaling = {self.scaling!r} needs optimizer.reference_batch ≥ 1"
+            )
         if self.lr <= 0:
             raise ConfigurationError(f"optimizer.lr = {self.lr}: expected a positive number")
 
@@ -148,7 +156,9 @@ class ParallelConfig:
     reduction: str = "fp32"  # what travels: fp32, bf16, int8, powersgd, topk
     rank: int = 4  # powersgd: of the factors
     density: float = 0.05  # topk: share of the gradient that is sent
-    sync_every: int = 1  # steps between averagings; > 1 is local SGD with the outer optimizer below (ddp only)
+    sync_every: int = (
+        1  # steps between averagings; > 1 is local SGD with the outer optimizer below (ddp only)
+    )
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     pass_samples: int = 32  # samples per forward pass at most; a pass is made of whole cells. exact: one cell
@@ -170,8 +180,12 @@ class ParallelConfig:
             raise ConfigurationError("parallel.exact: expected strategy ddp, zero1 or zero2, got zero3")
         plain = self.exact == "off" and self.strategy in {"ddp", "zero1"}
         if self.reduction != "fp32" and not plain:
-            raise ConfigurationError(f"parallel.reduction = {self.reduction!r}: expected ddp or zero1 with exact = off")
-        if self.sync_every > 1 and (self.strategy != "ddp" or self.exact != "off" or self.reduction != "fp32"):
+            raise ConfigurationError(
+                f"parallel.reduction = {self.reduction!r}: expected ddp or zero1 with exact = off"
+            )
+        if self.sync_every > 1 and (
+            self.strategy != "ddp" or self.exact != "off" or self.reduction != "fp32"
+        ):
             raise ConfigurationError("parallel.sync_every > 1: expected ddp, exact = off, reduction = fp32")
 
 
@@ -258,13 +272,16 @@ def load_configuration(path: str | Path | None, overrides: Iterable[str] = ()) -
             raise ConfigurationError(f"configuration {path}: {error}") from error
     for override in overrides:
         _apply(raw, override)
-    return _build(Configuration, raw, "")
+    built: Configuration = _build(Configuration, raw, "")
+    return built
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise ConfigurationError(f"override {override!r}: expected section.key=value, such as optimizer.lr=0.001")
+        raise ConfigurationError(
+            f"override {override!r}: expected section.key=value, such as optimizer.lr=0.001"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -290,20 +307,18 @@ def _build(kind: type[Any], raw: Mapping[str, Any], prefix: str) -> Any:
 
 def _nearest(key: str, prefix: str) -> str:
     everything = [f.name for f in dataclasses.fields(Configuration)]
-    for section in dataclasses.fields(Configuration):
-        section_type = section.default_factory
-        assert isinstance(section_type, type)
-        everything += [f"{section.name}.{f.name}" for f in dataclasses.fields(section_type)]
+    for section, section_type in get_type_hints(Configuration).items():
+        everything += [f"{section}.{f.name}" for f in dataclasses.fields(section_type)]
     same_leaf = [name for name in everything if name.rpartition(".")[2] == key]
     found = same_leaf or difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
     return f"; nearest known key: {found[0]}" if found else f"; known: {', '.join(sorted(everything))}"
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigurationError(f"{name} = {value!r}: expected a section [{name}]")
-        return _build(typing.cast(type[Any], hint), value, name + ".")
+        return _build(hint, value, name + ".")
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ConfigurationError(f"{name} = {value!r}: expected a table")
@@ -311,7 +326,6 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return {k: v if inner is Any else _convert(inner, v, f"{name}.{k}") for k, v in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    assert not isinstance(hint, types.UnionType)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigurationError(f"{name} = {value!r}: expected {hint.__name__}, got {type(value).__name__}")
     return value

@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from shardkit.errors import RunError
 
@@ -38,7 +40,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store
+    store: c10d.Store
     owned: bool
     bytes_moved: int = 0
     _place: tuple[int, str] = field(default=(0, "start"))
@@ -94,7 +96,7 @@ class World:
         )
 
     def _condition(self, rank: int) -> str:
-        """"dead" or "frozen" where the kernel of this machine says so, else nothing."""
+        """What the kernel of this machine says of a rank: "dead", "frozen", or nothing."""
         with suppress(RuntimeError, OSError, ValueError):
             key = f"process/{rank}"
             if not self.store.check([key]):
@@ -130,18 +132,20 @@ def join_world(config: Configuration) -> World:
         torch.cuda.set_device(device)
     torch.set_num_threads(config.parallel.threads)
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
+        store = c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
         world = World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
         world.introduce()
         return world
     timeout = timedelta(seconds=config.parallel.timeout_s)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    found: dist.Store = dist.HashStore()
+    found: c10d.Store = dist.HashStore()  # type: ignore[attr-defined]
     if "RANK" in os.environ:
-        found, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+        found, rank, size = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
+    store = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     store.set_timeout(timeout)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+    )
     world = World(rank, size, device, store, owned=True)
     world.introduce()
     return world

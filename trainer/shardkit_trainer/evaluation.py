@@ -31,7 +31,9 @@ def evaluate(config: Configuration, world: World, task: Task, strategy: Strategy
     try:
         plan = dataset.plan(global_batch=batch, seed=0, remainder="short", shuffle="none")
         if plan.lanes < world.size:
-            plan = dataset.plan(global_batch=world.size, seed=0, remainder="short", shuffle="none", lanes=world.size)
+            plan = dataset.plan(
+                global_batch=world.size, seed=0, remainder="short", shuffle="none", lanes=world.size
+            )
     except PlanError as error:
         raise PlanError(f"evaluation.dataset = {config.evaluation.dataset!r}: {error}") from error
     totals = torch.zeros(4, dtype=torch.int64)  # loss in fixed point, right answers, valid targets, samples
@@ -47,7 +49,11 @@ def evaluate(config: Configuration, world: World, task: Task, strategy: Strategy
         if isinstance(module, FSDPModule):
             module.reshard()  # without a backward pass nothing else drops the gathered parameters
     loss, right, valid, samples = world.all_reduce(totals.to(world.device)).tolist()
-    result: dict[str, Any] = {"loss": loss / 2**LOSS_BITS / max(1, valid), "targets": valid, "samples": samples}
+    result: dict[str, Any] = {
+        "loss": loss / 2**LOSS_BITS / max(1, valid),
+        "targets": valid,
+        "samples": samples,
+    }
     if task.unit == "sample":
         result["accuracy"] = right / max(1, valid)
     return result

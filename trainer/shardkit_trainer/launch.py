@@ -1,4 +1,4 @@
-"""From one command to N ranks: torchrun as a child, or this process where one rank is enough. No torch is imported here."""
+"""From one command to N ranks: torchrun as a child, or this process where one is enough; imports no torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: 
 
         train(config)
         return 0
-    command = [sys.executable, "-m", "shardkit_trainer.agent", "--standalone", f"--nproc-per-node={nproc}",
-               f"--max-restarts={restarts}", f"--shutdown-timeout={config.parallel.shutdown_s}", "-m", "shardkit_trainer", *([path] if path else []), *overrides]  # fmt: skip
+    torchrun = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}",
+                f"--shutdown-timeout={config.parallel.shutdown_s}"]  # fmt: skip
+    script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides]
+    command = [sys.executable, "-m", "shardkit_trainer.agent", *torchrun, *script]
     return _run_child(command, config)
 
 

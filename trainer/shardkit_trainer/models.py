@@ -1,13 +1,13 @@
 """The two built-in models: a GPT over tokens and a small residual network over images.
 
-Both are made on the CPU from the run's seed alone, so that initialisation does not depend on the number of ranks. Neither
-has statistics over the batch (LayerNorm, GroupNorm), so that a sample's result does not depend on its neighbours.
+Both are made on the CPU from the run's seed alone, so that initialisation does not depend on the number of ranks.
+Neither has statistics over the batch (LayerNorm, GroupNorm): a sample's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor, nn
 
 __all__ = ["GPT", "ResidualNetwork"]
@@ -46,7 +46,9 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer (Radford et al. 2019): (batch, positions) int64 → (batch, positions, vocabulary)."""
 
-    def __init__(self, *, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0):
+    def __init__(
+        self, *, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0
+    ):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(context, width)

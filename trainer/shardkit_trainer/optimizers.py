@@ -65,7 +65,9 @@ class LocalOptimizer:
         ]
         groups = [group for group in groups if group["params"]]
         self._optimizer: torch.optim.Optimizer | None = None
-        self._moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if config.name == "adamw" else ("momentum_buffer",)
+        self._moments: tuple[str, ...] = (
+            ("exp_avg", "exp_avg_sq") if config.name == "adamw" else ("momentum_buffer",)
+        )
         if not groups:
             return  # fewer elements than ranks: this one owns nothing
         if config.name == "adamw":
@@ -74,7 +76,9 @@ class LocalOptimizer:
                 groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=fused, foreach=False
             )
         else:
-            self._optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, fused=fused, foreach=False)
+            self._optimizer = torch.optim.SGD(
+                groups, lr=config.lr, momentum=config.beta1, fused=fused, foreach=False
+            )
             self._moments = self._moments if config.beta1 else ()
         for item in owned:
             state = self._optimizer.state[item.tensor]
@@ -96,7 +100,9 @@ class LocalOptimizer:
         if self._optimizer is None:
             return {}
         state = self._optimizer.state
-        return {item.name: {moment: state[item.tensor][moment] for moment in self._moments} for item in self.owned}
+        return {
+            item.name: {moment: state[item.tensor][moment] for moment in self._moments} for item in self.owned
+        }
 
     def moment_names(self) -> tuple[str, ...]:
         """What the optimizer keeps per element."""

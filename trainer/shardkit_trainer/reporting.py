@@ -110,7 +110,9 @@ def _tensorboard(directory: RunDirectory) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise MissingDependency("log.tensorboard = true needs tensorboard; run: pip install tensorboard") from error
+        raise MissingDependency(
+            "log.tensorboard = true needs tensorboard; run: pip install tensorboard"
+        ) from error
     return SummaryWriter(str(directory.path / "metrics" / "tensorboard"))
 
 

@@ -80,7 +80,9 @@ class RunDirectory:
                 time.sleep(0.1)
         holder = os.pread(descriptor, 32, 0).decode(errors="replace")
         os.close(descriptor)
-        raise RunError(f"run directory {self.path}: process {holder} is training in it; stop it or choose another one")
+        raise RunError(
+            f"run directory {self.path}: process {holder} is training in it; stop it or choose another one"
+        )
 
     def manifest_of_run(self) -> dict[str, Any] | None:
         """run.json, None before the first start."""

@@ -74,7 +74,9 @@ def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int
     boxes: list[tuple[list[int], list[int]]] = []
     first, last = low // row, (high - 1) // row
     if first == last and (low % row or high % row):
-        return [([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low - first * row, high - first * row)]
+        return [
+            ([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low - first * row, high - first * row)
+        ]
     if low % row:
         boxes += [([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low % row, row)]
         first += 1
@@ -87,7 +89,7 @@ def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int
 
 
 class FlatSlice(torch.Tensor):
-    """A run of elements of a larger tensor, for torch.distributed.checkpoint: has the larger one's shape, holds the run.
+    """A run of elements of a larger tensor for torch.distributed.checkpoint: has that one's shape, holds the run.
 
     Implements DCP's protocol for tensors that know their own parts, so a slice is saved as boxes and any other sharding
     can be loaded from them, or into it. It is a description: arithmetic on it is an error.
@@ -98,7 +100,7 @@ class FlatSlice(torch.Tensor):
     boxes: list[tuple[list[int], list[int]]]
 
     @staticmethod
-    def __new__(cls, run: Tensor, shape: Sequence[int], low: int) -> FlatSlice:  # noqa: PYI034
+    def __new__(cls, run: Tensor, shape: Sequence[int], low: int) -> FlatSlice:
         """Wrap ``run``, the elements low … low + len(run) − 1 of a tensor of ``shape``; shares its memory."""
         made: FlatSlice = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way to make one
             cls, torch.Size(shape), dtype=run.dtype, device=run.device
@@ -108,7 +110,7 @@ class FlatSlice(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse: only detach passes, which planners call."""
         if func is torch.ops.aten.detach.default:
             return args[0]

@@ -9,7 +9,8 @@ zero2       1/ranks (*)   1/ranks                1/ranks          fully_shard, g
 zero3       1/ranks       1/ranks                1/ranks          fully_shard, gathered layer by layer
 ==========  ============  =====================  ===============  ========================================
 
-(*) in exact mode zero2 keeps whole parameters and slices of gradients. Exact mode replaces DDP's reduction by `ExactSum`.
+(*) in exact mode zero2 keeps whole parameters and slices of gradients. Exact mode replaces DDP's reduction by
+`ExactSum`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -125,7 +125,9 @@ class Strategy:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors to save, or to load into: {"model": …, "optimizer": {"<parameter>.<moment>": …}}."""
-        model = {name: value.detach() for name, value in self.module.state_dict().items() if torch.is_tensor(value)}
+        model = {
+            name: value.detach() for name, value in self.module.state_dict().items() if torch.is_tensor(value)
+        }
         return {"model": model, "optimizer": self._optimizer_state()}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
@@ -176,7 +178,9 @@ class Replicated(Strategy):
     def _lay_out(self) -> Tensor:
         """Move the parameters onto one line, so that the new values of all slices arrive by one gather."""
         line = torch.zeros(self.layout.total, device=self.world.device)
-        for parameter, offset, length in zip(self.parameters, self.layout.offsets, self.layout.lengths, strict=True):
+        for parameter, offset, length in zip(
+            self.parameters, self.layout.offsets, self.layout.lengths, strict=True
+        ):
             view = line[offset : offset + length].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
@@ -184,7 +188,9 @@ class Replicated(Strategy):
 
     def _owned(self) -> list[OwnedTensor]:
         if self.line is None:
-            return [OwnedTensor(n, p, self.decays[n]) for n, p in zip(self.names, self.parameters, strict=True)]
+            return [
+                OwnedTensor(n, p, self.decays[n]) for n, p in zip(self.names, self.parameters, strict=True)
+            ]
         owned = []
         for index, low, high in self.cuts:
             slice_ = self.parameters[index].detach().view(-1)[low:high]
@@ -299,11 +305,7 @@ class FullySharded(Strategy):
 
 
 def make_strategy(task: Task, config: Configuration, world: World, cells: int) -> Strategy:
-    """The strategy that the configuration names.
-
-    Args:
-        cells: of a whole step, over all ranks; bounds the sums of exact mode.
-    """
+    """The strategy that the configuration names; ``cells``, those of a whole step, bound the sums of exact mode."""
     sharded = config.parallel.strategy in {"zero2", "zero3"} and config.parallel.exact == "off"
     return FullySharded(task, config, world) if sharded else Replicated(task, config, world, cells)
 
@@ -317,7 +319,8 @@ def _distributed_data_parallel(module: nn.Module) -> DistributedDataParallel:
     # torch 2.13 renames broadcast_buffers and warns about the old name
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, **{name: False})
+    synced: dict[str, Any] = {name: False}
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, **synced)
 
 
 def _wrap_blocks(task: Task, config: Configuration) -> None:

@@ -1,7 +1,7 @@
 """From cells to tensors to a loss: what a model needs of a batch, and what the loop needs of a model.
 
-A task owns its model. `prepare` maps one cell to tensors on the host and counts its valid targets, `loss` gives the *sum*
-of the losses over them: the loop divides by the count of the whole step, whoever holds it, never a mean of means.
+A task owns its model. `prepare` maps one cell to tensors on the host and counts its valid targets, `loss` gives the
+*sum* of the losses over them: the loop divides by the count of the whole step, whoever holds it, never a mean of means.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import importlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor, nn
 
 from shardkit.errors import ConfigurationError, MissingDependency
@@ -82,7 +83,9 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"model.kind = {config.kind!r}: {error}; expected package.module:factory") from error
+        raise ConfigurationError(
+            f"model.kind = {config.kind!r}: {error}; expected package.module:factory"
+        ) from error
     task: Task = factory(config, dataset)
     return task
 
@@ -104,7 +107,9 @@ class LanguageTask:
     unit = "token"
 
     def __init__(self, config: ModelConfig, schema: Mapping[str, Any]):
-        self.field = config.field or _only_field(schema, _is_sequence, ("tokens", "text", "blob"), "a token sequence")
+        self.field = config.field or _only_field(
+            schema, _is_sequence, ("tokens", "text", "blob"), "a token sequence"
+        )
         if self.field not in schema:
             raise ConfigurationError(f"model.field = {self.field!r}: expected one of {', '.join(schema)}")
         self.context, self.vocabulary = config.context, config.vocabulary
@@ -166,23 +171,33 @@ class ClassifierTask:
         self.field = config.field or _only_field(schema, _is_image, ("image",), "an image")
         for name in (self.field, config.label):
             if name not in schema:
-                raise ConfigurationError(f"model: the dataset has no field {name!r}; it has {', '.join(schema)}")
+                raise ConfigurationError(
+                    f"model: the dataset has no field {name!r}; it has {', '.join(schema)}"
+                )
         self.label, self.size = config.label, config.image_size
         kind = schema[self.field]
         self.encoded = kind.kind == "bytes"
         if self.encoded and not self.size:
-            raise ConfigurationError(f"model.image_size = 0: encoded images in {self.field!r} need a size to be made equal")
+            raise ConfigurationError(
+                f"model.image_size = 0: encoded images in {self.field!r} need a size to be made equal"
+            )
         self.shape = (self.size, self.size, 3) if self.encoded else tuple(kind.shape)
         channels = self.shape[2] if len(self.shape) == 3 else 1
         self.classes = config.classes or _count_classes(dataset)
         self.model: nn.Module = ResidualNetwork(
-            channels=channels, classes=self.classes, width=config.width, stages=config.stages, blocks=config.blocks
+            channels=channels,
+            classes=self.classes,
+            width=config.width,
+            stages=config.stages,
+            blocks=config.blocks,
         )
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         """(samples, channels, h, w) float32, standardised image by image, and int64 labels."""
         raw = cell[self.field]
-        images = torch.stack([_decode(item, self.size) for item in raw]) if self.encoded else torch.as_tensor(raw)
+        images = (
+            torch.stack([_decode(item, self.size) for item in raw]) if self.encoded else torch.as_tensor(raw)
+        )
         images = images.unsqueeze(-1) if images.dim() == 3 else images
         wide = images.float()
         # each image by its own mean and deviation: no statistics of the dataset, whatever the range of the pixels
@@ -194,7 +209,9 @@ class ClassifierTask:
                 f"model.classes = {self.classes}: label {int(labels.max())} at step {cell.step}, lane {cell.lane};"
                 f" expected 0 … {self.classes - 1}"
             )
-        return Inputs({"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}, len(labels), len(labels))
+        return Inputs(
+            {"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}, len(labels), len(labels)
+        )
 
     def empty(self) -> Inputs:
         """One black image without a label."""
@@ -222,14 +239,18 @@ def _is_image(kind: Any) -> bool:
     return kind.kind == "bytes" or (kind.kind == "array" and len(kind.shape) in {2, 3})
 
 
-def _only_field(schema: Mapping[str, Any], fits: Callable[[Any], bool], preferred: Sequence[str], what: str) -> str:
+def _only_field(
+    schema: Mapping[str, Any], fits: Callable[[Any], bool], preferred: Sequence[str], what: str
+) -> str:
     found = [name for name, kind in schema.items() if fits(kind)]
     for name in preferred:
         if name in found:
             return name
     if len(found) != 1:
         known = ", ".join(f"{name}: {kind}" for name, kind in schema.items())
-        raise ConfigurationError(f"model.field is empty and {len(found)} fields could be {what} ({known}); set it")
+        raise ConfigurationError(
+            f"model.field is empty and {len(found)} fields could be {what} ({known}); set it"
+        )
     return found[0]
 
 
@@ -239,14 +260,16 @@ def _count_classes(dataset: Any) -> int:
     names = [name for name in dataset.strata if name.isdigit()]
     if names and len(names) == len(dataset.strata):
         return 1 + max(int(name) for name in names)
-    raise ConfigurationError("model.classes = 0, and the dataset does not name its classes; set model.classes")
+    raise ConfigurationError(
+        "model.classes = 0, and the dataset does not name its classes; set model.classes"
+    )
 
 
 def _sequences(column: Any) -> list[Any]:
     """Integer sequences of a text, bytes, array or ragged column, one per sample."""
     if isinstance(column, tuple):
         values, offsets = (np.asarray(part) for part in column)
-        return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [values[a:b] for a, b in pairwise(offsets)]
     if isinstance(column, list):
         raw = [item.encode() if isinstance(item, str) else item for item in column]
         return [np.frombuffer(item, dtype=np.uint8) for item in raw]

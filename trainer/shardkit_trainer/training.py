@@ -1,8 +1,8 @@
 """A run: open, resume, step by step, evaluate, save.
 
 A step takes this rank's cells of the plan, sums their loss gradients over all ranks and divides by the step's count of
-valid targets (DESIGN §3.3). Everything that a step does is a function of (configuration, step): a run that is killed and
-resumed, on any number of ranks, takes the same steps.
+valid targets (DESIGN §3.3). Everything that a step does is a function of (configuration, step): a run that is killed
+and resumed, on any number of ranks, takes the same steps.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ class _Run:
         self.directory = RunDirectory(config.run.directory, lead=lead)
         self.dataset = self._open_dataset()
         settings: dict[str, Any] = {"global_batch": config.data.global_batch, "seed": config.data.seed}
-        chosen = {"lanes": config.data.lanes, "weights": config.data.weights, "window_blocks": config.data.window_blocks}
+        chosen = {
+            "lanes": config.data.lanes,
+            "weights": config.data.weights,
+            "window_blocks": config.data.window_blocks,
+        }
         self.plan = self.dataset.plan(**settings, **{name: value for name, value in chosen.items() if value})
         if lead:
             self.directory.begin(config.to_json(), manifest=self.dataset.manifest.id, plan=self.plan.digest)
@@ -104,7 +108,12 @@ class _Run:
             event=self.directory.event,
         )
         self.loader = self.dataset.loader(
-            self.plan, rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(self.directory.path)
+            self.plan,
+            rank=world.rank,
+            world=world.size,
+            by_cell=True,
+            uneven=True,
+            run=str(self.directory.path),
         )
         self.step = 0
         self.skipped_in_a_row = 0
@@ -207,7 +216,12 @@ class _Run:
                 inputs.append(one)
         self.world.report(self.step, "exchange")
         with self.timeline.stage("exchange"):
-            mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs), int(self.stop.is_set()))
+            mine = (
+                sum(i.valid for i in inputs),
+                sum(i.samples for i in inputs),
+                len(inputs),
+                int(self.stop.is_set()),
+            )
             rows = self.world.gather_integers(mine)
         valid, samples = sum(row[0] for row in rows), sum(row[1] for row in rows)
         self.world.report(self.step, "compute")
@@ -220,7 +234,11 @@ class _Run:
             loss, right, bad = self.world.all_reduce(results).tolist()
         self.world.report(self.step, "step")
         rate = learning_rate(
-            self.config.optimizer, self.config.schedule, step=self.step, steps=self.steps, global_batch=samples
+            self.config.optimizer,
+            self.config.schedule,
+            step=self.step,
+            steps=self.steps,
+            global_batch=samples,
         )
         with self.timeline.stage("update"):
             self._update(norm, rate, finite=math.isfinite(norm) and not bad)
@@ -242,7 +260,7 @@ class _Run:
             with self.strategy.accumulate(last=number == len(passes) - 1):
                 with autocast(self.config, self.world.device):
                     loss, correct = self.task.loss(self.strategy.forward, tensors)
-                (loss * factor).backward()
+                torch.autograd.backward(loss * factor)
             self.strategy.after_pass()
             value = float(loss.detach())
             if math.isfinite(value):
@@ -296,7 +314,9 @@ class _Run:
         try:
             result = evaluate(self.config, self.world, self.task, self.strategy)
         except NotFoundError as error:
-            raise NotFoundError(f"evaluation.dataset = {self.config.evaluation.dataset!r}: {error}") from error
+            raise NotFoundError(
+                f"evaluation.dataset = {self.config.evaluation.dataset!r}: {error}"
+            ) from error
         self.summary.evaluation = {"step": self.step, **result}
         self.reporter.evaluation(self.summary.evaluation)
 

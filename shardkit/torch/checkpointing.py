@@ -1,13 +1,6 @@
-"""What torch programs use of shardkit: checkpoints in shardkit's own store.
+"""`CheckpointWriter` and `CheckpointReader`: storage plug-ins for torch.distributed.checkpoint (DCP).
 
-``CheckpointWriter`` and ``CheckpointReader`` are storage plug-ins for ``torch.distributed.checkpoint`` (DCP), so any
-trainer that saves through DCP (DDP, FSDP, tensor parallel) can use them::
-
-    dcp.save(state, storage_writer=CheckpointWriter("runs/a", "step-000000000100"))
-    dcp.load(state, storage_reader=CheckpointReader("runs/a"))          # the newest; any world size, any sharding
-
-Layout, invariants and reasons are in the trainer's SPEC.md, "Checkpoints": tensor bytes are content-addressed objects,
-the manifest names them by SHA-256 and is written after them, and the ref under ``checkpoints/`` is written last.
+An extent is [object hex, object size, offset in the object, length]; a chunk (a box of a tensor) is a list of them.
 """
 
 from __future__ import annotations
@@ -15,14 +8,12 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -41,166 +32,48 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError, RunError
-from shardkit.formats.canonical_json import dumps, loads
+from shardkit.errors import (
+    ConfigurationError,
+    FormatError,
+    RunError,
+    ShardkitError,
+)
+from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
-from shardkit.storage import Store, object_name, open_store
+from shardkit.storage import Store, object_name
 
-__all__ = [
-    "CheckpointReader",
-    "CheckpointWriter",
-    "checkpoint_names",
-    "read_checkpoint_manifest",
-]
+from .checkpoint_format import (
+    NAME,
+    REF_BYTES,
+    as_store,
+    decode_value,
+    encode_value,
+    get_verified,
+    read_checkpoint_manifest,
+    ref_name,
+)
+
+__all__ = ["CheckpointReader", "CheckpointWriter"]
 
 PIECE_BYTES = 16 << 20  # larger tensors are cut here: bounds memory, and lets unchanged parts be shared
 PACK_BYTES = 64 << 10  # smaller tensors share an object: an fsync each would cost more than their bytes
 PACK_TARGET_BYTES = 1 << 20
-MAX_MANIFEST_BYTES = 1 << 30
-REF_BYTES = 4096
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,79}")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
                   torch.int8, torch.uint8, torch.bool)
 }  # fmt: skip
 
-# An extent is [object hex, object size, offset in the object, length]; a chunk is [offsets, sizes, extents].
 Extent = list[Any]
-
-
-# --- the store: refs, manifests, objects -----------------------------------------------------------------------------
-
-
-def as_store(location: Store | str | os.PathLike[str]) -> Store:
-    """The store of a run directory, given as a store, a path or a URL."""
-    return open_store(os.fspath(location)) if isinstance(location, str | os.PathLike) else location
-
-
-def ref_name(name: str) -> str:
-    """Where the ref of checkpoint ``name`` lies; a name cannot leave ``checkpoints/``.
-
-    Raises:
-        ConfigurationError: the name has characters that a ref may not have.
-    """
-    if not NAME.fullmatch(name):
-        raise ConfigurationError(f"checkpoint name {name!r}: expected {NAME.pattern}, such as step-000000000100")
-    return f"checkpoints/{name}.json"
-
-
-def checkpoint_names(location: Store | str | os.PathLike[str]) -> list[str]:
-    """Names of the complete checkpoints in a run directory, oldest first (names sort by step)."""
-    refs = as_store(location).list_after("checkpoints/")
-    return sorted(ref.removeprefix("checkpoints/").removesuffix(".json") for ref in refs if ref.endswith(".json"))
-
-
-def get_verified(store: Store, digest_hex: str, extension: str, size: int) -> bytes:
-    """One object, its size and SHA-256 checked before anybody parses it.
-
-    Raises:
-        IntegrityError: the object is missing, or its bytes are not the bytes that were written.
-    """
-    name = object_name(f"sha256:{digest_hex}", extension)
-    advice = "load an older checkpoint, or copy the object from a replica of the run directory"
-    try:
-        data = store.get(name, max_bytes=size)
-    except NotFoundError as error:
-        raise IntegrityError(f"checkpoint object {name} is missing in {store.url}; {advice}") from error
-    found = sha256_digest(data)
-    if len(data) != size or found != f"sha256:{digest_hex}":
-        raise IntegrityError(
-            f"checkpoint object {name} in {store.url}: expected {size} bytes with its own digest,"
-            f" got {len(data)} bytes with {found}; {advice}"
-        )
-    return data
-
-
-def read_checkpoint_manifest(location: Store | str | os.PathLike[str], name: str | None = None) -> dict[str, Any]:
-    """The verified manifest of checkpoint ``name`` (default: the newest).
-
-    Returns:
-        ``{"name", "meta", "tensors": {fqn: {dtype, shape, path, chunks}}, "values": {fqn: {path, value}}}``
-
-    Raises:
-        NotFoundError: there is no such checkpoint.
-        IntegrityError: the ref or the manifest is damaged.
-    """
-    store = as_store(location)
-    if name is None:
-        names = checkpoint_names(store)
-        if not names:
-            raise NotFoundError(f"no checkpoint in {store.url}; expected refs under checkpoints/")
-        name = names[-1]
-    ref = store.get(ref_name(name), max_bytes=REF_BYTES)
-    try:
-        body = _dictionary(loads(ref, max_bytes=REF_BYTES))
-        claimed = body.pop("digest", None)
-        digest, size = parse_digest(str(body["checkpoint"])), int(body["size"])
-    except (FormatError, KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(f"checkpoint ref {ref_name(name)} in {store.url} is damaged: {error}") from error
-    if claimed != sha256_digest(dumps(body)) or body.get("name") != name or not 0 < size <= MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"checkpoint ref {ref_name(name)} in {store.url} is damaged: its digest does not fit")
-    manifest = _dictionary(loads(get_verified(store, digest, "checkpoint", size), max_bytes=size))
-    if manifest.get("format") != "shardkit-checkpoint" or manifest.get("version") != 1:
-        raise FormatError(f"checkpoint {name}: format {manifest.get('format')!r} version {manifest.get('version')!r};"
-                          " expected shardkit-checkpoint version 1")  # fmt: skip
-    return manifest
-
-
-def _dictionary(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FormatError(f"checkpoint: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-# --- values that are not tensors -------------------------------------------------------------------------------------
-
-
-def encode_value(value: object, where: str) -> object:
-    """Plain Python data as canonical JSON (floats by their hexadecimal text); never a pickle.
-
-    Raises:
-        ConfigurationError: the value is not made of None, bool, int, float, str, list, tuple and dict.
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return {"float": value.hex()}
-    if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [encode_value(v, where) for v in value]}
-    if isinstance(value, Mapping):
-        return {"dict": [[encode_value(k, where), encode_value(v, where)] for k, v in value.items()]}
-    raise ConfigurationError(
-        f"checkpoint entry {where}: {type(value).__name__} cannot be saved; expected tensors or plain"
-        " None, bool, int, float, str, list, tuple, dict; drop it from the state, or make it a tensor"
-    )
-
-
-def decode_value(value: object) -> Any:
-    """The inverse of `encode_value`."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, body),) = value.items()
-    if kind == "float":
-        return float.fromhex(body)
-    if kind == "dict":
-        return {decode_value(k): decode_value(v) for k, v in body}
-    if kind in {"list", "tuple"}:
-        items = [decode_value(v) for v in body]
-        return tuple(items) if kind == "tuple" else items
-    raise FormatError(f"checkpoint value of kind {kind!r}; expected float, list, tuple or dict")
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements, C order, little-endian, as bytes (a view where it is contiguous on the CPU)."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 @dataclass
@@ -256,6 +129,7 @@ class CheckpointWriter(StorageWriter):
                     value = encode_value(_plain(data, item.index.fqn), item.index.fqn)
                     results.append(WriteResult(item.index, 0, {"value": value}))
                     continue
+                assert isinstance(data, torch.Tensor)
                 content = tensor_bytes(data)
                 if len(content) < PACK_BYTES:
                     pack.append((item, content))
@@ -289,7 +163,9 @@ class CheckpointWriter(StorageWriter):
         for pack in packs:
             digest, size, at = *self._put(store, b"".join(data for _, data in pack))[:2], 0
             for item, data in pack:
-                results.append(WriteResult(item.index, len(data), {"extents": [[digest, size, at, len(data)]]}))
+                results.append(
+                    WriteResult(item.index, len(data), {"extents": [[digest, size, at, len(data)]]})
+                )
                 at += len(data)
         return results
 
@@ -306,7 +182,9 @@ class CheckpointWriter(StorageWriter):
         if not store.put_new(ref_name(self.name), dumps(ref)) and store.get(
             ref_name(self.name), max_bytes=REF_BYTES
         ) != dumps(ref):
-            raise RunError(f"checkpoint {self.name} exists in {store.url} with other content; choose another name")
+            raise RunError(
+                f"checkpoint {self.name} exists in {store.url} with other content; choose another name"
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -339,17 +217,17 @@ def _manifest(
             values[fqn] = {"path": path, "value": stored[MetadataIndex(fqn)]["value"]}
             continue
         chunks = [
-            [list(c.offsets), list(c.sizes), stored[MetadataIndex(fqn, c.offsets)]["extents"]] for c in entry.chunks
+            [list(c.offsets), list(c.sizes), stored[MetadataIndex(fqn, c.offsets)]["extents"]]
+            for c in entry.chunks
         ]
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
-            raise ConfigurationError(f"checkpoint entry {fqn}: dtype {dtype}; expected one of {', '.join(DTYPES)}")
+            raise ConfigurationError(
+                f"checkpoint entry {fqn}: dtype {dtype}; expected one of {', '.join(DTYPES)}"
+            )
         tensors[fqn] = {"dtype": dtype, "shape": list(entry.size), "path": path, "chunks": chunks}
     return {"format": "shardkit-checkpoint", "version": 1, "name": name, "meta": encode_value(dict(meta), "meta"),
             "tensors": tensors, "values": values}  # fmt: skip
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -359,11 +237,14 @@ class CheckpointReader(StorageReader):
     Attributes:
         location: run directory: a path, a URL or a store.
         name: the checkpoint's name; None takes the newest.
+        meta: what the writer was given, once the metadata is read.
+        failure: what went wrong on this rank, which DCP's own exception does not always keep.
     """
 
     location: Store | str | os.PathLike[str]
     name: str | None = None
     meta: dict[str, Any] = field(default_factory=dict, init=False)
+    failure: ShardkitError | None = field(default=None, init=False)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load; ``checkpoint_id`` names the checkpoint where given."""
@@ -372,7 +253,11 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata, rebuilt from the verified manifest; `meta` is set on the way."""
-        manifest = read_checkpoint_manifest(self.location, self.name)
+        try:
+            manifest = read_checkpoint_manifest(self.location, self.name)
+        except ShardkitError as error:
+            self.failure = error
+            raise
         self.meta = decode_value(manifest["meta"])
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         storage: dict[MetadataIndex, Any] = {}
@@ -386,7 +271,9 @@ class CheckpointReader(StorageReader):
         paths = {fqn: tuple(entry["path"]) for fqn, entry in everything.items() if entry["path"] is not None}
         return Metadata(entries, planner_data=paths or None, storage_data=storage)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Keep what `read_metadata` found."""
         self.location = as_store(self.location)
         self._metadata = metadata
@@ -401,6 +288,16 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch, verify and copy each item of the plan."""
+        try:
+            self._read_items(plan, planner)
+        except ShardkitError as error:
+            self.failure = error
+            raise
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         store, opened = as_store(self.location), _Objects(as_store(self.location))
         for item in plan.items:
             stored = self._metadata.storage_data[item.storage_index]
@@ -415,9 +312,6 @@ class CheckpointReader(StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(source)
                 planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _chunk(self, item: ReadItem, data: bytes, store: Store) -> torch.Tensor:
         """The part of a stored chunk that ``item`` asks for."""
@@ -440,11 +334,19 @@ class CheckpointReader(StorageReader):
         return CheckpointWriter.validate_checkpoint_id(checkpoint_id)
 
 
-def _tensor_entry(fqn: str, tensor: Mapping[str, Any]) -> tuple[TensorStorageMetadata, Iterable[tuple[Any, Any]]]:
+def _tensor_entry(
+    fqn: str, tensor: Mapping[str, Any]
+) -> tuple[TensorStorageMetadata, Iterable[tuple[Any, Any]]]:
     if tensor["dtype"] not in DTYPES:
-        raise FormatError(f"checkpoint entry {fqn}: dtype {tensor['dtype']!r}; expected one of {', '.join(DTYPES)}")
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in tensor["chunks"]]
-    entry = TensorStorageMetadata(TensorProperties(DTYPES[tensor["dtype"]]), torch.Size(tensor["shape"]), chunks)
+        raise FormatError(
+            f"checkpoint entry {fqn}: dtype {tensor['dtype']!r}; expected one of {', '.join(DTYPES)}"
+        )
+    chunks = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in tensor["chunks"]
+    ]
+    entry = TensorStorageMetadata(
+        TensorProperties(DTYPES[tensor["dtype"]]), torch.Size(tensor["shape"]), chunks
+    )
     return entry, [(offsets, extents) for offsets, _, extents in tensor["chunks"]]
 
 

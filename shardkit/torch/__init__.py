@@ -1,0 +1,16 @@
+"""What torch programs use of shardkit: checkpoints in shardkit's own store.
+
+``CheckpointWriter`` and ``CheckpointReader`` are storage plug-ins for ``torch.distributed.checkpoint`` (DCP), so any
+trainer that saves through DCP (DDP, FSDP, tensor parallel) can use them::
+
+    dcp.save(state, storage_writer=CheckpointWriter("runs/a", "step-000000000100"))
+    dcp.load(state, storage_reader=CheckpointReader("runs/a"))          # the newest; any world size, any sharding
+
+Layout, invariants and reasons are in the trainer's SPEC.md, "Checkpoints": tensor bytes are content-addressed objects,
+the manifest names them by SHA-256 and is written after them, and the ref under ``checkpoints/`` is written last.
+"""
+
+from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
+from .checkpointing import CheckpointReader, CheckpointWriter
+
+__all__ = ["CheckpointReader", "CheckpointWriter", "checkpoint_names", "read_checkpoint_manifest"]
