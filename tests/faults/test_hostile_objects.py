@@ -17,9 +17,17 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.digest import sha256_digest
 from shardkit.formats.schema import Schema
-from shardkit.manifest import Manifest, Selection, ShardTable, compose, merge, pack_page
-from shardkit.storage import LocalStore, LogEntry, Repository, load_manifest, put_manifest, put_selection
-from shardkit.testing.shard_tables import made_up_records, made_up_table
+from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, compose, merge, pack_page
+from shardkit.storage import (
+    LocalStore,
+    LogEntry,
+    Repository,
+    Version,
+    load_manifest,
+    put_manifest,
+    put_selection,
+)
+from shardkit.testing.shard_tables import made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"x": "int64"})
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -121,33 +129,34 @@ def test_a_page_of_another_size_is_not_even_read(tmp_path: Path) -> None:
         load_manifest(repository, manifest.id)
 
 
-def test_a_selection_that_contradicts_its_page(tmp_path: Path) -> None:
-    repository = Repository.create(tmp_path)
-    records, selections = made_up_records(1, 6, 3, selected=True)
-    manifest, pages = plain(ShardTable.from_records(records))
+def version_with_selection(repository: Repository, chosen: list[int]) -> Version:
+    """One shard of two segments of four rows; its page says that two rows of each are selected."""
+    put = put_selection(repository, Selection.from_rows(8, chosen))
+    record = ShardRecord(
+        digest=made_up_digest("shard"), size=800, index_digest=made_up_digest("index"), index_size=99, block_rows=2,
+        largest_block=200, raw_bytes=800, segment_stratum=[0, 2], segment_rows=[4, 4], segment_selected=[2, 2],
+        selection_digest=put.digest,
+    )  # fmt: skip
+    manifest, pages = plain(ShardTable.from_records([record]))
     put_manifest(repository, manifest, pages)
-    for selection in selections.values():
-        put_selection(repository, selection)
-    version = load_manifest(repository, manifest.id)
-    shard = int(np.flatnonzero(version.table.has_selection)[0])
-    assert version.load_selection(shard).count == int(version.table.selected[shard])
-    good = version.load_selection(shard)
-    # As many rows as the page says, but others: moved over a segment border, they are noticed.
-    rows = int(version.table.rows[shard])
-    for wrong in (
-        Selection.from_rows(rows, range(good.count)),
-        Selection.from_rows(rows, range(rows - good.count, rows)),
-    ):
-        lying = put_selection(repository, wrong)
-        column = version.table.selection_digest.copy()
-        column[shard] = np.frombuffer(bytes.fromhex(lying.digest[7:]), np.uint8)
-        other, other_pages = plain(version.table.replace(selection_digest=column))
-        put_manifest(repository, other, other_pages)
-        if len(np.flatnonzero(version.table.segment_shard == shard)) > 1:
-            with pytest.raises(FormatError, match="other numbers of rows"):
-                load_manifest(repository, other.id).load_selection(shard)
+    return load_manifest(repository, manifest.id)
+
+
+def test_a_selection_must_be_what_its_page_says(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    assert version_with_selection(repository, [1, 3, 4, 7]).load_selection(0).selected_rows().tolist() == [
+        1,
+        3,
+        4,
+        7,
+    ]
+    for lying in ([0, 1, 2, 7], [1, 3, 4], [1, 3, 4, 5, 7], [], [4, 5, 6, 7]):
+        with pytest.raises(FormatError, match="other numbers of rows"):
+            version_with_selection(repository, lying).load_selection(0)
+    manifest, pages = plain(made_up_table(1, 2))
+    put_manifest(repository, manifest, pages)
     with pytest.raises(FormatError, match="all its rows"):
-        version.load_selection(int(np.flatnonzero(~version.table.has_selection)[0]))
+        load_manifest(repository, manifest.id).load_selection(0)
 
 
 def test_merged_versions_load_from_where_their_parts_lie(tmp_path: Path) -> None:

@@ -192,6 +192,17 @@ def test_a_commit_whose_answer_was_lost_is_found_to_have_landed(tmp_path: Path) 
     assert [found.txn for found in repository.log()] == [entry.txn]
 
 
+def test_a_commit_that_cannot_be_made_durable_is_unknown(tmp_path: Path) -> None:
+    """Its entry can be read, from memory; whether the disk will have it after a power cut, nobody knows."""
+    repository = Repository.create(tmp_path / "root")
+    manifest = repository.put_object(MANIFEST, "manifest")
+    operations = FaultyOperations(errno.EIO, 1, calls=["fsync_directory"], forever=True)
+    with substituted(operations), pytest.raises(CommitUnknown, match="power cut"):
+        repository.commit({"main": manifest.digest}, message="in memory only")
+    assert repository.refs == {"main": manifest.digest}
+    assert operations.failed == ["fsync_directory"] * 3
+
+
 class Unreadable(FaultyOperations):
     """The entry gets its name, then the disk fails for good: neither its durability nor its bytes can be had."""
 

@@ -107,6 +107,7 @@ def expect_refusal(root: Path, damaged: Path, data: bytes | None) -> None:
         path.write_bytes(before)
 
 
+@pytest.mark.drill
 @settings(max_examples=drill_count(4_000), deadline=None)
 @given(data=st.data())
 def test_one_flipped_bit(pristine: Path, data: st.DataObject) -> None:
@@ -117,6 +118,7 @@ def test_one_flipped_bit(pristine: Path, data: st.DataObject) -> None:
     expect_refusal(pristine, file, bytes(content))
 
 
+@pytest.mark.drill
 def test_every_bit_of_the_newest_entry_and_of_the_identity(pristine: Path) -> None:
     """Nothing names these by digest: their own must find it."""
     step = 1 if drill_count(20) == 20 else 13
@@ -133,6 +135,7 @@ def test_every_bit_of_the_newest_entry_and_of_the_identity(pristine: Path) -> No
                 (pristine / file).write_bytes(content)
 
 
+@pytest.mark.drill
 @settings(max_examples=drill_count(1_000), deadline=None)
 @given(data=st.data())
 def test_truncated_extended_or_zeroed(pristine: Path, data: st.DataObject) -> None:
@@ -181,6 +184,7 @@ def test_a_log_that_went_back_is_noticed_by_who_has_seen_more(pristine: Path, tm
         repository.head()
 
 
+@pytest.mark.drill
 def test_no_false_alarms(pristine: Path) -> None:
     for _ in range(drill_count(400)):
         assert read_everything(pristine) == truth(pristine)
