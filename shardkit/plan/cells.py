@@ -7,7 +7,12 @@ from numpy.typing import NDArray
 
 from .permutation import order_rows
 
-__all__ = ["assemble", "permute_cells"]
+__all__ = ["assemble", "chunk_steps", "permute_cells"]
+
+
+def chunk_steps(global_batch: int, lanes: int, most: int) -> int:
+    """Steps that are drawn at once and kept: at most 2**16 samples of a lane and 2**20 of all lanes."""
+    return max(1, min(most, (1 << 20) // global_batch, (1 << 16) * lanes // global_batch))
 
 
 def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:

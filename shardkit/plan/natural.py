@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base_order import BaseOrder
-from .cells import assemble, permute_cells
+from .cells import assemble, chunk_steps, permute_cells
 from .deal import Deal
 from .deck import Deck, Hands, build_deck
 from .permutation import derive, derive_each
@@ -20,7 +20,6 @@ from .strata import Groups
 __all__ = ["Epoch", "NaturalGrid"]
 
 _HANDS, _CELLS, _DROPS = 1, 2, 3  # what a key below the seed is for
-_CHUNK = 1 << 20  # samples of all lanes that are drawn at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +73,7 @@ class NaturalGrid:
         self.windows = window_sizes(groups, global_batch, lanes, window_blocks)
         self.order = BaseOrder(population, groups)
         self._golden = golden_step(self.rows)
-        self._chunk = max(1, min(self.full_steps, _CHUNK // (lanes * self.cell_size)))
+        self._chunk = chunk_steps(global_batch, lanes, self.full_steps)
         self._epochs: Recent[int, Epoch] = Recent(4)
         self._decks: Recent[tuple[int, int], Deck] = Recent(2 * lanes)
         self._cells: Recent[tuple[int, int, int], NDArray[np.int64]] = Recent(3 * lanes)

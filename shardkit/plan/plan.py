@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,23 @@ from .natural import NaturalGrid
 from .population import Population
 from .settings import DEFAULT_WINDOW_BLOCKS, Settings, default_lanes
 from .strata import group_strata, stratum_rows
+from .weighted import WeightedGrid, Weights
+from .weights import WeightsLike, resolve_stages
 
 __all__ = ["Plan", "make_plan"]
 
 PLAN_VERSION = 1
 """Part of every digest; a change of the construction that moves a sample must raise it."""
+
+
+class Grid(Protocol):
+    """What a plan is made of."""
+
+    def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
+        """Cells of one lane for steps [start, stop): (steps, m) int64."""
+
+    def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
+        """(step, lane, slot) of a sample in an epoch or pass."""
 
 
 class Plan:
@@ -30,7 +43,7 @@ class Plan:
     manifest order.
     """
 
-    def __init__(self, settings: Settings, population: Population, grid: NaturalGrid) -> None:
+    def __init__(self, settings: Settings, population: Population, grid: Grid) -> None:
         self.settings, self.population, self._grid = settings, population, grid
         self._digest = hashlib.sha256(
             dumps({"plan": PLAN_VERSION, "manifest": population.identity, "settings": settings.canonical()})
@@ -56,13 +69,15 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch, the short one included; None where the plan has no natural end."""
-        return self._grid.steps_per_epoch
+        """Steps of an epoch, the short one included; with explicit weights `epoch_steps`, or None."""
+        return (
+            self._grid.steps_per_epoch if isinstance(self._grid, NaturalGrid) else self.settings.epoch_steps
+        )
 
     @property
     def loop_steps(self) -> int:
-        """Steps after which a loop over the plan ends: an epoch, or what stands for one."""
-        return self._grid.steps_per_epoch
+        """Steps after which a loop over the plan ends: an epoch, or ceil(N / B) where there is none."""
+        return self.steps_per_epoch or -(-self.population.rows // self.global_batch)
 
     @property
     def digest(self) -> str:
@@ -105,7 +120,11 @@ class Plan:
         return cell_digest(self.cell(step, lane))
 
     def locate(self, sample: int, epoch: int = 0) -> tuple[int, int, int] | None:
-        """Where a sample comes in an epoch: (step of the run, lane, slot); None where that epoch drops it."""
+        """Where a sample comes in an epoch: (step of the run, lane, slot).
+
+        With explicit weights, ``epoch`` counts the passes of the sample's stratum. None where an epoch drops the
+        sample, or where its stratum is not drawn.
+        """
         if not 0 <= sample < self.population.rows:
             raise PlanError(f"plan: sample is {sample}, expected 0 <= sample < {self.population.rows}")
         return self._grid.locate(sample, epoch)
@@ -132,6 +151,9 @@ def make_plan(
     remainder: str = "drop",
     window_blocks: int = DEFAULT_WINDOW_BLOCKS,
     shuffle: str = "window",
+    weights: WeightsLike | None = None,
+    stages: Sequence[tuple[int, WeightsLike | None]] | None = None,
+    epoch_steps: int | None = None,
 ) -> Plan:
     """Plan a population.
 
@@ -144,10 +166,19 @@ def make_plan(
             with them.
         window_blocks: blocks that a lane keeps open, over all its strata.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
+        weights: glob over strata to the integer weight of each stratum that it matches, 1 for all others; rows
+            then come round pass after pass, without an end.
+        stages: (from_step, weights) that follow, in ascending order; weights None are like the rows.
+        epoch_steps: steps of a loop over a plan with explicit weights; ceil(N / B) by default.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
     """
+    rows = stratum_rows(population)
+    total = sum(rows)
+    resolved = resolve_stages(weights, stages, population.strata, rows)
+    if epoch_steps is not None and not resolved:
+        raise PlanError(f"plan: epoch_steps is {epoch_steps}, expected it only with explicit weights")
     settings = Settings(
         global_batch=global_batch,
         lanes=default_lanes(population, global_batch) if lanes is None else lanes,
@@ -155,11 +186,13 @@ def make_plan(
         remainder=remainder,
         window_blocks=window_blocks,
         shuffle=shuffle,
+        stages=resolved,
+        epoch_steps=epoch_steps,
     )
-    rows = stratum_rows(population)
-    total = sum(rows)
     if not total:
         raise PlanError("plan: the dataset has no selected row")
+    if resolved:
+        return Plan(settings, population, weighted_grid(population, settings))
     if remainder == "drop" and total < global_batch:
         raise PlanError(
             f"plan: {total} rows make no full step of {global_batch}; the largest batch "
@@ -177,3 +210,16 @@ def make_plan(
         shuffle=shuffle,
     )
     return Plan(settings, population, grid)
+
+
+def weighted_grid(population: Population, settings: Settings) -> WeightedGrid:
+    """The grid of settings with explicit weights."""
+    return WeightedGrid(
+        population,
+        [Weights(*stage) for stage in settings.stages],
+        global_batch=settings.global_batch,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        window_blocks=settings.window_blocks,
+        shuffle=settings.shuffle,
+    )

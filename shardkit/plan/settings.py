@@ -33,11 +33,15 @@ class Settings:
     remainder: str = "drop"
     window_blocks: int = DEFAULT_WINDOW_BLOCKS
     shuffle: str = "window"
+    stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    epoch_steps: int | None = None
 
     def __post_init__(self) -> None:
         _at_least("global_batch", self.global_batch, 1)
         _at_least("lanes", self.lanes, 1)
         _at_least("window_blocks", self.window_blocks, 1)
+        if self.epoch_steps is not None:
+            _at_least("epoch_steps", self.epoch_steps, 1)
         if not 0 <= self.seed < 2**63:
             raise PlanError(f"plan: seed is {self.seed}, expected 0 <= seed < 2**63")
         if self.global_batch % self.lanes:

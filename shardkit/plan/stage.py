@@ -1,0 +1,162 @@
+"""A stage: a deal with fixed weights that turns without end (SPEC.md §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .deal import Deal
+
+__all__ = ["Stage", "StageGroup", "first_step", "plan_groups", "whole_turn"]
+
+Numbers = NDArray[np.int64]
+
+_COARSE = 64
+"""Steps of a phase over which weights are rounded to whole samples where they come out exactly in no shorter phase."""
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """What is dealt as one: a stratum, or a pool of rare ones; from lanes' tapes, or from shared ones."""
+
+    strata: tuple[int, ...]
+    mass: int
+    shared: bool
+
+
+def plan_groups(
+    masses: Sequence[int], names: Sequence[str], shared: NDArray[np.bool_], batch: int
+) -> list[StageGroup]:
+    """Common strata by (-mass, name), then the pool of handed rare strata, then the pool of shared ones.
+
+    Only the last group may be expected less than once per global batch; a pool that is not joins the last one.
+    """
+    total = sum(masses)
+    alive = sorted((s for s in range(len(masses)) if masses[s]), key=lambda s: (-masses[s], names[s]))
+    groups = [StageGroup((s,), masses[s], bool(shared[s])) for s in alive if batch * masses[s] >= total]
+    rare = [s for s in alive if batch * masses[s] < total]
+    handed = tuple(s for s in rare if not shared[s])
+    common = tuple(s for s in rare if shared[s])
+    weight = sum(masses[s] for s in handed)
+    if common and handed and batch * weight < total:
+        handed, common = (), tuple(rare)
+    for strata, is_shared in ((handed, False), (common, True)):
+        if strata:
+            groups.append(StageGroup(strata, sum(masses[s] for s in strata), is_shared))
+    return groups
+
+
+def whole_turn(groups: Sequence[StageGroup], batch: int, target: int) -> tuple[int, list[int]]:
+    """Steps of a phase, and how many samples of each group it holds.
+
+    Every phase of a turn is dealt alike, so that after each whole turn all lanes have had the same. That takes whole
+    numbers per phase: the shortest exact phase where it is short enough, else the nearest whole numbers (largest
+    remainder), which are then the plan's weights.
+
+    Args:
+        groups: the groups of a stage.
+        batch: B.
+        target: steps that a phase should not exceed by much, for locality.
+    """
+    total = sum(g.mass for g in groups)
+    exact = lcm(*(total // gcd(total, batch * g.mass) for g in groups))
+    if exact <= max(target, _COARSE):
+        steps = exact * max(1, target // exact)
+        return steps, [steps * batch * g.mass // total for g in groups]
+    steps = max(target, _COARSE)
+    slots = steps * batch
+    counts = [max(1, slots * g.mass // total) for g in groups]
+    by_rest = sorted(range(len(groups)), key=lambda i: (-(slots * groups[i].mass % total), i))
+    for i in by_rest[: max(0, slots - sum(counts))]:
+        counts[i] += 1
+    counts[0] -= sum(counts) - slots  # a rare pool that was lifted to 1 is paid for by the largest group
+    return steps, counts
+
+
+class Stage:
+    """Counts of a deal from ``start`` on; steps of its methods are counted from there.
+
+    Args:
+        start: step of the run.
+        groups: what is dealt.
+        phase: steps and samples per group of one phase, from `whole_turn`.
+        batch, lanes: B and L.
+    """
+
+    def __init__(
+        self, start: int, groups: Sequence[StageGroup], phase: tuple[int, list[int]], batch: int, lanes: int
+    ) -> None:
+        self.start, self.groups, self.batch, self.lanes = start, tuple(groups), batch, lanes
+        steps, counts = phase
+        self.turn = steps * lanes
+        sums = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self.deal = Deal(sums, batch, lanes, self.turn)
+        self._per_turn: Numbers = np.array(
+            sums, dtype=np.int64
+        )  # samples of groups <= g per lane and whole turn
+        self.shares = counts
+
+    def lane_counts(self, steps: Numbers, lane: int | Numbers, chosen: Numbers) -> Numbers:
+        """Samples of chosen groups drawn by a lane before each step: (n, k)."""
+        turns, rest = np.divmod(steps, self.turn)
+        whole = np.diff(self._per_turn, prepend=0)[chosen]
+        return turns[:, None] * whole + self.deal.lane_counts(rest, lane, chosen)
+
+    def prefix(self, steps: Numbers) -> Numbers:
+        """Samples of groups <= g drawn by all lanes before each step: (n, groups)."""
+        turns, rest = np.divmod(steps, self.turn)
+        return turns[:, None] * (self._per_turn * self.lanes) + self.deal.prefix(rest)
+
+    def slots(self, steps: Numbers, lane: int, group: int) -> tuple[Numbers, Numbers]:
+        """A lane's draws of a group, numbered over all lanes in slot order.
+
+        Args:
+            steps: int64[n], consecutive steps.
+            lane: the lane.
+            group: the group.
+
+        Returns:
+            (counts int64[n], numbers int64[sum(counts)]): of each step, and the number of each draw.
+        """
+        sums = self.prefix(np.append(steps, steps[-1] + 1))
+        offsets = np.diff(sums, axis=0)
+        low = offsets[:, group - 1] if group else np.zeros(len(steps), dtype=np.int64)
+        before = sums[:-1, group] - (sums[:-1, group - 1] if group else 0)
+        phase = steps % self.turn * self.lanes // self.turn
+        skip = (lane - phase - low) % self.lanes  # slots of the group before this lane's first one
+        size = offsets[:, group] - low
+        counts = np.maximum(0, -((skip - size) // self.lanes))
+        at = np.repeat(before + skip - (np.cumsum(counts) - counts) * self.lanes, counts)
+        return counts, at + np.arange(len(at), dtype=np.int64) * self.lanes
+
+    def lane_of(self, step: int, group: int, number: int) -> int:
+        """The lane that gets draw ``number`` (over all lanes) of a group in a step."""
+        sums = self.prefix(np.array([step, step + 1]))
+        low = int(sums[1, group - 1] - sums[0, group - 1]) if group else 0
+        before = int(sums[0, group] - (sums[0, group - 1] if group else 0))
+        phase = step % self.turn * self.lanes // self.turn
+        return (low + number - before + phase) % self.lanes
+
+
+def first_step(count: Callable[[int], int], number: int, limit: int | None) -> int | None:
+    """The step in which draw ``number`` falls: the last k with count(k) <= number; None if not before ``limit``."""
+    if limit is None:
+        limit = 1
+        while count(limit) <= number:
+            limit *= 2
+            if limit > 1 << 62:
+                return None
+    elif count(limit) <= number:
+        return None
+    low, high = 0, limit - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count(middle) <= number:
+            low = middle
+        else:
+            high = middle - 1
+    return low

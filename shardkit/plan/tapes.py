@@ -1,0 +1,134 @@
+"""Tapes: endless streams of a stratum's rows, pass after pass, for plans with explicit weights (SPEC.md §5)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base_order import BaseOrder
+from .deck import Deck, Hands, build_deck
+from .permutation import Feistel, derive, derive_each
+from .recent import Recent
+
+__all__ = ["Tapes"]
+
+Numbers = NDArray[np.int64]
+
+_HANDS, _SHARED = 1, 4  # what a key below the seed is for
+
+
+class Tapes:
+    """Streams of all strata; stratum numbers are those of the population.
+
+    A *handed* stratum has one tape per lane: pass j of lane l holds base positions
+    [floor((l n + t) / L), floor(((l + 1) n + t) / L)) with t = j n mod L, so that after j passes every lane had
+    j n / L rows of it, within one. A *shared* stratum has one tape for all lanes, each pass a permutation of its rows.
+    """
+
+    def __init__(
+        self, order: BaseOrder, rows: Numbers, lanes: int, seed: int, windows: Numbers, shuffle: str
+    ) -> None:
+        self.order, self.rows, self.lanes, self.seed = order, rows, lanes, seed
+        self.windows, self.shuffle = windows, shuffle
+        self._decks: Recent[tuple[int, bytes, bytes], Deck] = Recent(4 * lanes)
+        self._shared: Recent[int, tuple[Numbers, Numbers]] = Recent(1024)
+
+    def pass_start(self, lane: int, strata: Numbers, passes: Numbers) -> Numbers:
+        """Tape position of a lane at which a pass starts."""
+        whole, part = np.divmod(self.rows[strata], self.lanes)
+        start: Numbers = passes * whole + (lane + passes) * part // self.lanes - lane * part // self.lanes
+        return start
+
+    def pass_of(self, lane: int, strata: Numbers, position: Numbers) -> Numbers:
+        """The pass in which a lane's tape position lies."""
+        number: Numbers = np.maximum(0, position * self.lanes // self.rows[strata] - 1)
+        while True:
+            behind = self.pass_start(lane, strata, number + 1) <= position
+            if not behind.any():
+                return number
+            number += behind
+
+    def take(self, lane: int, strata: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
+        """Sample numbers of a lane's tapes at positions [lo, hi) of each stratum, concatenated; none empty."""
+        out = np.empty(int((hi - lo).sum()), dtype=np.int64)
+        first = np.cumsum(hi - lo) - (hi - lo)  # where each stratum's draws go
+        lo = lo.copy()
+        todo = np.arange(len(strata))
+        while len(todo):
+            chosen, at = strata[todo], lo[todo]
+            number = self.pass_of(lane, chosen, at)
+            start = self.pass_start(lane, chosen, number)
+            end = np.minimum(hi[todo], self.pass_start(lane, chosen, number + 1))
+            deck = self._deck(lane, chosen, number)
+            offset = deck.start[:-1][chosen] - start
+            draws = deck.take(at + offset, end + offset)
+            lengths = end - at
+            ends = np.cumsum(lengths)
+            out[np.arange(len(draws)) + np.repeat(first[todo] - (ends - lengths), lengths)] = draws
+            first[todo] += lengths
+            lo[todo] = end
+            todo = todo[end < hi[todo]]
+        return out
+
+    def hands(self, lane: int, strata: Numbers, passes: Numbers) -> tuple[Numbers, Numbers]:
+        """Base ranges [lo, hi) that a lane holds in a pass."""
+        rows = self.rows[strata]
+        turn = passes * (rows % self.lanes) % self.lanes
+        return (lane * rows + turn) // self.lanes, ((lane + 1) * rows + turn) // self.lanes
+
+    def holder(self, stratum: int, number: int, base: int) -> int:
+        """The lane that holds a base position in a pass."""
+        rows = int(self.rows[stratum])
+        turn = number * (rows % self.lanes) % self.lanes
+        lane = min(self.lanes - 1, base * self.lanes // rows)
+        while (lane * rows + turn) // self.lanes > base:
+            lane -= 1
+        while ((lane + 1) * rows + turn) // self.lanes <= base:
+            lane += 1
+        return lane
+
+    def place(self, lane: int, stratum: int, number: int, sample: int) -> int:
+        """Tape position of a sample that ``lane`` holds in pass ``number``."""
+        one = np.array([stratum])
+        deck = self._deck(lane, one, np.array([number]))
+        inside = deck.place(sample, stratum) - int(deck.start[stratum])
+        return int(self.pass_start(lane, one, np.array([number]))[0]) + inside
+
+    def _deck(self, lane: int, strata: Numbers, passes: Numbers) -> Deck:
+        key = (lane, strata.tobytes(), passes.tobytes())
+        return self._decks.get(key, lambda _: self._make_deck(lane, strata, passes))
+
+    def _make_deck(self, lane: int, strata: Numbers, passes: Numbers) -> Deck:
+        lo, hi = self.hands(lane, strata, passes)
+        keys = np.zeros(len(self.rows), dtype=np.uint64)
+        of_pass = derive_each(derive(self.seed, _HANDS), passes)
+        keys[strata] = derive_each(derive_each(of_pass, np.full(len(strata), lane)), strata)
+        return build_deck(self.order, Hands(strata, lo, hi, keys, self.windows), self.shuffle)
+
+    def take_shared(self, stratum: int, position: Numbers) -> Numbers:
+        """Sample numbers at positions of a shared tape, in any order."""
+        rows = int(self.rows[stratum])
+        passes, base = np.divmod(position, rows)
+        if self.shuffle != "none":
+            key = derive(self.seed, _SHARED, stratum)
+            moved = np.empty_like(base)
+            for number in np.unique(passes).tolist():
+                here = passes == number
+                moved[here] = Feistel(derive(key, number), rows)(base[here])
+            base = moved
+        starts, samples = self._shared.get(stratum, self._runs)
+        run = np.searchsorted(starts, base, side="right") - 1
+        numbers: Numbers = samples[run] + base - starts[run]
+        return numbers
+
+    def place_shared(self, stratum: int, number: int, base: int) -> int:
+        """Position on a shared tape of a base position in pass ``number``."""
+        rows = int(self.rows[stratum])
+        if self.shuffle != "none":
+            shuffle = Feistel(derive(self.seed, _SHARED, stratum, number), rows)
+            base = int(shuffle.inverse(np.array([base]))[0])
+        return number * rows + base
+
+    def _runs(self, stratum: int) -> tuple[Numbers, Numbers]:
+        pieces = self.order.pieces(np.array([stratum]), np.array([0]), self.rows[stratum : stratum + 1])
+        return pieces.base, pieces.sample

@@ -1,0 +1,286 @@
+"""The grid for explicit weights: endless, stage after stage (SPEC.md §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base_order import BaseOrder
+from .cells import assemble, chunk_steps, permute_cells
+from .permutation import derive, derive_each, order
+from .population import Population
+from .recent import Recent
+from .stage import Stage, StageGroup, first_step, plan_groups, whole_turn
+from .strata import Groups, stratum_rows
+from .tapes import Tapes
+from .tree import Tree
+
+__all__ = ["WeightedGrid", "Weights"]
+
+Numbers = NDArray[np.int64]
+
+_CELLS = 2  # what a key below the seed is for
+_HAND = 8  # fewest rows per lane of a stratum that is handed out
+
+
+@dataclass(frozen=True)
+class Weights:
+    """From a step of the run on, these integer weights of strata."""
+
+    from_step: int
+    masses: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Leg:
+    """A stage, and where every tape stood when it began."""
+
+    stage: Stage
+    trees: dict[int, Tree]
+    handed: Numbers  # (lanes, strata)
+    shared: Numbers  # (strata,)
+
+
+class WeightedGrid:
+    """Cells of a run with explicit weights.
+
+    Args:
+        population: what is dealt.
+        stages: weights from steps on, in ascending order, the first from ``start``.
+        global_batch, lanes, seed, window_blocks, shuffle: as for `NaturalGrid`.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        stages: Sequence[Weights],
+        *,
+        global_batch: int,
+        lanes: int,
+        seed: int,
+        window_blocks: int,
+        shuffle: str,
+    ) -> None:
+        self.population, self.weights = population, tuple(stages)
+        self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
+        self.cell_size = global_batch // lanes
+        self.rows: Numbers = np.array(stratum_rows(population), dtype=np.int64)
+        self.order = BaseOrder(population, _each_alone(self.rows))
+        self.shared = self._shared_strata(stages)
+        masses = stages[0].masses
+        windows = [_window(m, sum(masses), global_batch, lanes, window_blocks) for m in masses]
+        self.tapes = Tapes(self.order, self.rows, lanes, seed, np.array(windows, dtype=np.int64), shuffle)
+        self._legs: list[_Leg] = []
+        for weights in stages:
+            groups, phase = self._dealt(weights, self.shared, len(stages))
+            self._append(Stage(weights.from_step, groups, phase, global_batch, lanes))
+        self._chunk = chunk_steps(global_batch, lanes, -(-int(self.rows.sum()) // global_batch))
+        self._cells: Recent[tuple[int, int, int], Numbers] = Recent(3 * lanes)
+
+    def _target(self, masses: Sequence[int], stages: int) -> int:
+        """Steps of a phase such that no large stratum gets through a quarter of a hand in one turn."""
+        total, target = sum(masses), 1 << 40
+        for mass, rows in zip(masses, self.rows.tolist(), strict=True):
+            if mass and rows >= 4 * _HAND * self.lanes:
+                target = min(target, rows * total // (4 * stages * mass * self.global_batch * self.lanes))
+        return max(1, min(target, -(-int(self.rows.sum()) // (self.global_batch * self.lanes))))
+
+    def _shared_strata(self, stages: Sequence[Weights]) -> NDArray[np.bool_]:
+        """Strata too small to be handed out to lanes: their lanes would be whole passes apart within a turn."""
+        shared = self.rows < _HAND * self.lanes
+        known = -1
+        while known < int(shared.sum()):  # the pools depend on it: until nothing changes
+            known = int(shared.sum())
+            for weights in stages:
+                total = sum(weights.masses)
+                groups, (steps, _) = self._dealt(weights, shared, len(stages))
+                for group in groups:
+                    shared[list(group.strata)] |= group.shared
+                for stratum, mass in enumerate(weights.masses):
+                    drawn = steps * self.lanes * self.global_batch * mass  # of one turn, times the total
+                    shared[stratum] |= 4 * len(stages) * drawn > int(self.rows[stratum]) * total
+        return shared
+
+    def _dealt(
+        self, weights: Weights, shared: NDArray[np.bool_], stages: int
+    ) -> tuple[list[StageGroup], tuple[int, list[int]]]:
+        groups = plan_groups(weights.masses, self.population.strata, shared, self.global_batch)
+        return groups, whole_turn(groups, self.global_batch, self._target(weights.masses, stages))
+
+    def _append(self, stage: Stage) -> None:
+        trees = {
+            i: Tree([self.weights[len(self._legs)].masses[s] for s in g.strata])
+            for i, g in enumerate(stage.groups)
+            if len(g.strata) > 1
+        }
+        if not self._legs:
+            zeros = np.zeros((self.lanes, len(self.rows)), dtype=np.int64)
+            self._legs.append(_Leg(stage, trees, zeros, zeros[0].copy()))
+            return
+        last = self._legs[-1]
+        handed, shared = last.handed.copy(), last.shared.copy()
+        steps = np.full(self.lanes, stage.start - last.stage.start, dtype=np.int64)
+        for i, group in enumerate(last.stage.groups):
+            chosen, strata = np.array([i]), list(group.strata)
+            drawn = last.stage.lane_counts(steps, np.arange(self.lanes), chosen)[:, 0]
+            if group.shared:
+                drawn = drawn.sum(keepdims=True)
+            split = last.trees[i].totals(drawn) if i in last.trees else drawn[:, None]
+            if group.shared:
+                shared[strata] += split[0]
+            else:
+                handed[:, strata] += split
+        self._legs.append(_Leg(stage, trees, handed, shared))
+
+    def cells(self, start: int, stop: int, lane: int) -> Numbers:
+        """Cells of one lane for steps [start, stop): (steps, m) int64, a view of kept memory where it can be."""
+        parts = []
+        while start < stop:
+            index = self._leg_of(start)
+            leg = self._legs[index]
+            shift = lane * self._chunk // self.lanes
+            number = (start - leg.stage.start + shift) // self._chunk
+            first = max(0, number * self._chunk - shift) + leg.stage.start
+            last = (number + 1) * self._chunk - shift + leg.stage.start
+            if index + 1 < len(self._legs):
+                last = min(last, self._legs[index + 1].stage.start)
+            key = (index, lane, number)
+            cells = self._cells.get(key, lambda key, f=first, t=last: self._draw(key[0], key[1], f, t))  # type: ignore[misc]
+            count = min(stop, last) - start
+            parts.append(cells[start - first : start - first + count])
+            start += count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _leg_of(self, step: int) -> int:
+        index = len(self._legs) - 1
+        while index and self._legs[index].stage.start > step:
+            index -= 1
+        return index
+
+    def _draw(self, index: int, lane: int, first: int, last: int) -> Numbers:
+        leg = self._legs[index]
+        stage, start = leg.stage, leg.stage.start
+        steps = np.arange(first - start, last - start + 1, dtype=np.int64)
+        ends = stage.lane_counts(steps[[0, -1]], lane, np.arange(len(stage.groups)))
+        active = np.flatnonzero(ends[1] > ends[0])
+        counts = np.diff(stage.lane_counts(steps, lane, active), axis=0)
+        lo, hi = ends[0, active], ends[1, active]
+        draws: list[Numbers | None] = [None] * len(active)
+        single = [
+            i for i, g in enumerate(active.tolist()) if not stage.groups[g].shared and g not in leg.trees
+        ]
+        if single:
+            strata = np.array([stage.groups[active[i]].strata[0] for i in single])
+            base = leg.handed[lane, strata]
+            taken = self.tapes.take(lane, strata, lo[single] + base, hi[single] + base)
+            for i, part in zip(single, np.split(taken, np.cumsum(hi[single] - lo[single])[:-1]), strict=True):
+                draws[i] = part
+        for i, g in enumerate(active.tolist()):
+            if draws[i] is None:
+                draws[i] = self._pool(leg, g, lane, steps[:-1], np.arange(lo[i], hi[i], dtype=np.int64))
+        cells = assemble(np.concatenate([d for d in draws if d is not None]), counts, self.cell_size)
+        if self.shuffle != "none":
+            keys = derive_each(derive(self.seed, _CELLS, lane), np.arange(first, last, dtype=np.int64))
+            cells = permute_cells(cells, keys, self.cell_size)
+        cells.flags.writeable = False
+        return cells
+
+    def _pool(self, leg: _Leg, index: int, lane: int, steps: Numbers, numbers: Numbers) -> Numbers:
+        """A lane's draws of a pool or of a shared stratum, in drawing order."""
+        group = leg.stage.groups[index]
+        if group.shared:
+            _, numbers = leg.stage.slots(steps, lane, index)
+        if index in leg.trees:
+            member, count = leg.trees[index].draws(numbers)
+            stratum = np.array(group.strata)[member]
+        else:
+            stratum, count = np.full(len(numbers), group.strata[0]), numbers
+        count = count + (leg.shared[stratum] if group.shared else leg.handed[lane, stratum])
+        ranks = np.argsort(stratum, kind="stable")
+        sorted_strata, sorted_count = stratum[ranks], count[ranks]
+        starts = np.flatnonzero(np.diff(sorted_strata, prepend=-1))
+        strata, ends = sorted_strata[starts], np.append(starts[1:], len(ranks))
+        out = np.empty(len(numbers), dtype=np.int64)
+        if group.shared:
+            for s, a, b in zip(strata.tolist(), starts.tolist(), ends.tolist(), strict=True):
+                out[ranks[a:b]] = self.tapes.take_shared(s, sorted_count[a:b])
+        else:
+            out[ranks] = self.tapes.take(lane, strata, sorted_count[starts], sorted_count[ends - 1] + 1)
+        return out
+
+    def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
+        """(step, lane, slot) of a sample in pass ``number`` of its stratum; None where the pass never gets there."""
+        found = self.order.find(sample)
+        if found is None:
+            return None
+        stratum, base = found
+        lane = -1
+        if self.shared[stratum]:
+            place = self.tapes.place_shared(stratum, number, base)
+        else:
+            lane = self.tapes.holder(stratum, number, base)
+            place = self.tapes.place(lane, stratum, number, sample)
+        for index in range(len(self._legs)):
+            at = self._locate_in(index, lane, stratum, place)
+            if at is not None:
+                return at
+        return None
+
+    def _locate_in(self, index: int, lane: int, stratum: int, place: int) -> tuple[int, int, int] | None:
+        """(step, lane, slot) of a tape position, if it comes in this leg."""
+        leg = self._legs[index]
+        stage = leg.stage
+        g = next((i for i, group in enumerate(stage.groups) if stratum in group.strata), None)
+        place -= int(leg.shared[stratum] if self.shared[stratum] else leg.handed[lane, stratum])
+        if g is None or place < 0:
+            return None
+        limit = self._legs[index + 1].stage.start - stage.start if index + 1 < len(self._legs) else None
+        if g in leg.trees:  # the draw of the pool that is this stratum's draw `place`
+            member, tree = stage.groups[g].strata.index(stratum), leg.trees[g]
+            turns, rest = divmod(place, int(tree.masses[member]))
+            inside = first_step(lambda n: int(tree.totals(np.array([n]))[0, member]), rest, tree.period)
+            place = turns * tree.period + (inside or 0)
+        if not stage.groups[g].shared:
+            chosen = np.array([g])
+            step = first_step(
+                lambda k: int(stage.lane_counts(np.array([k]), lane, chosen)[0, 0]), place, limit
+            )
+            if step is None:
+                return None
+            rank = place - int(stage.lane_counts(np.array([step]), lane, chosen)[0, 0])
+            return step + stage.start, lane, self._slot(stage, step, lane, g, rank)
+
+        def drawn(k: int) -> int:
+            sums = stage.prefix(np.array([k]))[0]
+            return int(sums[g] - (sums[g - 1] if g else 0))
+
+        step = first_step(drawn, place, limit)
+        if step is None:
+            return None
+        lane = stage.lane_of(step, g, place)
+        rank = int(np.flatnonzero(stage.slots(np.array([step]), lane, g)[1] == place)[0])
+        return step + stage.start, lane, self._slot(stage, step, lane, g, rank)
+
+    def _slot(self, stage: Stage, step: int, lane: int, group: int, rank: int) -> int:
+        """The slot of a cell's draw number ``rank`` of a group: a row may come twice in a cell, so no search."""
+        counts = np.diff(stage.lane_counts(np.array([step, step + 1]), lane, np.arange(group)), axis=0)
+        before = int(counts.sum()) + rank
+        if self.shuffle == "none":
+            return before
+        key = derive(self.seed, _CELLS, lane, step + stage.start)
+        return int(np.flatnonzero(order(key, self.cell_size) == before)[0])
+
+
+def _each_alone(rows: Numbers) -> Groups:
+    numbers = range(len(rows))
+    counts = tuple(int(r) for r in rows)
+    of = np.arange(len(rows), dtype=np.int32)
+    return Groups(counts, counts, tuple((s,) for s in numbers), of, pooled=False)
+
+
+def _window(mass: int, total: int, batch: int, lanes: int, budget: int) -> int:
+    size = batch // lanes
+    return max(1, budget * mass // total if batch * mass >= lanes * total else budget // (2 * size))
