@@ -157,7 +157,12 @@ class StoreConformance:
         assert store.get("objects/lost", max_bytes=100) == b"found"
 
     def test_stage(self, store: Store) -> None:
-        pieces: list[bytes | bytearray | memoryview] = [b"abc", bytearray(b"defg"), memoryview(bytes(100_000)), b""]
+        pieces: list[bytes | bytearray | memoryview] = [
+            b"abc",
+            bytearray(b"defg"),
+            memoryview(bytes(100_000)),
+            b"",
+        ]
         whole = b"".join(bytes(piece) for piece in pieces)
         with store.stage("tar") as stage:
             for piece in pieces:
