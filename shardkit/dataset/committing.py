@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.appending import Base
 from shardkit.dataset.layout import Layout, LayoutSettings
 from shardkit.dataset.row_table import AllRows
 from shardkit.dataset.selecting import put_selected, select_rows
@@ -16,8 +18,17 @@ from shardkit.dataset.shard_writing import WrittenShard
 from shardkit.dataset.splits import Split, split_of
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
-from shardkit.manifest import POOL, Manifest, ShardRecord, ShardTable, compose
-from shardkit.storage import LogEntry, Repository, put_manifest
+from shardkit.manifest import (
+    POOL,
+    Manifest,
+    PageRef,
+    ShardRecord,
+    ShardTable,
+    Stratum,
+    check_against,
+    paginate,
+)
+from shardkit.storage import LogEntry, Repository, Version, put_manifest
 
 __all__ = ["MadeVersion", "NewVersion", "StratumNumbers", "commit_version", "make_manifest", "split_rows"]
 
@@ -64,46 +75,78 @@ class MadeVersion:
     Attributes:
         manifest: of all rows.
         splits: split → its manifest.
+        expected: where refs must still stand when it is committed, or None.
     """
 
     manifest: Manifest
     splits: Mapping[str, Manifest]
+    expected: Mapping[str, str | None] | None = None
 
 
 class StratumNumbers:
-    """How the manifest numbers the strata: those with segments of their own, the pool, those in the pool.
+    """How the manifest numbers the strata.
+
+    Those of the version that is appended to keep their numbers; then come the new ones with segments of their own, the
+    pool where there is none yet, and the new ones in the pool.
 
     Attributes:
-        own: values of the strata that have segments, the pool last where there is one.
-        pool: number of the pool, or None.
-        inside: values of the strata whose rows lie in the pool.
+        listed: the strata in the manifest's order, with no rows counted.
         of_stratum: int32[strata + 1], from the number in `AllRows` (last: the pool) to that in the manifest.
     """
 
-    def __init__(self, strata: Sequence[tuple[str, ...]], pooled: NDArray[np.bool_]) -> None:
-        own = np.flatnonzero(~pooled).tolist()
-        inside = np.flatnonzero(pooled).tolist()
-        self.pool = len(own) if len(inside) else None
-        self.own = [strata[number] for number in own] + ([(POOL,)] if len(inside) else [])
-        self.inside = [strata[number] for number in inside]
-        self.of_stratum = np.zeros(len(strata) + 1, dtype=np.int32)
-        self.of_stratum[own] = np.arange(len(own))
-        self.of_stratum[inside] = len(own) + 1 + np.arange(len(inside))
-        self.of_stratum[-1] = len(own)
+    def __init__(
+        self,
+        strata: Sequence[tuple[str, ...]],
+        pooled: NDArray[np.bool_],
+        before: Sequence[Stratum] = (),
+    ) -> None:
+        self.listed = [dataclasses.replace(stratum, rows=0, selected=0) for stratum in before]
+        number = {stratum.values: place for place, stratum in enumerate(before)}
+
+        def add(values: tuple[str, ...], *, pool: bool = False, in_pool: bool = False) -> None:
+            if values not in number:
+                number[values] = len(self.listed)
+                self.listed.append(Stratum(values, 0, 0, pooled=pool, in_pool=in_pool))
+
+        for values, inside in zip(strata, pooled.tolist(), strict=True):
+            if not inside:
+                add(values)
+        if pooled.any():
+            add((POOL,), pool=True)
+        for values, inside in zip(strata, pooled.tolist(), strict=True):
+            if inside:
+                add(values, in_pool=True)
+        pool = number.get((POOL,), 0)
+        self.of_stratum = np.array([*(number[values] for values in strata), pool], dtype=np.int32)
+
+    def counted(self, rows: AllRows, before: Sequence[Stratum] = ()) -> tuple[Stratum, ...]:
+        """The strata with their rows, all of the new ones selected, those of ``before`` added."""
+        counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
+        total = [0] * len(self.listed)
+        for stratum, count in enumerate(counts):
+            total[self.of_stratum[stratum]] += count
+            if self.listed[self.of_stratum[stratum]].in_pool:
+                total[self.of_stratum[-1]] += count
+        base = [(stratum.rows, stratum.selected) for stratum in before]
+        base += [(0, 0)] * (len(total) - len(base))
+        return tuple(
+            dataclasses.replace(stratum, rows=old + new, selected=selected + new)
+            for stratum, new, (old, selected) in zip(self.listed, total, base, strict=True)
+        )
 
 
-def split_rows(version: NewVersion, rows: AllRows) -> NDArray[np.int16] | None:
+def split_rows(version: NewVersion, rows: AllRows, *, allow_empty: bool = False) -> NDArray[np.int16] | None:
     """int16[n], the split of each row in ordinal order; None without a split.
 
     Raises:
-        ConfigurationError: a split would hold no row.
+        ConfigurationError: a split would hold no row (unless `allow_empty`: what is appended may be few).
     """
     split = version.split
     if split is None:
         return None
     index = split_of(split, rows.table.identity, rows.split if split.by else None)
     for number, name in enumerate(split.names):
-        if not (index == number).any():
+        if not allow_empty and not (index == number).any():
             what = f"groups of equal {split.by!r}" if split.by else "rows"
             raise ConfigurationError(
                 f"split {name!r} with the share {split.shares[number]} holds none of the {len(rows)} rows: "
@@ -118,39 +161,63 @@ def make_manifest(
     rows: AllRows,
     layout: Layout,
     shards: Sequence[WrittenShard],
+    base: Base | None = None,
 ) -> MadeVersion:
     """Put the pages and manifests of a version whose shards are published.
 
     Args:
         repository: where the shards are.
         version: what it is to be.
-        rows: all rows.
+        rows: all new rows.
         layout: of the rows.
-        shards: all shards, in shard order.
+        shards: all new shards, in shard order.
+        base: the version that they are appended to, or None.
 
     Raises:
         StoreError: the store failed; no ref was moved.
     """
-    numbers = StratumNumbers(rows.strata, layout.pooled)
+    before = base.manifest.strata if base else ()
+    numbers = StratumNumbers(rows.strata, layout.pooled, before)
     table = ShardTable.from_records(_record(shard, numbers) for shard in shards)
-    counts = np.bincount(rows.table.stratum, minlength=len(rows.strata))
-    in_pool = [int(count) for count in counts[layout.pooled]]
-    manifest, pages = compose(
-        table,
+    pages = paginate(table)
+    manifest = _root(version, numbers.counted(rows, before), table, [ref for ref, _ in pages], base)
+    if base is not None:
+        table = ShardTable.concatenate([base.version.table, table])
+    Manifest.from_bytes(manifest.to_bytes())  # nobody may write what nobody will read
+    check_against(manifest, table)
+    put_manifest(repository, manifest, [data for _, data in pages])
+    splits = _put_splits(repository, version, rows, layout, numbers, manifest, table, base)
+    return MadeVersion(manifest, splits, base.expected if base else None)
+
+
+def _root(
+    version: NewVersion,
+    strata: tuple[Stratum, ...],
+    table: ShardTable,
+    pages: Sequence[PageRef],
+    base: Base | None,
+) -> Manifest:
+    """The manifest of new shards, behind those of the base if there is one, whose pages stay as they are."""
+    own = base.manifest if base else None
+    rows = sum(table.rows.tolist())
+    build = version.build_settings()
+    return Manifest(
         schema=version.schema,
         format=version.format,
         compression=version.compression,
         axes=version.axes,
-        strata=numbers.own,
-        pool=numbers.pool,
-        in_pool=[(values, n, n) for values, n in zip(numbers.inside, in_pool, strict=True)],
+        strata=strata,
+        shards=len(table) + (own.shards if own else 0),
+        rows=rows + (own.rows if own else 0),
+        selected=rows + (own.selected if own else 0),
+        raw_bytes=sum(table.raw_bytes.tolist()) + (own.raw_bytes if own else 0),
+        stored_bytes=sum(table.size.tolist()) + (own.stored_bytes if own else 0),
+        pages=(*(own.pages if own else ()), *pages),
         classes=version.classes,
-        sources=version.sources,
-        build=version.build_settings(),
+        sources=version.sources or (own.sources if own else None),
+        build={**own.build, "append": {**build, "rows": rows}} if own else build,
+        parent=own.id if own else None,
     )
-    put_manifest(repository, manifest, pages)
-    splits = _put_splits(repository, version, rows, layout, numbers, manifest, table)
-    return MadeVersion(manifest, splits)
 
 
 def commit_version(
@@ -163,7 +230,9 @@ def commit_version(
     """
     refs: dict[str, str | None] = {name: manifest.id for name, manifest in made.splits.items()}
     refs[ref] = made.manifest.id
-    return repository.commit(refs, message=message or f"{made.manifest.rows} rows", author=author)
+    return repository.commit(
+        refs, message=message or f"{made.manifest.rows} rows", author=author, expected=made.expected
+    )
 
 
 def _record(shard: WrittenShard, numbers: StratumNumbers) -> ShardRecord:
@@ -188,18 +257,23 @@ def _put_splits(
     numbers: StratumNumbers,
     manifest: Manifest,
     table: ShardTable,
+    base: Base | None,
 ) -> dict[str, Manifest]:
     split = version.split
-    index = split_rows(version, rows)
+    index = split_rows(version, rows, allow_empty=base is not None)
     if split is None or index is None:
         return {}
+    first = len(base.version.table) if base else 0
 
-    def row_strata(shard: int) -> NDArray[np.int32]:
-        return numbers.of_stratum[rows.table.stratum[_ordinals(layout, shard)]]
+    def row_strata(shard: int) -> NDArray[np.int32] | None:
+        if base is not None and shard < first:
+            return base.row_strata.get(shard)
+        return numbers.of_stratum[rows.table.stratum[_places(layout, shard - first)]]
 
     manifests = {}
     for number, name in enumerate(split.names):
-        masks = {shard: index[_ordinals(layout, shard)] == number for shard in range(layout.shards)}
+        masks = {first + shard: index[_places(layout, shard)] == number for shard in range(layout.shards)}
+        masks |= {shard: _mask(base.splits[name], shard) for shard in range(first)} if base else {}
         noted = {"split": {**split.to_json(), "name": name}}
         selected, new_table, selections = select_rows(
             manifest, table, masks, row_strata=row_strata, build=noted
@@ -209,5 +283,12 @@ def _put_splits(
     return manifests
 
 
-def _ordinals(layout: Layout, shard: int) -> NDArray[np.int64]:
+def _mask(version: Version, shard: int) -> NDArray[np.bool_]:
+    if version.table.has_selection[shard]:
+        return version.load_selection(shard).mask()
+    return np.ones(int(version.table.rows[shard]), dtype=np.bool_)
+
+
+def _places(layout: Layout, shard: int) -> NDArray[np.int64]:
+    """Places in `AllRows` of the rows of a shard."""
     return layout.rows[layout.shard_start[shard] : layout.shard_start[shard + 1]]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from shardkit.dataset.appending import Base, load_base, pooling_of
 from shardkit.dataset.committing import NewVersion, StratumNumbers, commit_version, make_manifest, split_rows
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity
 from shardkit.dataset.layout import LayoutSettings, lay_out
@@ -39,6 +40,7 @@ def create(
     classes: Sequence[str] = (),
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
+    append: bool = False,
     ref: str = "main",
     message: str = "",
     scratch: str | os.PathLike[str] | None = None,
@@ -63,6 +65,7 @@ def create(
         classes: names of the values 0, 1, … of the field ``label``.
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
         split_by: field whose equal values stay in one split.
+        append: put the samples behind those of the version that ``ref`` names; the rest must be as it was built.
         ref: the ref that is moved to the new version.
         message: of the commit.
         scratch: directory for what does not fit in memory; by default inside ``root``.
@@ -86,10 +89,26 @@ def create(
         settings=LayoutSettings(
             seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
         ),
-        split=parse_split(split, split_by) if split is not None else None,
+        split=parse_split(split, split_by, ref=ref) if split is not None else None,
     )
     encoder = RowEncoder(parsed, format, stratify=axes, classes=version.classes, split_by=split_by)
-    return Writer(Repository.create(root), version, encoder, ref=ref, message=message, scratch=scratch)
+    repository = Repository.open(root) if append else Repository.create(root)
+    base = load_base_of(repository, version, ref) if append else None
+    return Writer(repository, version, encoder, ref=ref, message=message, scratch=scratch, base=base)
+
+
+def load_base_of(repository: Repository, version: NewVersion, ref: str) -> Base:
+    """The version that ``version`` is appended to; see `load_base`."""
+    return load_base(
+        repository,
+        ref,
+        schema=version.schema,
+        format=version.format,
+        compression=version.compression,
+        axes=version.axes,
+        classes=version.classes,
+        split=version.split,
+    )
 
 
 class Writer:
@@ -108,12 +127,15 @@ class Writer:
         ref: str,
         message: str,
         scratch: str | os.PathLike[str] | None,
+        base: Base | None = None,
     ) -> None:
         self._repository = repository
         self._version = version
         self._encoder = encoder
         self._ref = ref
         self._message = message
+        self._base = base
+        self._first = base.manifest.rows if base else 0
         self._lock = threading.Lock()
         self._spool: RowSpool | None = RowSpool(
             scratch_folder(repository, scratch),
@@ -140,7 +162,7 @@ class Writer:
         row = self._encoder.encode(sample, key, source, where=name)
         with self._lock:
             spool = self._open()
-            spool.append(row, row.identity or ordinal_identity(len(spool)))
+            spool.append(row, row.identity or ordinal_identity(self._first + len(spool)))
 
     @property
     def manifest(self) -> Manifest:
@@ -200,12 +222,19 @@ class Writer:
         if not len(columns) or part is None:
             raise UsageError("no sample was added; a dataset holds at least one")
         rows = join_parts([columns])
+        fields = len(self._version.schema)
         check_unique_keys(
-            rows, lambda ordinal: describe_row(rows, [part], ordinal, len(self._version.schema))
+            rows,
+            lambda place: describe_row(rows, [part], place, fields, self._first),
+            first_ordinal=self._first,
+            held=self._base.keys if self._base else None,
         )
-        split_rows(self._version, rows)  # what cannot be split is known before anything is written
-        layout = lay_out(rows.table, len(rows.strata), self._version.settings)
-        numbers = StratumNumbers(rows.strata, layout.pooled)
+        # What cannot be split is known before anything is written.
+        split_rows(self._version, rows, allow_empty=self._base is not None)
+        pooling = pooling_of(rows.strata, self._base)
+        layout = lay_out(rows.table, len(rows.strata), self._version.settings, pooling)
+        before = self._base.manifest.strata if self._base else ()
+        numbers = StratumNumbers(rows.strata, layout.pooled, before)
         shards = [
             write_shard(
                 self._repository,
@@ -215,9 +244,9 @@ class Writer:
                 format=self._version.format,
                 compression=self._version.compression,
             )
-            for shard in rows_of_shards(rows, layout, numbers.of_stratum)
+            for shard in rows_of_shards(rows, layout, numbers.of_stratum, self._first)
         ]
-        made = make_manifest(self._repository, self._version, rows, layout, shards)
+        made = make_manifest(self._repository, self._version, rows, layout, shards, self._base)
         commit_version(self._repository, made, ref=self._ref, message=self._message)
         return made.manifest
 

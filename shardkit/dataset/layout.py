@@ -115,13 +115,17 @@ def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     return mix64(identity[:, 0] ^ mix64(identity[:, 1] ^ key))
 
 
-def lay_out(table: RowTable, strata: int, settings: LayoutSettings) -> Layout:
+def lay_out(
+    table: RowTable, strata: int, settings: LayoutSettings, pooling: NDArray[np.int8] | None = None
+) -> Layout:
     """Deal the rows of ``table`` to shards, evenly by stratum, and cut the shards into segments and blocks.
 
     Args:
         table: one entry per row, in ordinal order.
         strata: how many strata there are; those without rows count too.
         settings: see `LayoutSettings`.
+        pooling: int8[strata], 1 and -1 for strata that must, or must not, be pooled: those of a version that is
+            appended to.
 
     Raises:
         UsageError: too many strata, or a row that no shard can hold.
@@ -141,7 +145,7 @@ def lay_out(table: RowTable, strata: int, settings: LayoutSettings) -> Layout:
     dealt = order[~large]
     shards = _number_of_shards(table.raw_bytes[dealt], settings.shard_size)
     while True:
-        pooled = _pooled(table.stratum[dealt], strata, shards)
+        pooled = _pooled(table.stratum[dealt], strata, shards, pooling)
         shard_of = _deal(table, dealt, pooled, shards)
         shard_bytes = np.bincount(shard_of, weights=table.raw_bytes[dealt], minlength=shards)
         # Only sizes that differ by orders of magnitude within a stratum get here: more shards hold less each.
@@ -176,10 +180,13 @@ def _number_of_shards(raw_bytes: NDArray[np.int64], shard_size: int) -> int:
     return min(len(raw_bytes), max(1, -(-int(raw_bytes.sum()) // shard_size)))
 
 
-def _pooled(stratum: NDArray[np.int32], strata: int, shards: int) -> NDArray[np.bool_]:
+def _pooled(
+    stratum: NDArray[np.int32], strata: int, shards: int, pooling: NDArray[np.int8] | None
+) -> NDArray[np.bool_]:
     """Strata that cannot have a row in every shard; one whose rows all have shards of their own is not."""
     rows = np.bincount(stratum, minlength=strata)[:strata]
-    return (rows > 0) & (rows < shards)
+    rare = (rows > 0) & (rows < shards)
+    return rare if pooling is None else (rare & (pooling == 0)) | (pooling == 1)
 
 
 def _deal(
@@ -245,6 +252,8 @@ def _assemble(
     by_stratum = np.argsort(stratum, kind="stable")
     position = by_stratum[np.argsort(shard[by_stratum], kind="stable")]
     rows, shard, stratum = rows[position], shard[position], stratum[position]
+    # Rare strata that may not be pooled can leave a shard empty: it is left out.
+    shard = np.cumsum(np.diff(shard, prepend=shard[:1]) != 0)
     shards = int(shard[-1]) + 1 if len(rows) else 0
     shard_rows = np.bincount(shard, minlength=shards)
     shard_bytes = np.add.reduceat(table.raw_bytes[rows], _starts(shard_rows)[:-1]) if shards else shard_rows

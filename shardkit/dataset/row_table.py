@@ -17,6 +17,7 @@ from shardkit.errors import SampleError
 __all__ = ["AllRows", "check_unique_keys", "describe_row", "join_parts", "rows_of_shards"]
 
 Strata = tuple[tuple[str, ...], ...]
+Identities = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,23 +77,30 @@ def join_parts(parts: Sequence[RowColumns]) -> AllRows:
     )
 
 
-def check_unique_keys(rows: AllRows, describe: Callable[[int], str]) -> None:
+def check_unique_keys(
+    rows: AllRows, describe: Callable[[int], str], *, first_ordinal: int = 0, held: Identities | None = None
+) -> None:
     """Refuse a key that two rows share, given or generated.
 
     Args:
-        rows: of the whole dataset.
-        describe: names a row by key and source, given its ordinal.
+        rows: all rows that are to be written.
+        describe: names a row by key and source, given its place in ``rows``.
+        first_ordinal: of the first row.
+        held: uint64[m, 2], identities of the keys of the version that is appended to.
 
     Raises:
         SampleError: names the key and both rows.
     """
     identity = rows.table.identity
-    if rows.generated.all():
+    before = 0 if held is None else len(held)
+    if rows.generated.all() and not before:
         return  # ordinals differ
     if rows.generated.any():
         identity = identity.copy()
-        for ordinal in np.flatnonzero(rows.generated).tolist():
-            identity[ordinal] = key_identity(generated_key(ordinal))
+        for place in np.flatnonzero(rows.generated).tolist():
+            identity[place] = key_identity(generated_key(first_ordinal + place))
+    if held is not None:
+        identity = np.concatenate([held, identity])
     high = np.sort(identity[:, 0])
     if not (high[1:] == high[:-1]).any():
         return
@@ -102,19 +110,23 @@ def check_unique_keys(rows: AllRows, describe: Callable[[int], str]) -> None:
     if len(equal):
         first = int(order[equal].min())
         second = int(order[equal[int(order[equal].argmin())] + 1])
+        other = "a sample that is there already" if first < before else describe(first - before)
         raise SampleError(
-            f"{describe(second)} has the key of {describe(first)}; keys are unique in a dataset: leave "
+            f"{describe(second - before)} has the key of {other}; keys are unique in a dataset: leave "
             "one out, give it another key, or give no keys"
         )
 
 
-def rows_of_shards(rows: AllRows, layout: Layout, manifest_stratum: NDArray[np.int32]) -> Iterator[ShardRows]:
+def rows_of_shards(
+    rows: AllRows, layout: Layout, manifest_stratum: NDArray[np.int32], first_ordinal: int = 0
+) -> Iterator[ShardRows]:
     """What each shard holds, in shard order; made one at a time.
 
     Args:
         rows: of the whole dataset.
         layout: of these rows.
         manifest_stratum: int32[strata], the number of each stratum in the manifest.
+        first_ordinal: of the first row.
     """
     for shard in range(layout.shards):
         first, last = int(layout.shard_start[shard]), int(layout.shard_start[shard + 1])
@@ -124,7 +136,7 @@ def rows_of_shards(rows: AllRows, layout: Layout, manifest_stratum: NDArray[np.i
         has_pool = bool((segment_stratum == len(layout.pooled)).any())
         yield ShardRows(
             number=shard,
-            ordinal=ordinal,
+            ordinal=first_ordinal + ordinal,
             part=rows.part[ordinal],
             offset=rows.offset[ordinal],
             length=rows.length[ordinal],
@@ -137,7 +149,7 @@ def rows_of_shards(rows: AllRows, layout: Layout, manifest_stratum: NDArray[np.i
         )
 
 
-def describe_row(rows: AllRows, parts: Parts, ordinal: int, num_fields: int) -> str:
+def describe_row(rows: AllRows, parts: Parts, ordinal: int, num_fields: int, first_ordinal: int = 0) -> str:
     """A row by key and source, for messages."""
     (row,) = read_rows(
         parts,
@@ -145,8 +157,12 @@ def describe_row(rows: AllRows, parts: Parts, ordinal: int, num_fields: int) -> 
         rows.offset[ordinal : ordinal + 1],
         rows.length[ordinal : ordinal + 1],
         rows.check[ordinal : ordinal + 1],
-        np.array([ordinal]),
+        np.array([first_ordinal + ordinal]),
         num_fields,
     )
     name = f"sample {row.original_key or row.key!r}"
-    return f"{name} ({row.source[0]} row {row.source[1]})" if row.source else f"{name} (number {ordinal})"
+    return (
+        f"{name} ({row.source[0]} row {row.source[1]})"
+        if row.source
+        else f"{name} (number {first_ordinal + ordinal})"
+    )

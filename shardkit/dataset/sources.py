@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Texts, pack_columns, unpack_columns
 
-__all__ = ["SourceDigest", "SourcesObject", "pack_sources", "unpack_sources"]
+__all__ = ["SourceDigest", "SourcesObject", "joined_sources", "pack_sources", "unpack_sources"]
 
 _KIND = "sources"
 
@@ -57,6 +57,14 @@ def pack_sources(sources: SourcesObject) -> bytes:
         "sha256": np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32),
     }
     return pack_columns(_KIND, meta, columns)
+
+
+def joined_sources(one: SourcesObject, other: SourcesObject) -> SourcesObject:
+    """The files and skipped rows of both; a file that both list as it is appears once."""
+    files = {*one.files, *other.files}
+    return SourcesObject(
+        tuple(sorted(files, key=lambda file: (file.name, file.sha256))), one.skipped + other.skipped
+    )
 
 
 def unpack_sources(data: bytes) -> SourcesObject:

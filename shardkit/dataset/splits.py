@@ -40,7 +40,9 @@ class Split:
         return {"by": self.by, "shares": shares}
 
 
-def parse_split(shares: Mapping[str, float | str | Fraction], by: str | None = None) -> Split:
+def parse_split(
+    shares: Mapping[str, float | str | Fraction], by: str | None = None, *, ref: str = "main"
+) -> Split:
     """A split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as.
 
     Raises:
@@ -51,9 +53,9 @@ def parse_split(shares: Mapping[str, float | str | Fraction], by: str | None = N
         raise ConfigurationError("split is empty; give names and shares such as train=0.9,val=0.1")
     exact: dict[str, Fraction] = {}
     for name, share in shares.items():
-        if _NAME.fullmatch(name) is None or name == "main":
+        if _NAME.fullmatch(name) is None or name == ref:
             raise ConfigurationError(
-                f"split {name!r} cannot be a ref: give letters, digits, '.', '_' and '-', and not 'main', "
+                f"split {name!r} cannot be a ref: give letters, digits, '.', '_' and '-', and not {ref!r}, "
                 "which stands for all rows"
             )
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardkit.dataset.appending import Base, pooling_of
 from shardkit.dataset.committing import (
     MadeVersion,
     NewVersion,
@@ -21,15 +22,15 @@ from shardkit.dataset.committing import (
     make_manifest,
     split_rows,
 )
-from shardkit.dataset.create import scratch_folder
+from shardkit.dataset.create import load_base_of, scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import Layout, lay_out
 from shardkit.dataset.row_table import AllRows, check_unique_keys, describe_row, join_parts, rows_of_shards
 from shardkit.dataset.scratch import RUN_BYTES, PartFiles, RowColumns
 from shardkit.dataset.shard_writing import GATHER_BYTES, ShardRows, WrittenShard
-from shardkit.dataset.sources import SourceDigest, SourcesObject, pack_sources
+from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats import canonical_json
+from shardkit.formats import canonical_json, sha256_digest
 from shardkit.manifest import Manifest
 from shardkit.storage import LogEntry, Repository
 from shardkit.storage.os_errors import explained
@@ -58,6 +59,7 @@ class EngineSettings:
         skipped_file: where skipped rows are listed, or None for one beside the scratch.
         jobs: processes.
         skip: leave out rows that cannot be read.
+        append: to the version that ``ref`` names.
         ref, message, author: of the commit.
         run_bytes, gather_bytes: memory for a run of scratch, and for the rows of a shard at a time, per process.
     """
@@ -68,6 +70,7 @@ class EngineSettings:
     skipped_file: str | None
     jobs: int
     skip: bool
+    append: bool
     ref: str
     message: str
     author: str
@@ -146,6 +149,7 @@ class Engine:
         self._meter = ProgressMeter(progress)
         self._tasks = list(importer.tasks())
         self._started = time.monotonic()
+        self._base: Base | None = None
 
     def count(self) -> BuildResult:
         """The dry run: everything but writing.
@@ -153,6 +157,8 @@ class Engine:
         Raises:
             SourceError, SampleError, ConfigurationError: as `build` would.
         """
+        if self._settings.append:
+            self._load_base(Repository.open(self._settings.root, read_only=True))
         found, columns = self._read("", {})
         plan = self._plan(found, columns, None)
         return self._result(found, plan, None, None, None, 0, 0)
@@ -164,7 +170,11 @@ class Engine:
             ShardkitError: see `shardkit_tools.build`.
             KeyboardInterrupt: with a text that says how to go on.
         """
-        repository = Repository.create(self._settings.root)
+        if self._settings.append:
+            repository = Repository.open(self._settings.root)
+            self._load_base(repository)
+        else:
+            repository = Repository.create(self._settings.root)
         parent = scratch_folder(repository, self._settings.scratch)
         job = JobDirectory(parent, self._digest())
         try:
@@ -184,17 +194,35 @@ class Engine:
         reused = finished_tasks(job, self._tasks)
         reused_tasks = len(reused)
         found, columns = self._read(job.path, reused)
+        skipped = _skipped(found)
+        sources = self._sources(found, skipped)
+        if self._base is not None and self._is_appended(self._base, sources):
+            made = MadeVersion(
+                self._base.manifest, {name: split.manifest for name, split in self._base.splits.items()}
+            )
+            self._base = None  # its rows are these rows: they are counted by themselves
+            return self._result(found, self._plan(found, columns, job), made, None, None, reused_tasks, 0)
         plan = self._plan(found, columns, job)
         shards, reused_shards = self._write(repository, job, found, plan)
         self._meter.begin("commit")
-        skipped = _skipped(found)
-        made = make_manifest(
-            repository, self._final_version(repository, found, skipped), plan.rows, plan.layout, shards
-        )
+        version = self._final_version(repository, sources)
+        made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
         listed = self._list_skipped(parent, skipped)
         entry = self._commit(repository, made)
         self._meter.end()
         return self._result(found, plan, made, entry, listed, reused_tasks, reused_shards)
+
+    def _load_base(self, repository: Repository) -> None:
+        self._base = load_base_of(repository, self._version, self._settings.ref)
+
+    def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
+        """Whether the base was itself made by appending these very files in this very way.
+
+        So a build that is killed between its commit and its end does not append twice.
+        """
+        last = dict(base.manifest.build.get("append", {}))
+        last.pop("rows", None)
+        return last == {**self._version.build_settings(), "sources": sha256_digest(pack_sources(sources))}
 
     def _read(self, folder: str, found: dict[int, TaskRows]) -> tuple[list[TaskFacts], list[RowColumns]]:
         """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
@@ -236,24 +264,37 @@ class Engine:
                 + "; give a source with at least one"
             )
         self._check_keys(rows, found, job)
-        index = split_rows(self._version, rows)
+        index = split_rows(self._version, rows, allow_empty=self._base is not None)
         splits: dict[str, int] = {}
         if self._version.split is not None and index is not None:
             names = self._version.split.names
             splits = {name: int(np.count_nonzero(index == number)) for number, name in enumerate(names)}
-        layout = lay_out(rows.table, len(rows.strata), self._version.settings)
-        return _Plan(rows, layout, StratumNumbers(rows.strata, layout.pooled), splits)
+        pooling = pooling_of(rows.strata, self._base)
+        layout = lay_out(rows.table, len(rows.strata), self._version.settings, pooling)
+        before = self._base.manifest.strata if self._base else ()
+        return _Plan(rows, layout, StratumNumbers(rows.strata, layout.pooled, before), splits)
 
     def _check_keys(self, rows: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None) -> None:
+        held = self._base.keys if self._base else None
+        first = self._first_ordinal
         if job is None:
-            check_unique_keys(rows, lambda ordinal: f"row {ordinal}")
+            check_unique_keys(rows, lambda place: f"row {place}", first_ordinal=first, held=held)
             return
         parts = PartFiles(job.path, [task.part for task in found])
+        fields = len(self._version.schema)
         try:
-            fields = len(self._version.schema)
-            check_unique_keys(rows, lambda ordinal: describe_row(rows, parts, ordinal, fields))
+            check_unique_keys(
+                rows,
+                lambda place: describe_row(rows, parts, place, fields, first),
+                first_ordinal=first,
+                held=held,
+            )
         finally:
             parts.close()
+
+    @property
+    def _first_ordinal(self) -> int:
+        return self._base.manifest.rows if self._base else 0
 
     def _write(
         self, repository: Repository, job: JobDirectory, found: Sequence[TaskFacts], plan: _Plan
@@ -266,7 +307,7 @@ class Engine:
 
         def unfinished() -> Iterator[ShardRows]:
             nonlocal reused
-            for item in rows_of_shards(plan.rows, plan.layout, plan.numbers.of_stratum):
+            for item in rows_of_shards(plan.rows, plan.layout, plan.numbers.of_stratum, self._first_ordinal):
                 shard = finished_shard(job, repository, item)
                 if shard is None:
                     yield item
@@ -292,19 +333,27 @@ class Engine:
         self._meter.end()
         return [written[number] for number in range(plan.layout.shards)], reused
 
-    def _final_version(
-        self, repository: Repository, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow]
-    ) -> NewVersion:
+    def _sources(self, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow]) -> SourcesObject:
         digests: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
         for file in self._importer.files():
             if file.name not in digests:  # a file that no task begins with, such as a list of classes
                 digests[file.name] = digest_file(file)
-        sources = SourcesObject(
+        return SourcesObject(
             tuple(digests[name] for name in sorted(digests)),
             tuple((row.source_name, row.source_row, row.kind) for row in skipped),
         )
+
+    def _final_version(self, repository: Repository, sources: SourcesObject) -> NewVersion:
+        version = self._version
+        if self._base is not None:
+            # What the next append is compared with; the object itself lists the files of the base as well.
+            own = sha256_digest(pack_sources(sources))
+            version = dataclasses.replace(version, recipe={**version.recipe, "sources": own})
+            if self._base.manifest.sources is not None:
+                before = repository.get_object(self._base.manifest.sources, "sources")
+                sources = joined_sources(unpack_sources(before), sources)
         descriptor = repository.put_object(pack_sources(sources), "sources")
-        return dataclasses.replace(self._version, sources=descriptor.digest)
+        return dataclasses.replace(version, sources=descriptor.digest)
 
     def _commit(self, repository: Repository, made: MadeVersion) -> LogEntry | None:
         wanted = {name: manifest.id for name, manifest in made.splits.items()}

@@ -40,6 +40,7 @@ def build(
     shuffle: bool = True,
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
+    append: bool = False,
     ref: str = "main",
     message: str = "",
     author: str = "",
@@ -69,6 +70,8 @@ def build(
         shuffle: False keeps the order of the source within each stratum.
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
         split_by: field whose equal values stay in one split.
+        append: put the rows behind those of the version that ``ref`` names; the rest must be as it was built.
+            Appending the very files that the last version appended changes nothing.
         ref: the ref that is moved.
         message: of the commit.
         author: of the commit.
@@ -97,7 +100,7 @@ def build(
     settings = LayoutSettings(
         seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
     )
-    parsed_split = parse_split(split, split_by) if split is not None else None
+    parsed_split = parse_split(split, split_by, ref=ref) if split is not None else None
     importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     version = NewVersion(
@@ -122,6 +125,7 @@ def build(
             skipped_file=os.fspath(skipped_file) if skipped_file is not None else None,
             jobs=jobs,
             skip=on_error == "skip",
+            append=append,
             ref=ref,
             message=message,
             author=author,

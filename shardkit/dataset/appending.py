@@ -1,0 +1,128 @@
+"""Growing a version: new rows in new shards behind those that are there, whose pages stay as they are (SPEC.md §7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.dataset.encoding import key_identity
+from shardkit.dataset.splits import Split
+from shardkit.errors import UsageError
+from shardkit.formats import Schema, ShardIndex
+from shardkit.manifest import Manifest, Stratum
+from shardkit.storage import Repository, Version, load_manifest
+
+__all__ = ["Base", "load_base", "pooling_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """The version that rows are appended to.
+
+    Attributes:
+        ref: by which it is named.
+        version: its manifest and table.
+        keys: uint64[rows, 2], the identities of its keys, for the search for duplicates.
+        row_strata: shard → int32[rows], own strata of the rows of shards with pooled rows.
+        splits: split → its version over the same shards.
+    """
+
+    ref: str
+    version: Version
+    keys: NDArray[np.uint64]
+    row_strata: Mapping[int, NDArray[np.int32]]
+    splits: Mapping[str, Version]
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the version."""
+        return self.version.manifest
+
+    @property
+    def expected(self) -> dict[str, str | None]:
+        """Where the refs must still stand when the longer version is committed."""
+        refs: dict[str, str | None] = {name: split.manifest.id for name, split in self.splits.items()}
+        return {**refs, self.ref: self.manifest.id}
+
+
+def load_base(
+    repository: Repository,
+    ref: str,
+    *,
+    schema: Schema,
+    format: str,
+    compression: str,
+    axes: Sequence[str],
+    classes: Sequence[str],
+    split: Split | None,
+) -> Base:
+    """Load what is appended to, and check that what is to be appended is of its kind.
+
+    Every index is read, for the keys: about 100 bytes per row.
+
+    Raises:
+        NotFoundError: there is no such ref.
+        UsageError: schema, format, compression, strata axes, class names or splits differ.
+    """
+    version = load_manifest(repository, repository.resolve(ref))
+    manifest = version.manifest
+    if manifest.parts:
+        raise UsageError(f"{ref} is merged from other datasets; append to one of its parts, then merge again")
+    for what, found, given in (
+        ("schema", manifest.schema.to_json(), schema.to_json()),
+        ("format", manifest.format, format),
+        ("compression", manifest.compression, compression),
+        ("stratify", list(manifest.axes), list(axes)),
+        ("classes", list(manifest.classes), list(classes)),
+    ):
+        if found != given:
+            raise UsageError(
+                f"cannot append to {ref}: its {what} is {found}, that of the new rows {given}; append rows of the "
+                "same kind, or build a dataset of their own"
+            )
+    keys = []
+    row_strata = {}
+    for shard in range(len(version.table)):
+        digest, size = version.table.index_digest_text(shard), int(version.table.index_size[shard])
+        index = ShardIndex.from_bytes(repository.get_object(digest, "index", size))
+        keys += [key_identity(key) for key in index.keys()]  # noqa: SIM118 (an index is no dict)
+        if index.row_stratum is not None:
+            row_strata[shard] = index.row_stratum
+    return Base(
+        ref=ref,
+        version=version,
+        keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
+        row_strata=row_strata,
+        splits=_splits(repository, version, split),
+    )
+
+
+def pooling_of(strata: Sequence[tuple[str, ...]], base: Base | None) -> NDArray[np.int8]:
+    """int8[strata]: 1 where the base holds the stratum in its pool, -1 where it has segments there, else 0."""
+    known: dict[tuple[str, ...], Stratum] = {}
+    if base is not None:
+        known = {stratum.values: stratum for stratum in base.manifest.strata}
+    return np.array(
+        [0 if values not in known else 1 if known[values].in_pool else -1 for values in strata], dtype=np.int8
+    )
+
+
+def _splits(repository: Repository, version: Version, split: Split | None) -> dict[str, Version]:
+    if split is None:
+        return {}
+    splits = {}
+    for name in split.names:
+        found = load_manifest(repository, repository.resolve(name))
+        noted = {**split.to_json(), "name": name}
+        if found.manifest.build.get("split") != noted or not np.array_equal(
+            found.table.digest, version.table.digest
+        ):
+            raise UsageError(
+                f"cannot append with this split: the ref {name!r} is not this share of the same version; give the "
+                "shares and the field that it was built with, or append without --split"
+            )
+        splits[name] = found
+    return splits
