@@ -8,7 +8,10 @@ json_types      field types of JSON rows
 strict_json     JSON without NaN and without keys given twice
 tar_members     a strict reader of foreign tars
 member_values   WebDataset's extensions → fields and values
-folder, text, json_lines, numpy_rows, webdataset   the importers
+arrow_values    Arrow columns → fields
+mds_values      columns of MDS → fields
+folder, text, json_lines, csv, numpy_rows, webdataset, parquet, arrow, huggingface, mds   the importers
+conformance     what every importer must keep, as a function for tests
 detection       which importer a source needs
 """
 

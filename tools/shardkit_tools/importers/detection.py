@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from shardkit.errors import SourceError, UsageError
+from shardkit_tools.importers.arrow import open_arrow
+from shardkit_tools.importers.csv import open_csv
 from shardkit_tools.importers.folder import MEDIA, open_folder
+from shardkit_tools.importers.huggingface import is_huggingface, open_huggingface
 from shardkit_tools.importers.json_lines import open_json_lines
+from shardkit_tools.importers.mds import is_mds, open_mds
 from shardkit_tools.importers.numpy_rows import open_numpy
 from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.parquet import open_parquet
 from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.importers.source_files import Source, file_suffix, list_source
 from shardkit_tools.importers.text import open_text
@@ -22,11 +27,18 @@ IMPORTERS: dict[str, Callable[[Source, ImportOptions], Importer]] = {
     "jsonl": open_json_lines,
     "npy": open_numpy,
     "webdataset": open_webdataset,
+    "parquet": open_parquet,
+    "arrow": open_arrow,
+    "csv": open_csv,
+    "huggingface": open_huggingface,
+    "mds": open_mds,
 }
 """Name for ``--from`` → what opens the source."""
 
 # Extensions that belong to one importer: files of records, never samples by themselves.
-_RECORDS = {"jsonl": "jsonl", "ndjson": "jsonl", "npy": "npy", "tar": "webdataset", "tgz": "webdataset"}
+_RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
+_RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
+_RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "mds": "mds"}
 _TEXTS = frozenset(
     (
         *(
@@ -77,6 +89,10 @@ def detect(source: Source) -> str:
     Raises:
         SourceError: the files call for several importers, or for none.
     """
+    if is_huggingface(source):
+        return "huggingface"
+    if is_mds(source):
+        return "mds"
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]

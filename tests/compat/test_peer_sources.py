@@ -1,0 +1,254 @@
+"""Importers against the peers: data that the peer's own writer made, compared with what its own reader gives."""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import shardkit
+from shardkit_tools.building import build
+from shardkit_tools.importers import Importer, ImportOptions, SourceFailure, open_source
+from shardkit_tools.importers.conformance import check_importer
+
+MDS = Path(__file__).parent / "golden" / "mds"
+
+
+def rows_of(importer: Importer) -> list[dict[str, Any]]:
+    return [dict(row.sample) for row in check_importer(importer)]
+
+
+def types_of(importer: Importer) -> dict[str, str]:
+    return {name: str(kind) for name, kind in importer.schema.items()}
+
+
+def plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def table(rows: int, seed: int = 3) -> pa.Table:
+    """A column of every type that can be a field."""
+    draw = random.Random(seed)
+    numbers = range(rows)
+    return pa.table(
+        {
+            "i8": pa.array([n % 100 for n in numbers], pa.int8()),
+            "u64": pa.array([2**63 + n for n in numbers], pa.uint64()),
+            "f32": pa.array([n / 8 for n in numbers], pa.float32()),
+            "flag": pa.array([n % 3 == 0 for n in numbers]),
+            "text": pa.array([f"n° {n}" * (n % 4) for n in numbers]),
+            "big_text": pa.array([str(n) for n in numbers], pa.large_string()),
+            "word": pa.array([f"w{n % 5}" for n in numbers]).dictionary_encode(),
+            "blob": pa.array([draw.randbytes(n % 9) for n in numbers]),
+            "hash": pa.array([n.to_bytes(4, "big") for n in numbers], pa.binary(4)),
+            "tokens": pa.array([list(range(n % 6)) for n in numbers], pa.list_(pa.int32())),
+            "vector": pa.array([[n, n + 1, n + 2] for n in numbers], pa.list_(pa.float32(), 3)),
+            "matrix": pa.array(
+                [[[n, 1], [2, 3], [4, n]] for n in numbers], pa.list_(pa.list_(pa.int64(), 2), 3)
+            ),
+            "meta": pa.array([{"n": n, "tags": ["a"] * (n % 3)} for n in numbers]),
+        }
+    )
+
+
+TYPES = {
+    "i8": "int8", "u64": "uint64", "f32": "float32", "flag": "bool", "text": "str", "big_text": "str", "word": "str",
+    "blob": "bytes", "hash": "bytes", "tokens": "int32[*]", "vector": "float32[3]", "matrix": "int64[3,2]",
+    "meta": "json",
+}  # fmt: skip
+
+
+def same_rows(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [{n: plain(v) for n, v in row.items()} for row in found] == expected
+
+
+def test_parquet_by_pyarrow(tmp_path: Path) -> None:
+    whole = table(1000)
+    pq.write_table(whole.slice(0, 700), tmp_path / "a.parquet", row_group_size=300, compression="zstd")
+    pq.write_table(whole.slice(700), tmp_path / "b.parquet")
+    importer = open_source(str(tmp_path))
+    assert types_of(importer) == TYPES
+    same_rows(rows_of(importer), whole.to_pylist())
+
+
+def test_parquet_row_groups_are_read_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.parquet._TASK_BYTES", 1)
+    pq.write_table(table(100), tmp_path / "a.parquet", row_group_size=30)
+    importer = open_source(str(tmp_path))
+    assert [(task.start, task.stop) for task in importer.tasks()] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [row.source_row for row in check_importer(importer)] == list(range(100))
+
+
+def test_parquet_by_polars_and_duckdb(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"a": [1, 2, 3], "s": ["x", "", "z"], "l": [[1.5], [], [2.5, 3.5]]})
+    frame.write_parquet(tmp_path / "polars.parquet")
+    same_rows(
+        rows_of(open_source(str(tmp_path / "polars.parquet"))),
+        pl.read_parquet(tmp_path / "polars.parquet").to_dicts(),
+    )
+    path = tmp_path / "duck.parquet"
+    duckdb.sql(f"copy (select range as a, 'r' || range as s from range(50)) to '{path}' (format parquet)")
+    expected = [{"a": a, "s": s} for a, s in duckdb.execute(f"select * from '{path}'").fetchall()]
+    same_rows(rows_of(open_source(str(path))), expected)
+
+
+@pytest.mark.parametrize("compression", ["uncompressed", "zstd", "lz4"])
+def test_feather(tmp_path: Path, compression: str) -> None:
+    whole = table(500)
+    pa.feather.write_feather(whole, str(tmp_path / "a.feather"), compression=compression, chunksize=100)
+    importer = open_source(str(tmp_path / "a.feather"))
+    assert types_of(importer) == TYPES
+    same_rows(rows_of(importer), pa.feather.read_table(str(tmp_path / "a.feather")).to_pylist())
+
+
+def test_arrow_files_and_streams(tmp_path: Path) -> None:
+    whole = table(300)
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), whole.schema) as writer:
+        writer.write_table(whole, max_chunksize=40)
+    with pa.ipc.new_stream(str(tmp_path / "b.arrow"), whole.schema) as writer:
+        writer.write_table(whole, max_chunksize=70)
+    importer = open_source(str(tmp_path))
+    same_rows(rows_of(importer), whole.to_pylist() * 2)
+
+
+def test_our_own_arrow_shards(tmp_path: Path) -> None:
+    with shardkit.create(tmp_path / "d", {"t": "str", "v": "int16[2]"}, format="arrow") as writer:
+        for number in range(20):
+            writer.add({"t": str(number), "v": [number, -number]}, key=f"k{number}")
+    (shard,) = (tmp_path / "d").glob("objects/sha256/*/*.arrow")
+    ds = shardkit.open(tmp_path / "d")
+    samples = check_importer(open_source(str(shard)))
+    assert [row.key for row in samples] == [ds.key(number) for number in range(20)]
+    same_rows([dict(row.sample) for row in samples], [{**ds[n], "v": ds[n]["v"].tolist()} for n in range(20)])
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_csv_by_the_standard_library(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        ["1", "0.5", 'a "quoted", cell', "true", "007"],
+        ["-2", "3", "two\nlines", "false", "8"],
+        ["3", "1e3", "", "true", "9"],
+    ]
+    with (tmp_path / f"a.{suffix}").open("w", newline="", encoding="utf-8-sig") as stream:
+        writer = csv.writer(stream, delimiter="\t" if suffix == "tsv" else ",")
+        writer.writerows([["i", "f", "s", "b", "code"], *rows])
+    importer = open_source(str(tmp_path))
+    assert types_of(importer) == {"i": "int64", "f": "float64", "s": "str", "b": "bool", "code": "str"}
+    assert rows_of(importer) == [
+        {"i": 1, "f": 0.5, "s": 'a "quoted", cell', "b": True, "code": "007"},
+        {"i": -2, "f": 3.0, "s": "two\nlines", "b": False, "code": "8"},
+        {"i": 3, "f": 1000.0, "s": "", "b": True, "code": "9"},
+    ]
+
+
+def test_csv_by_polars(tmp_path: Path) -> None:
+    frame = pl.DataFrame(
+        {"a": range(2000), "x": [n / 7 for n in range(2000)], "s": [f'"{n},"\n' for n in range(2000)]}
+    )
+    frame.write_csv(tmp_path / "a.csv")
+    same_rows(rows_of(open_source(str(tmp_path / "a.csv"))), pl.read_csv(tmp_path / "a.csv").to_dicts())
+
+
+def test_huggingface_folders(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "text": datasets.Value("string"),
+            "tokens": datasets.Sequence(datasets.Value("int32")),
+            "pair": datasets.Sequence(datasets.Value("float32"), length=2),
+            "grid": datasets.Array2D((2, 3), "int16"),
+            "photo": datasets.Image(),
+        }
+    )
+    samples = []
+    for number in range(30):
+        stream = io.BytesIO()
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(stream, "PNG")
+        samples.append(
+            {
+                "label": number % 2, "text": f"t{number}", "tokens": list(range(number % 4)), "pair": [number, 0.5],
+                "grid": [[number] * 3] * 2, "photo": {"bytes": stream.getvalue(), "path": None},
+            }
+        )  # fmt: skip
+    saved = datasets.Dataset.from_list(samples, features=features)
+    saved.save_to_disk(str(tmp_path / "hf"), num_shards=3)
+    importer = open_source(str(tmp_path / "hf"))
+    assert importer.classes == ("cat", "dog")
+    assert types_of(importer) == {
+        "label": "int64", "text": "str", "tokens": "int32[*]", "pair": "float32[2]", "grid": "int16[2,3]",
+        "photo": "bytes",
+    }  # fmt: skip
+    theirs = (
+        datasets.load_from_disk(str(tmp_path / "hf"))
+        .with_format(None)
+        .cast_column("photo", datasets.Image(decode=False))
+    )
+    expected = [{**row, "photo": row["photo"]["bytes"]} for row in theirs]
+    same_rows(rows_of(importer), expected)
+    result = build(str(tmp_path / "hf"), tmp_path / "root", stratify="label")
+    assert dict(result.strata) == {"0": 15, "1": 15}
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(shardkit.errors.SourceError, match="holds the splits train, test; name one of them"):
+        open_source(str(tmp_path / "splits"))
+    assert len(rows_of(open_source(str(tmp_path / "splits" / "test")))) == 30
+
+
+@pytest.mark.parametrize("variant", ["plain", "zstd", "gz"])
+def test_mds_shards(variant: str) -> None:
+    importer = open_source(str(MDS / variant))
+    assert types_of(importer) == {
+        "any": "float64[*]", "blob": "bytes", "digits": "int64", "fixed": "int32[2,3]", "half": "float16",
+        "meta": "json", "number": "int64", "photo": "bytes", "price": "str", "ratio": "float64",
+        "raw": "uint8[2,2,3]", "small": "uint8", "text": "str", "tokens": "uint16[*]", "wide": "float64",
+    }  # fmt: skip
+    found = rows_of(importer)
+    for row in found:
+        row["photo"] = np.asarray(Image.open(io.BytesIO(row["photo"])))
+        row["blob"] = row["blob"].hex()
+    same_rows(found, json.loads((MDS / "expected.json").read_text()))
+
+
+def test_nulls_cost_their_rows(tmp_path: Path) -> None:
+    columns = {
+        "a": [1, None, 3, 4, 5],
+        "l": [[1], [2], [3, None], [4], None],
+        "s": ["x", "y", "z", "u", "v"],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    importer = open_source(str(tmp_path / "a.parquet"))
+    rows = list(importer.read(importer.tasks()[0]))
+    assert [isinstance(row, SourceFailure) for row in rows] == [False, True, True, False, True]
+    assert "a.parquet row 1: field 'a' is null" in str(rows[1].error)  # type: ignore[union-attr]
+    assert "row 2: field 'l' is null, or holds one" in str(rows[2].error)  # type: ignore[union-attr]
+    as_json = open_source(
+        str(tmp_path / "a.parquet"), options=ImportOptions(field_types={"a": "json", "l": "json"})
+    )
+    same_rows(rows_of(as_json), pa.table(columns).to_pylist())
+
+
+def test_times_need_a_type(tmp_path: Path) -> None:
+    when = dt.datetime(2026, 11, 20, 12, 30, tzinfo=dt.UTC).replace(tzinfo=None)
+    pq.write_table(pa.table({"when": pa.array([when], pa.timestamp("ms"))}), tmp_path / "a.parquet")
+    with pytest.raises(
+        shardkit.errors.SourceError, match=r"column 'when' is timestamp\[ms\].*--schema when=str"
+    ):
+        open_source(str(tmp_path / "a.parquet"))
+    for kind, value in (("str", "2026-11-20 12:30:00.000"), ("int64", 1795177800000)):
+        options = ImportOptions(field_types={"when": kind})
+        same_rows(rows_of(open_source(str(tmp_path / "a.parquet"), options=options)), [{"when": value}])

@@ -1,0 +1,261 @@
+"""Arrow columns → fields: which type a column has in shardkit, and its values row by row.
+
+    bool, integers, floats → the same            utf8 → str           binary → bytes
+    list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
+    struct, map, list of anything else → json    dictionary → what it encodes
+
+A text column ``__key__`` holds the samples' keys, as it does in shards of the arrow format.
+
+Times, dates and decimals have no counterpart; ``--schema when=str`` (or int64, for the number of units since 1970)
+says what they become. Nulls are errors that name the row: no type but json holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.errors import SchemaError, SourceError
+from shardkit.formats import FieldType
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample
+
+__all__ = ["KEY", "RowOrError", "as_sample", "batch_rows", "check_same_fields", "column_types"]
+
+KEY = "__key__"
+RowOrError = dict[str, object] | SourceError
+
+
+def column_types(schema: Any, given: Mapping[str, str], where: str) -> dict[str, str]:
+    """Field → type text of a pyarrow schema.
+
+    Args:
+        schema: of the file.
+        given: types that the user has named; they replace the inferred ones.
+        where: the file, for messages.
+
+    Raises:
+        SourceError: a column has a type that no field has, and the user gave none; or two columns share a
+        name.
+    """
+    if len(set(schema.names)) != len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise SourceError(f"{where}: two columns are called {twice!r}; rename one")
+    types = {}
+    for column in schema:
+        if column.name == KEY:
+            continue
+        inferred = given.get(column.name) or _type_text(column.type)
+        if inferred is None:
+            raise SourceError(
+                f"{where}: column {column.name!r} is {column.type}, which no field type holds; say what it "
+                f"becomes, such as --schema {column.name}=str"
+            )
+        types[column.name] = inferred
+    return types
+
+
+def check_same_fields(first: Any, other: Any, first_name: str, where: str) -> None:
+    """Refuse a file whose columns are not those of the first.
+
+    Raises:
+        SourceError: names the column.
+    """
+    expected = {column.name: column.type for column in first}
+    found = {column.name: column.type for column in other}
+    for name in [*expected, *found]:
+        if expected.get(name) != found.get(name):
+            raise SourceError(
+                f"{where}: column {name!r} is {found.get(name, 'missing')}, but "
+                f"{expected.get(name, 'missing')} in {first_name}; make the files alike"
+            )
+
+
+def as_sample(found: RowOrError, file: SourceFile, row: int) -> SourceSample | SourceFailure:
+    """A row of `batch_rows` as an importer yields it."""
+    if isinstance(found, SourceError):
+        return SourceFailure(file.name, row, found)
+    key = found.pop(KEY, None)
+    return SourceSample(found, None if key is None else str(key), file.name, row)
+
+
+def batch_rows(
+    batch: Any, types: Mapping[str, FieldType], where: str, first_row: int
+) -> Iterator[RowOrError]:
+    """The rows of a record batch, in order; a row that cannot be read is an error in its place.
+
+    Args:
+        batch: whose columns are those of `types`, in any order.
+        types: of the fields.
+        where: the file, for messages.
+        first_row: number of the batch's first row in the file.
+
+    Raises:
+        SourceError: the batch is damaged, or a column cannot be cast to its type at all.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise SourceError(
+            f"{where} from row {first_row} on: damaged ({error}); fetch or write it again"
+        ) from error
+    bad: dict[int, SourceError] = {}
+    columns = {}
+    has_key = KEY in batch.schema.names
+    for name, kind in [*types.items(), *([(KEY, FieldType("str"))] if has_key else [])]:
+        column = _plain(batch.column(batch.schema.get_field_index(name)))
+        if kind.kind != "json":
+            for row in _null_rows(column):
+                bad.setdefault(row, _null_error(where, first_row + row, name))
+        columns[name] = _values(column, kind, f"{where} from row {first_row} on, column {name!r}")
+    for row in range(batch.num_rows):
+        yield bad[row] if row in bad else {name: values[row] for name, values in columns.items()}
+
+
+def _type_text(kind: Any) -> str | None:
+    if pa.types.is_dictionary(kind):
+        return _type_text(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _type_text(kind.storage_type)
+    if _is_number(kind):
+        return str(np.dtype(kind.to_pandas_dtype()).name)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return "str"
+    if (
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_binary_view(kind)
+    ):
+        return "bytes"
+    shape, item = _fixed_shape(kind)
+    if shape and _is_number(item):
+        return f"{np.dtype(item.to_pandas_dtype()).name}[{','.join(map(str, shape))}]"
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
+        return f"{np.dtype(kind.value_type.to_pandas_dtype()).name}[*]"
+    return "json" if _is_json(kind) else None
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _is_json(kind: Any) -> bool:
+    """Whether a nested type holds only what JSON has."""
+    if pa.types.is_struct(kind):
+        return all(_is_json(kind.field(i).type) for i in range(kind.num_fields))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _is_json(kind.value_type)
+    return (
+        _is_number(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_null(kind)
+    )
+
+
+def _fixed_shape(kind: Any) -> tuple[tuple[int, ...], Any]:
+    shape: list[int] = []
+    while pa.types.is_fixed_size_list(kind):
+        shape.append(kind.list_size)
+        kind = kind.value_type
+    return tuple(shape), kind
+
+
+def _plain(column: Any) -> Any:
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = column.storage
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _null_rows(column: Any) -> list[int]:
+    """Rows that hold a null at any depth."""
+    rows = (
+        set(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist())
+        if column.null_count
+        else set()
+    )
+    if (
+        pa.types.is_nested(column.type)
+        and not pa.types.is_struct(column.type)
+        and not pa.types.is_map(column.type)
+    ):
+        inner = column.flatten()
+        if _null_rows(inner):
+            parents = pc.list_parent_indices(column).to_numpy()
+            rows |= {int(parents[place]) for place in _null_rows(inner)}
+    return sorted(rows)
+
+
+def _null_error(where: str, row: int, name: str) -> SourceError:
+    return SourceError(
+        f"{where} row {row}: field {name!r} is null, or holds one; give it a value, leave the row out "
+        f"(--on-error skip), or pass --schema {name}=json, which holds null"
+    )
+
+
+def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
+    """One value per row; what stands in the place of a null does not matter."""
+    if kind.kind == "json":
+        values: list[Any] = column.to_pylist()
+        return values
+    if kind.kind == "array":
+        found = _fixed_array(column, kind)
+        if found is not None:
+            return found
+    if kind.kind in ("array", "ragged"):
+        return _lists(column, kind, where)
+    target = {"str": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
+    if target is None:
+        target = pa.from_numpy_dtype(np.dtype(kind.dtype))
+    try:
+        cast = column if column.type == target else _cast(column, target)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise SchemaError(
+            f"{where}: {column.type} cannot be made {kind} ({error}); choose another type"
+        ) from error
+    if kind.kind == "scalar":
+        filled = cast.fill_null(False if kind.dtype == "bool" else 0) if cast.null_count else cast
+        numbers: Sequence[Any] = filled.to_numpy(zero_copy_only=False)
+        return numbers
+    texts: list[Any] = cast.to_pylist()
+    return texts
+
+
+def _cast(column: Any, target: Any) -> Any:
+    if pa.types.is_temporal(column.type) and pa.types.is_integer(target):
+        column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
+    return column.cast(target)
+
+
+def _fixed_array(column: Any, kind: FieldType) -> Sequence[Any] | None:
+    shape, item = _fixed_shape(column.type)
+    if shape != kind.shape or np.dtype(item.to_pandas_dtype()).name != kind.dtype or _null_rows(column):
+        return None
+    for _ in shape:
+        column = column.flatten()
+    values: Sequence[Any] = column.to_numpy(zero_copy_only=False).reshape(-1, *shape)
+    return values
+
+
+def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
+    """Lists of numbers as arrays: of one dimension straight from the buffer, deeper ones through Python lists."""
+    is_flat = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if is_flat and _is_number(column.type.value_type) and not _null_rows(column):
+        numbers = column.values.to_numpy(zero_copy_only=False)
+        borders = column.offsets.to_numpy().tolist()
+        parts = [numbers[start:stop] for start, stop in pairwise(borders)]
+        return parts if kind.kind == "ragged" else [_reshaped(part, kind) for part in parts]
+    if not pa.types.is_nested(column.type):
+        raise SchemaError(f"{where}: {column.type} cannot be made {kind}; choose another type")
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _reshaped(part: Any, kind: FieldType) -> Any:
+    """The array in its shape where it has as many items; otherwise as it is: the schema then names the row."""
+    return part.reshape(kind.shape) if part.size == np.prod(kind.shape) else part

@@ -1,0 +1,184 @@
+"""CSV and TSV with a header line. Types are inferred from the first rows; later rows must fit them.
+
+A column of integers is int64, one of numbers float64, one of true and false bool, anything else str.
+Integers with leading zeros stay text: they are codes, and a number would lose the zeros. An empty cell is a
+text without characters; in a column of numbers it is an error that names the row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from shardkit.errors import SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
+from shardkit_tools.importers.strict_json import parse_json
+
+__all__ = ["CsvImporter", "open_csv"]
+
+_SCAN_ROWS = 100_000
+_MAX_CELL_CHARACTERS = 1 << 30
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})\Z")
+_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
+_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True)
+class CsvImporter:
+    """Tables as a source; made by `open_csv`."""
+
+    source: Source
+    schema: Schema
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every file."""
+        return self.source.files
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """One per file: a quoted cell may hold line ends, so nobody knows where a row starts but its reader."""
+        return [SourceTask(file.name, (file,), file.size) for file in self.source.files]
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """The rows of one file; a row that does not fit costs its own sample only."""
+        (file,) = task.files
+        types = {name: str(kind) for name, kind in self.schema.items()}
+        for row, cells in enumerate(_rows(file)):
+            where = f"{file.path} row {row + 1}"
+            try:
+                _check_width(cells, types, where)
+                sample = {n: _value(cell, types[n], n, where) for n, cell in zip(types, cells, strict=True)}
+            except SourceError as error:
+                yield SourceFailure(file.name, row, error)
+                continue
+            yield SourceSample(sample, None, file.name, row)
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe."""
+        return {"importer": "csv"}
+
+
+def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
+    """Read the headers and first rows of tables.
+
+    Raises:
+        SourceError: a file has no header, another header than the first, or rows of another width.
+    """
+    source.keep(("csv", "tsv"), "a CSV file")
+    first: list[str] | None = None
+    for file in source.files:
+        header = _header(file)
+        first = header if first is None else first
+        if header != first:
+            raise SourceError(
+                f"{file.path}: its header ({', '.join(header)[:80]}) is not that of {source.files[0].name} "
+                f"({', '.join(first)[:80]}); make the files alike"
+            )
+    assert first is not None
+    types = _infer(source, first, options)
+    return CsvImporter(source, options.schema(types, source.given))
+
+
+def _infer(source: Source, names: list[str], options: ImportOptions) -> dict[str, str]:
+    kinds: dict[str, set[str]] = {name: set() for name in names}
+    rows = ((file, row, cells) for file in source.files for row, cells in enumerate(_rows(file)))
+    seen = 0
+    for file, row, cells in itertools.islice(rows, _SCAN_ROWS):
+        try:
+            _check_width(cells, kinds, f"{file.path} row {row + 1}")
+        except SourceError:
+            if not options.skip_bad_rows:
+                raise
+            continue
+        seen += 1
+        for name, cell in zip(names, cells, strict=True):
+            kinds[name].add(_kind(cell))
+    if not seen:
+        raise SourceError(f"{source.given}: a header and no rows; give a table with samples in it")
+    return {name: options.field_types.get(name) or _common(found) for name, found in kinds.items()}
+
+
+def _kind(cell: str) -> str:
+    if _INTEGER.match(cell):
+        return "int64" if int(cell) in _INT64 else "str"
+    if _NUMBER.match(cell):
+        return "float64"
+    return "bool" if cell in _TRUTHS else "str"
+
+
+def _common(kinds: set[str]) -> str:
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "float64" if kinds == {"int64", "float64"} else "str"
+
+
+def _value(cell: str, kind: str, name: str, where: str) -> object:
+    if kind == "str":
+        return cell
+    if kind == "bytes":
+        return cell.encode()
+    if kind == "json" or "[" in kind:
+        return parse_json(cell.encode(), f"{where}, field {name!r}")
+    if kind == "bool" and cell in _TRUTHS:
+        return _TRUTHS[cell]
+    if "int" in kind and re.fullmatch(r"[+-]?[0-9]{1,20}", cell):
+        return int(cell)
+    if "float" in kind:
+        try:
+            return float(cell)
+        except ValueError:
+            pass
+    shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
+    raise SourceError(
+        f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema {name}=str"
+    )
+
+
+def _check_width(cells: list[str], names: Mapping[str, object], where: str) -> None:
+    if len(cells) != len(names):
+        raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; mend the row")
+
+
+def _header(file: SourceFile) -> list[str]:
+    with open_plain(file) as stream, closing(_cells(stream, file)) as cells:
+        header = next(cells, [])
+    if not header or not all(header):
+        raise SourceError(
+            f"{file.path}: no header, or a column without a name; the first line must name the columns"
+        )
+    if len(set(header)) != len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise SourceError(f"{file.path}: two columns are called {twice!r}; rename one")
+    return header
+
+
+def _rows(file: SourceFile) -> Iterator[list[str]]:
+    """The rows below the header, without empty lines."""
+    with open_plain(file) as stream, closing(_cells(stream, file)) as cells:
+        next(cells, None)
+        yield from (row for row in cells if row)
+
+
+def _cells(stream: BinaryIO, file: SourceFile) -> Generator[list[str]]:
+    csv.field_size_limit(_MAX_CELL_CHARACTERS)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter="\t" if file_suffix(file.name) == "tsv" else ",", strict=True)
+    try:
+        yield from reader
+    except UnicodeDecodeError as error:
+        where = f"{file.path} near line {reader.line_num + 1}"
+        raise SourceError(f"{where}: not UTF-8; convert the file to UTF-8") from error
+    except csv.Error as error:
+        raise SourceError(f"{file.path} line {reader.line_num}: not CSV ({error}); mend the line") from error
+    finally:
+        text.detach()  # whoever opened the stream closes it

@@ -1,0 +1,250 @@
+"""MosaicML Streaming's MDS shards, read by their layout; what is pickled is refused.
+
+    index.json      {"version": 2, "shards": [{column_names, column_encodings, column_sizes, raw_data, zip_data, …}]}
+    shard           u32 rows | u32 offset of each row, and of the end | JSON of the columns | rows
+    row             u32 size of each field that has no fixed one | fields
+
+Numbers are little-endian. Sizes and offsets are checked before anything is cut out, and the hashes that a
+writer left in the index before anything is parsed.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+from shardkit.errors import SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.mds_values import field_type, value_of
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import Source, read_file
+from shardkit_tools.importers.strict_json import parse_json
+
+__all__ = ["MdsImporter", "is_mds", "open_mds"]
+
+_INDEX = "index.json"
+_MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide
+
+
+@dataclass(frozen=True, slots=True)
+class MdsShard:
+    """What the index says of one shard."""
+
+    file: SourceFile
+    rows: int
+    raw_bytes: int
+    compression: str
+    hashes: tuple[tuple[str, str], ...]  # of the file as it lies there
+
+
+@dataclass(frozen=True)
+class MdsImporter:
+    """MDS shards as a source; made by `open_mds`."""
+
+    shards: tuple[MdsShard, ...]
+    encodings: tuple[tuple[str, str, int | None], ...]  # (column, encoding, fixed size)
+    schema: Schema
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every shard file."""
+        return sorted((shard.file for shard in self.shards), key=lambda file: file.name)
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """One per shard, in the order of the index."""
+        return [
+            SourceTask(shard.file.name, (shard.file,), shard.file.size, number, number + 1)
+            for number, shard in enumerate(self.shards)
+        ]
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """The rows of one shard; a field that cannot be decoded costs its own sample only."""
+        shard = self.shards[task.start]
+        for row, fields in enumerate(_rows(shard, self.encodings)):
+            try:
+                sample = {
+                    name: value_of(encoding, data, f"{shard.file.path} row {row}, column {name!r}")
+                    for (name, encoding, _), data in zip(self.encodings, fields, strict=True)
+                }
+            except SourceError as error:
+                yield SourceFailure(shard.file.name, row, error)
+                continue
+            yield SourceSample(sample, None, shard.file.name, row)
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe."""
+        return {"importer": "mds"}
+
+
+def is_mds(source: Source) -> bool:
+    """Whether a folder holds MDS shards, or splits of them."""
+    return any(os.path.basename(file.name) == _INDEX for file in source.files) and any(
+        ".mds" in os.path.basename(file.name) for file in source.files
+    )
+
+
+def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
+    """Read the index of an MDS folder.
+
+    Raises:
+        SourceError: the index or a shard is missing or damaged, shards differ in their columns, or a column
+        is pickled.
+    """
+    by_name = {file.name: file for file in source.files}
+    if _INDEX not in by_name:
+        inside = sorted(os.path.dirname(name) for name in by_name if os.path.basename(name) == _INDEX)
+        hint = (
+            f"name one of its splits, such as {os.path.join(source.given, inside[0])}"
+            if inside
+            else "write it again"
+        )
+        raise SourceError(f"{source.given}: {_INDEX} is missing; {hint}")
+    where = by_name[_INDEX].path
+    entries = _entries(parse_json(read_file(by_name[_INDEX]), where), where)
+    encodings = _columns(entries[0], where)
+    shards = []
+    for entry in entries:
+        if _columns(entry, where) != encodings:
+            raise SourceError(f"{where}: its shards have different columns; import them one by one")
+        shards.append(_shard(entry, by_name, where))
+    types = {}
+    for place, (name, encoding, _) in enumerate(encodings):
+        example = next(_rows(shards[0], encodings), None)
+        if example is None:
+            raise SourceError(f"{shards[0].file.path}: the first shard has no rows; write the dataset again")
+        types[name] = options.field_types.get(name) or field_type(
+            encoding, example[place], f"{where}, column {name!r}"
+        )
+    return MdsImporter(tuple(shards), encodings, options.schema(types, source.given))
+
+
+def _entries(index: object, where: str) -> list[dict[str, Any]]:
+    shards = index.get("shards") if isinstance(index, dict) and index.get("version") == 2 else None
+    if not isinstance(shards, list) or not shards or not all(isinstance(entry, dict) for entry in shards):
+        raise SourceError(f"{where}: not an index of MDS shards of version 2; write the dataset again")
+    for entry in shards:
+        if entry.get("format") != "mds":
+            raise SourceError(f"{where}: a shard has the format {entry.get('format')!r}; only mds is read")
+    return shards
+
+
+def _columns(entry: dict[str, Any], where: str) -> tuple[tuple[str, str, int | None], ...]:
+    names, encodings, sizes = (entry.get(f"column_{what}") for what in ("names", "encodings", "sizes"))
+    lists = [value for value in (names, encodings, sizes) if isinstance(value, list)]
+    if len(lists) != 3 or len({len(value) for value in lists}) != 1 or not names:
+        raise SourceError(f"{where}: a shard's column names, encodings and sizes do not belong together")
+    for name, encoding, size in zip(*lists, strict=True):
+        if (
+            not isinstance(name, str)
+            or not isinstance(encoding, str)
+            or not (size is None or isinstance(size, int))
+        ):
+            raise SourceError(f"{where}: a shard's column {name!r} is not described by texts and a size")
+    return tuple((name, encoding, size or None) for name, encoding, size in zip(*lists, strict=True))
+
+
+def _shard(entry: dict[str, Any], by_name: dict[str, SourceFile], where: str) -> MdsShard:
+    raw, packed = entry.get("raw_data"), entry.get("zip_data")
+    rows = entry.get("samples")
+    if not isinstance(raw, dict) or not isinstance(raw.get("bytes"), int) or not isinstance(rows, int):
+        raise SourceError(f"{where}: a shard without raw_data or samples; write the dataset again")
+    if not 0 <= raw["bytes"] < _MAX_SHARD_BYTES:
+        raise SourceError(
+            f"{where}: a shard claims {raw['bytes']} bytes; an MDS shard has less than {_MAX_SHARD_BYTES}"
+        )
+    # A reader leaves the decompressed shard beside the compressed one: then that is what is read.
+    lies, kind = (
+        (raw, "") if raw.get("basename") in by_name or not isinstance(packed, dict) else (packed, "packed")
+    )
+    name = lies.get("basename")
+    if name not in by_name:
+        raise SourceError(f"{where}: the shard {name!r} is missing; fetch the folder again")
+    file = by_name[str(name)]
+    if file.size != lies.get("bytes"):
+        raise SourceError(
+            f"{file.path}: {file.size} bytes, the index says {lies.get('bytes')}; fetch it again"
+        )
+    hashes = lies.get("hashes")
+    known = tuple(sorted((str(k), str(v)) for k, v in hashes.items())) if isinstance(hashes, dict) else ()
+    return MdsShard(file, rows, raw["bytes"], str(entry.get("compression")) if kind else "", known)
+
+
+def _rows(shard: MdsShard, encodings: Sequence[tuple[str, str, int | None]]) -> Iterator[list[bytes]]:
+    """The fields of every row, not decoded yet."""
+    data = memoryview(_unpacked(shard, _checked(shard)))
+    where = shard.file.path
+    head = 4 * (shard.rows + 2)
+    if len(data) != shard.raw_bytes or len(data) < head or int.from_bytes(data[:4], "little") != shard.rows:
+        raise SourceError(
+            f"{where}: {len(data)} bytes that are not the {shard.rows} rows of the index; fetch it again"
+        )
+    offsets = np.frombuffer(data, "<u4", shard.rows + 1, 4).astype(np.int64)
+    if int(offsets[0]) < head or int(offsets[-1]) != len(data) or bool((np.diff(offsets) < 0).any()):
+        raise SourceError(f"{where}: its row offsets do not follow one another; fetch it again")
+    borders = offsets.tolist()
+    for row, (start, stop) in enumerate(pairwise(borders)):
+        yield _fields(data[start:stop], encodings, f"{where} row {row}")
+
+
+def _fields(data: memoryview, encodings: Sequence[tuple[str, str, int | None]], where: str) -> list[bytes]:
+    varying = sum(size is None for _, _, size in encodings)
+    at = 4 * varying
+    told = iter(np.frombuffer(data, "<u4", varying).tolist()) if len(data) >= at else iter(())
+    fields = []
+    for _, _, size in encodings:
+        length = size if size is not None else next(told, 2**32)
+        fields.append(bytes(data[at : at + length]))
+        at += length
+    if at != len(data):
+        raise SourceError(f"{where}: {len(data)} bytes, its fields ask for {at}; fetch it again")
+    return fields
+
+
+def _checked(shard: MdsShard) -> bytes:
+    data = read_file(shard.file)
+    for name, expected in shard.hashes:
+        if name in hashlib.algorithms_available:
+            found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
+        elif name in xxhash.algorithms_available:
+            found = getattr(xxhash, name)(data).hexdigest()
+        else:
+            continue
+        if found != expected:
+            raise SourceError(
+                f"{shard.file.path}: {name} is {found}, the index says {expected}; fetch it again"
+            )
+    return data
+
+
+def _unpacked(shard: MdsShard, data: bytes) -> bytes:
+    """The raw shard; never more than one byte beyond what the index says, however much the file would unpack to."""
+    kind = shard.compression.partition(":")[0]
+    limit = shard.raw_bytes + 1
+    try:
+        if not kind:
+            return data
+        if kind == "zstd":
+            return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(limit)
+        if kind == "gz":
+            return gzip.GzipFile(fileobj=io.BytesIO(data)).read(limit)
+        if kind == "bz2":
+            return bz2.BZ2File(io.BytesIO(data)).read(limit)
+    except (zstandard.ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
+        raise SourceError(f"{shard.file.path}: cannot be decompressed ({error}); fetch it again") from error
+    raise SourceError(
+        f"{shard.file.path}: compressed with {kind!r}; zstd, gz and bz2 are read: write the dataset again with one of "
+        "them"
+    )

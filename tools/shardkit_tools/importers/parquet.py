@@ -1,0 +1,109 @@
+"""Parquet files: row groups are read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardkit.errors import SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.arrow_values import as_sample, batch_rows, check_same_fields, column_types
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.source_files import Source, open_file
+
+__all__ = ["ParquetImporter", "open_parquet"]
+
+_TASK_BYTES = 64 << 20
+_BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class ParquetImporter:
+    """Parquet files as a source; made by `open_parquet`."""
+
+    source: Source
+    schema: Schema
+    groups: tuple[tuple[tuple[int, int], ...], ...]  # of each file: (rows, bytes) of its row groups
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        """Every file."""
+        return self.source.files
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """Runs of row groups of about 64 MiB."""
+        tasks = []
+        for file, groups in zip(self.source.files, self.groups, strict=True):
+            start = size = 0
+            for number, (_, group_bytes) in enumerate(groups, 1):
+                size += group_bytes
+                if size >= _TASK_BYTES or number == len(groups):
+                    tasks.append(SourceTask(f"{file.name}:{start}", (file,), size, start, number))
+                    start, size = number, 0
+            if not groups:
+                tasks.append(SourceTask(file.name, (file,), file.size, 0, 0))
+        return tasks
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """The rows of some row groups; a row with a null costs its own sample only."""
+        (file,) = task.files
+        types = dict(self.schema)
+        with open_file(file) as stream:
+            parquet = _open(stream, file)
+            sizes = [parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)]
+            firsts = [0, *accumulate(sizes)]
+            row = firsts[task.start]
+            for batch in _batches(parquet, range(task.start, task.stop or 0), file):
+                for found in batch_rows(batch, types, file.path, row):
+                    yield as_sample(found, file, row)
+                    row += 1
+
+    def describe(self) -> dict[str, object]:
+        """Name and settings for the recipe."""
+        return {"importer": "parquet"}
+
+
+def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
+    """Read the footers of Parquet files.
+
+    Raises:
+        SourceError: a file is damaged, or has other columns than the first.
+    """
+    source.keep(("parquet", "pq"), "a Parquet file")
+    first: Any = None
+    groups = []
+    for file in source.files:
+        with open_file(file) as stream:
+            parquet = _open(stream, file)
+            if first is None:
+                first = parquet.schema_arrow
+            check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
+            found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
+            groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
+    types = column_types(first, options.field_types, source.files[0].path)
+    return ParquetImporter(source, options.schema(types, source.given), tuple(groups))
+
+
+def _open(stream: Any, file: SourceFile) -> Any:
+    try:
+        return pq.ParquetFile(stream)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(
+            f"{file.path}: not a readable Parquet file ({error}); fetch or write it again"
+        ) from error
+
+
+def _batches(parquet: Any, groups: range, file: SourceFile) -> Iterator[Any]:
+    try:
+        yield from parquet.iter_batches(_BATCH_ROWS, row_groups=list(groups), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(
+            f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "
+            "write it again"
+        ) from error
