@@ -53,6 +53,33 @@ every = 20
 every = 20
 """
 
+_DIGITS = """\
+[run]
+directory = "runs/digits"
+epochs = 6
+
+[data]
+dataset = "data/digits@train"
+global_batch = 64
+lanes = 8
+
+[model]
+kind = "classifier"
+width = 16
+
+[optimizer]
+lr = 3e-3
+
+[schedule]
+warmup = 10
+
+[evaluation]
+dataset = "data/digits@val"
+
+[log]
+every = 40
+"""
+
 
 def tell(narration: Narration) -> None:
     """All chapters."""
@@ -62,6 +89,7 @@ def tell(narration: Narration) -> None:
     _look(narration)
     _train(narration)
     _prove(narration)
+    _classify(narration)
     _damage(narration)
 
 
@@ -89,7 +117,7 @@ def _digits(story: Narration) -> None:
         raise MissingDependency("shardkit demo needs scikit-learn: pip install 'shardkit[demo]'") from None
     story.quote(
         'schema = {"image": "uint8[8,8]", "label": "int64"}\n'
-        'with shardkit.create("data/digits", schema, stratify="label") as writer:\n'
+        'with shardkit.create("data/digits", schema, stratify="label", split={"train": 0.8, "val": 0.2}) as writer:\n'
         "    for image, label in zip(images, labels):\n"
         '        writer.add({"image": image, "label": label})'
     )
@@ -97,11 +125,17 @@ def _digits(story: Narration) -> None:
     schema = {"image": "uint8[8,8]", "label": "int64"}
     root = str(story.directory / "data" / "digits")
     with shardkit.create(
-        root, schema=schema, stratify="label", shard_size="512KiB", block_size="32KiB"
+        root,
+        schema,
+        stratify="label",
+        split={"train": 0.8, "val": 0.2},
+        shard_size="512KiB",
+        block_size="32KiB",
     ) as writer:
         for image, label in zip(digits.images.astype(np.uint8), digits.target.tolist(), strict=True):
             writer.add({"image": image, "label": label})
     story.say(f"  → {writer.manifest.id}")
+    story.command("ls", "data/digits")
 
 
 def _look(story: Narration) -> None:
@@ -190,6 +224,14 @@ def _prove(story: Narration) -> None:
         sample = ds[number]
         first = next((line.strip() for line in sample["text"].splitlines() if line.strip()), "")
         story.say(f"    sample {number:>5}  {sample['package']:<16} {first[:60]}")
+
+
+def _classify(story: Narration) -> None:
+    story.chapter(
+        "Images too", "A small residual network on the digits; every validation sample counted exactly once."
+    )
+    (story.directory / "digits.toml").write_text(_DIGITS)
+    story.command("train", "digits.toml", "--nproc", "2")
 
 
 def _damage(story: Narration) -> None:
