@@ -29,7 +29,7 @@ from shardkit.dataset.object_checks import Finding, ShardCheck, check_selections
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, ShardTable, check_against, unpack_page
-from shardkit.storage import LogEntry, Repository, Store, object_name, parse_dataset_url
+from shardkit.storage import LogEntry, Repository, Store, find_part, object_name, parse_dataset_url
 from shardkit.storage.identity import IDENTITY_NAME
 from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES, check_succession, entry_name, entry_number
 
@@ -221,8 +221,13 @@ def _survey_manifest(repository: Repository, manifest_id: str, survey: _Survey, 
             repository.get_object(manifest.sources, "sources")
         except ShardkitError as error:
             survey.findings.append(failed(object_name(manifest.sources, "sources"), manifest.sources, error))
-    for _, part in manifest.parts:
-        _survey_manifest(repository, part, survey, seen)
+    for part_name, part in manifest.parts:
+        try:
+            holder = find_part(repository, part_name, part)
+        except ShardkitError as error:
+            survey.findings.append(failed(object_name(part, "manifest"), f"part {part_name!r}", error))
+            continue
+        _survey_manifest(holder, part, survey, seen)
     tables = list(_tables(repository, manifest, survey))
     for table in tables:
         for check in shard_checks(repository, manifest, table):

@@ -28,14 +28,18 @@ class Fields:
         value: The parsed JSON value.
         where: How messages name it, such as ``"manifest sha256:12…"``.
         keys: All keys that must be there; no others may be.
+        optional: Keys that may be there too; what they say when absent must have no other spelling.
     """
 
-    def __init__(self, value: object, where: str, keys: Collection[str]) -> None:
+    def __init__(
+        self, value: object, where: str, keys: Collection[str], optional: Collection[str] = ()
+    ) -> None:
         self.where = where
         if not isinstance(value, dict):
             self.refuse(f"is {type(value).__name__}, expected an object")
-        if value.keys() != set(keys):
-            unknown, missing = sorted(value.keys() - set(keys)), sorted(set(keys) - value.keys())
+        if value.keys() - set(optional) != set(keys):
+            unknown = sorted(value.keys() - set(keys) - set(optional))
+            missing = sorted(set(keys) - value.keys())
             self.refuse(f"has unknown keys {unknown[:5]} and lacks {missing[:5]}")
         self._values: dict[str, object] = value
 
@@ -44,6 +48,10 @@ class Fields:
         raise FormatError(
             f"{self.where} {why}; it was written by something else or by a newer shardkit: do not trust it"
         )
+
+    def has(self, key: str) -> bool:
+        """Whether an optional key is there."""
+        return key in self._values
 
     def text(self, key: str, *, maximum: int = 10_000, pattern: re.Pattern[str] | None = None) -> str:
         """A string of at most `maximum` characters that matches `pattern` as a whole."""
@@ -115,7 +123,14 @@ class Fields:
         return features
 
 
-def read_document(data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int) -> Fields:
+def read_document(
+    data: bytes,
+    where: str,
+    kind: str,
+    keys: Collection[str],
+    max_bytes: int,
+    optional: Collection[str] = (),
+) -> Fields:
     """Parse canonical JSON and check its ``format`` field before anything else.
 
     Args:
@@ -124,6 +139,7 @@ def read_document(data: bytes, where: str, kind: str, keys: Collection[str], max
         kind: What the field ``format`` must hold, such as ``"shardkit-log/1"``.
         keys: All keys beside ``format``.
         max_bytes: Longest document accepted.
+        optional: Keys that may be absent.
 
     Raises:
         FormatError: Not canonical JSON, of another format or version, or with other keys.
@@ -138,4 +154,4 @@ def read_document(data: bytes, where: str, kind: str, keys: Collection[str], max
             f"{where} has format {str(found)[:60]!r}, expected {kind!r}: "
             "it is another kind of file, is damaged, or needs a newer shardkit"
         )
-    return Fields(value, where, {*keys, "format"})
+    return Fields(value, where, {*keys, "format"}, optional)

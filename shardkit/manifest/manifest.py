@@ -21,6 +21,8 @@ __all__ = [
     "MIXED",
     "POOL",
     "SHARDS_PER_PAGE",
+    "Lookup",
+    "LookupPiece",
     "Manifest",
     "PageRef",
     "Stratum",
@@ -64,6 +66,11 @@ _KEYS: Final = (
 )
 _STRATUM_KEYS: Final = ("values", "rows", "selected", "pooled", "in_pool")
 _PAGE_KEYS: Final = ("digest", "size", "shards", "rows")
+_OPTIONAL_KEYS: Final = ("about", "lookups")
+_LOOKUP_KEYS: Final = ("field", "pieces")
+_PIECE_KEYS: Final = ("digest", "size", "shards", "entries")
+_LOOKUP_FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
+_MAX_LOOKUPS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,27 @@ class PageRef:
     """Bytes of the page object."""
     shards: int
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupPiece:
+    """A sorted hash sidecar over a run of shards."""
+
+    digest: str
+    size: int
+    """Bytes of the lookup object."""
+    shards: int
+    """How many shards it covers: those after the shards of the pieces before it."""
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """By what rows can be found without reading samples: ``key``, or the name of a field."""
+
+    field: str
+    pieces: tuple[LookupPiece, ...]
+    """In shard order; together they cover all shards."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +158,10 @@ class Manifest:
     """(name, manifest id) of the parts of a merged dataset, which then has no pages of its own."""
     features: tuple[str, ...] = ()
     """What a reader must know to read this; unknown ones are refused."""
+    about: str | None = None
+    """Digest of the object that says licence, source and contact."""
+    lookups: tuple[Lookup, ...] = ()
+    """Hash sidecars, by field; sorted by field."""
 
     def __post_init__(self) -> None:
         check_totals(self)
@@ -146,8 +178,13 @@ class Manifest:
         Raises:
             UsageError: The build settings hold something other than JSON of strings and integers.
         """
+        # What is not used is not written: manifests from before these fields keep their ids.
+        optional: dict[str, object] = {} if self.about is None else {"about": self.about}
+        if self.lookups:
+            optional["lookups"] = [_lookup_json(lookup) for lookup in self.lookups]
         return dumps(
             {
+                **optional,
                 "format": _FORMAT,
                 "schema": self.schema.to_json(),
                 "shard_format": self.format,
@@ -189,7 +226,7 @@ class Manifest:
             FormatError: Not a manifest that this version writes, or one that contradicts itself.
         """
         where = f"manifest {sha256_digest(data)}"
-        fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES)
+        fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES, _OPTIONAL_KEYS)
         try:
             return cls(
                 schema=Schema.from_json(fields.items("schema", maximum=10_000)),
@@ -209,6 +246,8 @@ class Manifest:
                 parent=fields.optional_digest("parent"),
                 parts=_parts(fields),
                 features=fields.features(_FEATURES),
+                about=fields.digest("about") if fields.has("about") else None,
+                lookups=_lookups(fields) if fields.has("lookups") else (),
             )
         except (FormatError, UsageError) as error:
             raise FormatError(f"{where}: {error}") from error
@@ -243,6 +282,32 @@ def _pages(fields: Fields) -> tuple[PageRef, ...]:
             )
         )
     return tuple(pages)
+
+
+def _lookup_json(lookup: Lookup) -> dict[str, object]:
+    pieces = [{name: getattr(piece, name) for name in _PIECE_KEYS} for piece in lookup.pieces]
+    return {"field": lookup.field, "pieces": pieces}
+
+
+def _lookups(fields: Fields) -> tuple[Lookup, ...]:
+    lookups: list[Lookup] = []
+    for item in fields.items("lookups", maximum=_MAX_LOOKUPS):
+        lookup = Fields(item, f"{fields.where}, lookup {len(lookups)},", _LOOKUP_KEYS)
+        pieces: list[LookupPiece] = []
+        for held in lookup.items("pieces", maximum=MAX_SHARDS):
+            piece = Fields(held, f"{lookup.where} piece {len(pieces)},", _PIECE_KEYS)
+            pieces.append(
+                LookupPiece(
+                    digest=piece.digest("digest"),
+                    size=piece.integer("size", minimum=1, maximum=2**32),
+                    shards=piece.integer("shards", minimum=1, maximum=MAX_SHARDS),
+                    entries=piece.integer("entries", maximum=2**32),
+                )
+            )
+        lookups.append(Lookup(lookup.text("field", pattern=_LOOKUP_FIELD), tuple(pieces)))
+    if not lookups:
+        fields.refuse("lists no lookups; expected no such list then")
+    return tuple(lookups)
 
 
 def _parts(fields: Fields) -> tuple[tuple[str, str], ...]:

@@ -21,6 +21,7 @@ def check_totals(manifest: Manifest) -> None:
     if not 0 <= manifest.selected <= manifest.rows:
         _refuse(f"{manifest.selected} of {manifest.rows} rows are selected")
     _check_strata(manifest)
+    _check_lookups(manifest)
     if manifest.parts:
         _check_parts(manifest)
         return
@@ -61,6 +62,18 @@ def _check_stratum(manifest: Manifest, stratum: Stratum) -> None:
         _refuse(f"stratum {stratum.name!r} is a pool inside a pool")
     if not stratum.pooled and not manifest.parts and len(stratum.values) != len(manifest.axes):
         _refuse(f"stratum {stratum.name!r} has {len(stratum.values)} values for {len(manifest.axes)} axes")
+
+
+def _check_lookups(manifest: Manifest) -> None:
+    fields = [lookup.field for lookup in manifest.lookups]
+    if fields != sorted(set(fields)):
+        _refuse(f"its lookups are of the fields {fields[:10]}, expected each once and sorted")
+    for lookup in manifest.lookups:
+        if lookup.field != "key" and lookup.field not in manifest.schema:
+            _refuse(f"it has a lookup of {lookup.field!r}, which is no field")
+        covered = sum(piece.shards for piece in lookup.pieces)
+        if covered != manifest.shards or manifest.parts:
+            _refuse(f"its lookup of {lookup.field!r} covers {covered} shards of {manifest.shards}")
 
 
 def _check_parts(manifest: Manifest) -> None:

@@ -10,6 +10,7 @@
     objects.py          content-addressed names
     object_access.py    putting and getting objects, verified both ways
     identity.py         shardkit.json
+    locations.py        where the parts of a merged dataset lie
     log.py              log entries and their chain
     commit_log.py       reading the log with its chain verified, appending to it
     changes.py          what a commit asks for, applied to a head
@@ -25,6 +26,7 @@ SPEC.md says the layout, the order of writes, and what is promised when.
 from shardkit.storage.blocks import BlockReader
 from shardkit.storage.catalog import Part, Version, load_manifest, load_selection, put_manifest, put_selection
 from shardkit.storage.local import LocalStore
+from shardkit.storage.locations import find_part, put_location
 from shardkit.storage.log import LogEntry
 from shardkit.storage.objects import Descriptor, object_name, parse_object_name
 from shardkit.storage.repository import DEFAULT_REF, Repository
@@ -45,12 +47,14 @@ __all__ = [
     "Stage",
     "Store",
     "Version",
+    "find_part",
     "load_manifest",
     "load_selection",
     "object_name",
     "open_store",
     "parse_dataset_url",
     "parse_object_name",
+    "put_location",
     "put_manifest",
     "put_selection",
 ]

@@ -20,6 +20,7 @@ from shardkit.manifest import (
     max_selection_bytes,
     unpack_page,
 )
+from shardkit.storage.locations import find_part as find_located
 from shardkit.storage.objects import Descriptor
 from shardkit.storage.repository import Repository
 
@@ -83,8 +84,8 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     Args:
         repository: Where the manifest lies.
         manifest_id: ``sha256:<hex>``, as `Repository.resolve` gives it.
-        find_part: Finds the repositories of a merged manifest's parts; by default they lie in `repository`
-            too.
+        find_part: Finds the repositories of a merged manifest's parts; by default as `repository` remembers
+            (`storage.locations`).
 
     Raises:
         NotFoundError: The manifest or one of its pages is not there.
@@ -100,7 +101,7 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     offsets: list[int] = []
     first_shard = first_stratum = 0
     for name, part_id in manifest.parts:
-        holder = repository if find_part is None else find_part(name, part_id)
+        holder = find_located(repository, name, part_id) if find_part is None else find_part(name, part_id)
         part = _read_root(holder, part_id)
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")

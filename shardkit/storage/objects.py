@@ -20,6 +20,8 @@ EXTENSIONS: Final = (
     "selection",
     "parity",
     "sources",
+    "about",
+    "lookup",
     "tensor",
     "checkpoint",
 )
