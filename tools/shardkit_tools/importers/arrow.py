@@ -82,7 +82,8 @@ def open_ipc(file: SourceFile) -> Iterator[Any]:
         stream.seek(0)
         try:
             reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
-        except (pa.ArrowException, OSError) as error:
+            _ = reader.schema.names  # they are decoded here: they may not be UTF-8
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
             ) from error

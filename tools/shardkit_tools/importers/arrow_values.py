@@ -103,17 +103,30 @@ def batch_rows(
         raise SourceError(
             f"{where} from row {first_row} on: damaged ({error}); fetch or write it again"
         ) from error
+    try:
+        columns, bad = _columns(batch, types, where, first_row)
+    except (UnicodeDecodeError, pa.ArrowException) as error:
+        raise SourceError(
+            f"{where} from row {first_row} on: damaged ({error}); fetch or write it again"
+        ) from error
+    for row in range(batch.num_rows):
+        yield bad[row] if row in bad else {name: values[row] for name, values in columns.items()}
+
+
+def _columns(
+    batch: Any, types: Mapping[str, FieldType], where: str, first_row: int
+) -> tuple[dict[str, Sequence[Any]], dict[int, SourceError]]:
+    """Values of every column, and the rows that hold a null where none can be stored."""
     bad: dict[int, SourceError] = {}
     columns = {}
-    has_key = KEY in batch.schema.names
-    for name, kind in [*types.items(), *([(KEY, FieldType("str"))] if has_key else [])]:
+    keys = [(KEY, FieldType("str"))] if KEY in batch.schema.names else []
+    for name, kind in [*types.items(), *keys]:
         column = _plain(batch.column(batch.schema.get_field_index(name)))
         if kind.kind != "json":
             for row in _null_rows(column):
                 bad.setdefault(row, _null_error(where, first_row + row, name))
         columns[name] = _values(column, kind, f"{where} from row {first_row} on, column {name!r}")
-    for row in range(batch.num_rows):
-        yield bad[row] if row in bad else {name: values[row] for name, values in columns.items()}
+    return columns, bad
 
 
 def _type_text(kind: Any) -> str | None:

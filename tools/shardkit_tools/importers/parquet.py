@@ -92,8 +92,10 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
 
 def _open(stream: Any, file: SourceFile) -> Any:
     try:
-        return pq.ParquetFile(stream)
-    except (pa.ArrowException, OSError) as error:
+        parquet = pq.ParquetFile(stream)
+        _ = parquet.schema_arrow.names  # they are decoded here: they may not be UTF-8
+        return parquet
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SourceError(
             f"{file.path}: not a readable Parquet file ({error}); fetch or write it again"
         ) from error

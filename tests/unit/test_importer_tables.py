@@ -1,0 +1,223 @@
+"""Damaged and disagreeing tables: Parquet, Arrow, CSV, Hugging Face folders and MDS."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shardkit.errors import SchemaError, SourceError
+from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
+from shardkit_tools.importers.conformance import read_all
+from shardkit_tools.importers.source_files import list_source
+
+MDS = Path(__file__).parents[1] / "compat" / "golden" / "mds"
+
+
+def arrow_file(path: Path, table: pa.Table) -> None:
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
+    "parquet": lambda path, table: pq.write_table(table, path),
+    "arrow": arrow_file,
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_files_that_disagree(tmp_path: Path, suffix: str) -> None:
+    write = WRITERS[suffix]
+    write(tmp_path / f"a.{suffix}", pa.table({"x": [1]}))
+    write(tmp_path / f"b.{suffix}", pa.table({"x": ["1"]}))
+    with pytest.raises(SourceError, match=rf"b\.{suffix}: column 'x' is string, but int64 in a\.{suffix}"):
+        open_source(str(tmp_path))
+    write(tmp_path / f"b.{suffix}", pa.table({"x": [1], "y": [2]}))
+    with pytest.raises(SourceError, match=rf"b\.{suffix}: column 'y' is int64, but missing"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_damaged_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    WRITERS[suffix](path, pa.table({"x": list(range(5000)), "s": ["text"] * 5000}))
+    whole = path.read_bytes()
+    for data in (whole[: len(whole) // 2], whole[:-4], b"", b"PAR1", b"ARROW1\0\0", whole[100:]):
+        path.write_bytes(data)
+        with pytest.raises(SourceError, match=rf"a\.{suffix}"):
+            read_all(open_source(str(path)))
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_types_that_no_field_has(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    WRITERS[suffix](path, pa.table({"d": pa.array([1], pa.decimal128(5, 2)), "x": [1]}))
+    with pytest.raises(SourceError, match=r"column 'd' is decimal128\(5, 2\).*--schema d=str"):
+        open_source(str(path))
+    rows = read_all(open_source(str(path), options=ImportOptions(field_types={"d": "float64"})))
+    assert [dict(row.sample) for row in rows] == [{"d": 1.0, "x": 1}]
+    WRITERS[suffix](path, pa.table({"x": ["word"]}))
+    with pytest.raises(SchemaError, match=r"column 'x': string cannot be made int8"):
+        read_all(open_source(str(path), options=ImportOptions(field_types={"x": "int8"})))
+    WRITERS[suffix](path, pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
+    with pytest.raises(SourceError, match=r"two columns are called 'x'"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header"),
+        ("a,,c\n1,2,3\n", "a column without a name"),
+        ("a,a\n1,2\n", "two columns are called 'a'"),
+        ("a,b\n", "a header and no rows"),
+        ("a,b\n1,2\n3\n", r"row 2: 1 cells, but the header has 2"),
+        ("a,b\n1,2,3\n", r"row 1: 3 cells, but the header has 2"),
+        ('a,b\n1,"2\n', r"line 2: not CSV \(unexpected end of data\)"),
+        ("a,b\n1,caf\udce9\n", "not UTF-8"),
+    ],
+)
+def test_bad_csv(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SourceError, match=rf"a\.csv.*{message}"):
+        read_all(open_source(str(tmp_path / "a.csv")))
+
+
+def test_csv_rows_after_the_scan_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.csv._SCAN_ROWS", 1)
+    (tmp_path / "a.csv").write_text("i,f,b\n1,0.5,true\nx,1,true\n2,,true\n3,2,maybe\n4,3,false\n")
+    importer = open_source(str(tmp_path / "a.csv"))
+    rows = list(importer.read(importer.tasks()[0]))
+    assert [isinstance(row, SourceFailure) for row in rows] == [False, True, True, True, False]
+    assert "a.csv row 2: field 'i' is 'x', expected int64" in str(rows[1].error)  # type: ignore[union-attr]
+    (tmp_path / "b.csv").write_text("i,f,c\n")
+    with pytest.raises(
+        SourceError, match=r"b\.csv: its header \(i, f, c\) is not that of a\.csv \(i, f, b\)"
+    ):
+        open_source(str(tmp_path))
+
+
+def test_csv_cells_of_given_types(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('v,m,z\n"[1, 2]","{""k"": null}",007\n')
+    given = ImportOptions(field_types={"v": "int32[2]", "m": "json", "z": "int64"})
+    (row,) = read_all(open_source(str(tmp_path / "a.csv"), options=given))
+    assert dict(row.sample) == {"v": [1, 2], "m": {"k": None}, "z": 7}
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=1), "not an index of MDS shards of version 2"),
+        (lambda d: d.update(shards=[]), "not an index of MDS shards"),
+        (lambda d: d["shards"][0].update(format="json"), "a shard has the format 'json'"),
+        (lambda d: d["shards"][0]["column_names"].pop(), "do not belong together"),
+        (
+            lambda d: d["shards"][0]["raw_data"].update(basename="../x.mds"),
+            r"the shard '\.\./x\.mds' is missing",
+        ),
+        (lambda d: d["shards"][0]["raw_data"].update(bytes=5), "the index says 5"),
+        (
+            lambda d: d["shards"][0]["raw_data"]["hashes"].update(sha256="0" * 64),
+            "sha256 is .*, the index says 000",
+        ),
+        (lambda d: d["shards"][0].update(samples=3), "bytes that are not the 3 rows of the index"),
+        (lambda d: d["shards"][1]["column_encodings"].__setitem__(0, "bytes"), "different columns"),
+        (
+            lambda d: [s["column_encodings"].__setitem__(0, "pkl") for s in d["shards"]],
+            "a pickle can run any code",
+        ),
+        (
+            lambda d: [s["column_encodings"].__setitem__(0, "hologram") for s in d["shards"]],
+            "'hologram' is not read",
+        ),
+        (
+            lambda d: [s["column_sizes"].__setitem__(3, 25) for s in d["shards"]],
+            "row 0: .* its fields ask for",
+        ),
+    ],
+)
+def test_mds_indexes_that_lie(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    folder = Path(shutil.copytree(MDS / "plain", tmp_path / "mds"))
+    edit(folder / "index.json", change)
+    with pytest.raises(SourceError, match=message):
+        read_all(open_source(str(folder), "mds"))
+
+
+def test_mds_shards_that_are_damaged(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(MDS / "plain", tmp_path / "mds"))
+    shard = folder / "shard.00000.mds"
+    whole = shard.read_bytes()
+    edit(folder / "index.json", lambda d: [s["raw_data"].update(hashes={}) for s in d["shards"]])
+    for offset, value in ((0, b"\x0b"), (4, b"\0\0\0\0"), (8, b"\xff\xff\xff\x7f")):
+        shard.write_bytes(whole[:offset] + value + whole[offset + len(value) :])
+        with pytest.raises(SourceError, match=r"shard\.00000\.mds"):
+            read_all(open_source(str(folder)))
+    packed = Path(shutil.copytree(MDS / "zstd", tmp_path / "zstd"))
+    edit(packed / "index.json", lambda d: [s["zip_data"].update(hashes={}) for s in d["shards"]])
+    shard = packed / "shard.00000.mds.zstd"
+    shard.write_bytes(b"\0" * len(shard.read_bytes()))
+    with pytest.raises(SourceError, match="cannot be decompressed"):
+        read_all(open_source(str(packed)))
+
+
+def test_a_packed_mds_shard_cannot_blow_up(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(MDS / "gz", tmp_path / "gz"))
+    edit(folder / "index.json", lambda d: d["shards"][0]["raw_data"].update(bytes=100))
+    edit(folder / "index.json", lambda d: d["shards"][0]["zip_data"].update(hashes={}))
+    with pytest.raises(SourceError, match=r"101 bytes that are not the 15 rows"):
+        read_all(open_source(str(folder)))
+
+
+def test_splits_of_mds_are_named(tmp_path: Path) -> None:
+    shutil.copytree(MDS / "plain", tmp_path / "train")
+    with pytest.raises(SourceError, match=r"index\.json is missing; name one of its splits, such as .*train"):
+        open_source(str(tmp_path))
+
+
+def test_huggingface_folders_that_are_incomplete(tmp_path: Path) -> None:
+    with pa.ipc.new_stream(
+        str(tmp_path / "data-00000-of-00001.arrow"), pa.schema([("x", pa.int64())])
+    ) as writer:
+        writer.write_table(pa.table({"x": [1, 2]}))
+    (tmp_path / "dataset_info.json").write_text('{"features": {"x": {"dtype": "int64", "_type": "Value"}}}')
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    assert [row.sample["x"] for row in read_all(open_source(str(tmp_path)))] == [1, 2]
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "../secret.arrow"}]}')
+    with pytest.raises(SourceError, match=r"the data file '\.\./secret\.arrow' of state\.json is missing"):
+        open_source(str(tmp_path))
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(SourceError, match="lists no data files"):
+        open_source(str(tmp_path))
+    (tmp_path / "state.json").write_text("[")
+    with pytest.raises(SourceError, match=r"state\.json: not valid JSON"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["a.parquet", "sub/b.pq"], "parquet"),
+        (["a.arrow", "b.feather"], "arrow"),
+        (["a.csv", "b.tsv", "c.csv.gz"], "csv"),
+        (["index.json", "shard.00000.mds"], "mds"),
+        (["dataset_info.json", "state.json", "data-00000-of-00001.arrow"], "huggingface"),
+        (["dataset_dict.json", "train/state.json"], "huggingface"),
+    ],
+)
+def test_detection(tmp_path: Path, names: list[str], kind: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert detect(list_source(str(tmp_path))) == kind
