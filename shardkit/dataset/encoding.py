@@ -25,6 +25,7 @@ CLASS_AXIS = "__class__"
 """Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""
 
 _MAX_STRATUM_TEXT = 200
+_MAX_SIZES = 4096
 
 
 class EncodedRow(NamedTuple):
@@ -52,7 +53,7 @@ class EncodedRow(NamedTuple):
 
 
 class RowEncoder:
-    """Encodes samples for one dataset; holds settings only, so threads may share it.
+    """Encodes samples for one dataset; threads may share it.
 
     Args:
         schema: of the samples.
@@ -68,7 +69,7 @@ class RowEncoder:
     def __init__(
         self,
         schema: Schema,
-        format: str,  # noqa: A002 (the word of the interface)
+        format: str,
         *,
         stratify: Sequence[str] = (),
         classes: Sequence[str] = (),
@@ -79,6 +80,7 @@ class RowEncoder:
         self._classes = tuple(classes)
         self._axes = tuple(stratify)
         self._split_by = split_by
+        self._sizes: dict[tuple[int, ...], int] = {}
         self._key_limit = max_key_bytes(schema, format)
         for name in dict.fromkeys([*stratify, *([split_by] if split_by else [])]):
             _check_field(schema, name, self._classes)
@@ -106,7 +108,7 @@ class RowEncoder:
         """
         payloads = self.schema.encode(sample, where=where)
         fitted = None if key is None else self._fit(key, where)
-        raw_bytes = raw_row_bytes(self._format, self.schema, [len(payload) for payload in payloads])
+        raw_bytes = self._raw_bytes(tuple([len(payload) for payload in payloads]))
         if raw_bytes > MAX_SHARD_BYTES:
             raise SampleError(
                 f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
@@ -127,6 +129,15 @@ class RowEncoder:
             raw_bytes=raw_bytes,
         )
 
+    def _raw_bytes(self, sizes: tuple[int, ...]) -> int:
+        """`raw_row_bytes`, remembered: rows of one dataset have few different sizes, or only one."""
+        found = self._sizes.get(sizes)
+        if found is None:
+            if len(self._sizes) >= _MAX_SIZES:
+                self._sizes.clear()
+            found = self._sizes[sizes] = raw_row_bytes(self._format, self.schema, sizes)
+        return found
+
     def _fit(self, key: object, where: str) -> str:
         if not isinstance(key, str) or not key:
             raise SampleError(
@@ -138,7 +149,7 @@ class RowEncoder:
     def _text(self, axis: str, sample: Mapping[str, object], where: str) -> str:
         """The value of a field as the name of a stratum."""
         if axis == CLASS_AXIS:
-            number = int(sample["label"])  # type: ignore[call-overload]  # encode has checked that it is an int64
+            number: int = int(sample["label"])  # type: ignore[call-overload]  # encode has checked that it is an int64
             if not 0 <= number < len(self._classes):
                 raise SampleError(
                     f"{where}: label {number} has no class name (there are {len(self._classes)}); "

@@ -276,12 +276,16 @@ class RowSpool:
         if not self._folder:
             return
         record = _record(row)
-        digest = xxhash.xxh3_64()
-        size = 0
-        for piece in record:
-            digest.update(piece)
-            size += len(piece)
-        columns["check"].append(digest.intdigest())
+        size = sum(map(len, record))
+        if size < _JOIN_BYTES:  # one copy costs less than a hash piece by piece
+            record = (b"".join(record),)
+            check = xxhash.xxh3_64_intdigest(record[0])
+        else:
+            digest = xxhash.xxh3_64()
+            for piece in record:
+                digest.update(piece)
+            check = digest.intdigest()
+        columns["check"].append(check)
         columns["length"].append(size)
         self._run.append(record)
         self._run_size += size
@@ -447,21 +451,18 @@ def _record(row: EncodedRow) -> tuple[bytes, ...]:
 
 def _row(record: memoryview, ordinal: int, num_fields: int) -> Row:
     key_size, original_size, source_size, number = _HEADER.unpack_from(record)
+    start = _HEADER.size + 8 * num_fields
     sizes = struct.unpack_from(f"<{num_fields}Q", record, _HEADER.size)
-    at = _HEADER.size + 8 * num_fields
-    key = bytes(record[at : at + key_size]).decode("ascii")
-    at += key_size
-    original = bytes(record[at : at + original_size]).decode("utf-8", "surrogatepass")
-    at += original_size
-    source = bytes(record[at : at + source_size]).decode("utf-8")
-    at += source_size
+    at = start + key_size + original_size + source_size
+    texts = bytes(record[start:at])
     payloads = []
     for size in sizes:
         payloads.append(bytes(record[at : at + size]))
         at += size
+    original = texts[key_size : key_size + original_size]
     return Row(
-        key=key or generated_key(ordinal),
-        payloads=tuple(payloads),
-        original_key=original or None,
-        source=(source, number) if number >= 0 else None,
+        texts[:key_size].decode("ascii") or generated_key(ordinal),
+        tuple(payloads),
+        original.decode("utf-8", "surrogatepass") or None,
+        (texts[key_size + original_size :].decode("utf-8"), number) if number >= 0 else None,
     )

@@ -175,15 +175,18 @@ class ReadWorker:
     def _take(
         self, found: SourceSample, paths: dict[str, str], spool: RowSpool, throttle: _Throttle
     ) -> SampleError | None:
-        where = f"{paths.get(found.source_name, found.source_name)} row {found.source_row}"
-        if found.key is not None:
-            where += f" (key {found.key!r})"
+        source = (found.source_name, found.source_row)
         try:
-            row = self._encoder.encode(
-                found.sample, found.key, (found.source_name, found.source_row), where=where
-            )
-        except SampleError as error:
-            return error
+            row = self._encoder.encode(found.sample, found.key, source, where="")
+        except SampleError:
+            # Named only now: making up a name for every good row would cost more than encoding some.
+            where = f"{paths.get(found.source_name, found.source_name)} row {found.source_row}"
+            if found.key is not None:
+                where += f" (key {found.key!r})"
+            try:
+                row = self._encoder.encode(found.sample, found.key, source, where=where)
+            except SampleError as error:
+                return error
         assert row.identity is not None, "a row with a source has an identity"
         spool.append(row, row.identity)
         throttle.add(row.raw_bytes)
