@@ -1,32 +1,49 @@
-"""What one rank consumed, as it happened: an append-only file of fixed-size records, one per cell.
+"""What one rank consumed, as it happened: an append-only file, one entry per step or event (SPEC.md, "Journal").
 
-Written without a collective and without a wait: one `write` per step. A record that a SIGKILL tore is recognised by
-its checksum and cut (SPEC.md).
+Written without a collective and without a wait: one `write` per step. An entry that a SIGKILL tore is recognised and
+left out; every other change is found, since each entry's checksum goes on from the one before.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import re
 import struct
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, StoreError
-from shardkit.plan import cell_digest
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.storage.os_errors import explained
 
-__all__ = ["CellRecord", "Journal", "read_journal"]
+__all__ = ["CellRecord", "Entry", "Header", "Journal", "JournalFile", "journal_paths", "read_journal"]
 
-_MAGIC = b"shardkit cells 1\n"
-_HEADER = struct.Struct(
-    "<17s7x32s32sIIQ"
-)  # magic, manifest id, plan digest, rank, world, XXH3 of what is before it
-_RECORD = struct.Struct("<QII16sQ")  # step, lane, rows, cell digest, XXH3 of what is before it
+_MAGIC: Final = b"shardkit cells 2\n"
+_HEADER: Final = struct.Struct("<24s32s32sIIIIIIQQ")
+_HEAD: Final = struct.Struct("<QIIQ")  # step, kind, bytes of the body, XXH3 of these three
+_CHECK: Final = struct.Struct("<Q")
+_MAX_BODY: Final = 1 << 26
+_CELL_BYTES: Final = 24
+_NAME: Final = re.compile(r"(\d{5,})-(\d{5,})\.cells")
+
+CELLS, EVENT, META = 0, 1, 2
+"""Kinds of entries."""
+
+ROTATE_BYTES: Final = 1 << 20
+"""A rank goes on in a new file from here on, so that files whose steps are merged can be removed."""
+
+_sha256 = hashlib.sha256
+_xxh3 = xxhash.xxh3_64_intdigest
 
 
 class CellRecord(NamedTuple):
@@ -38,51 +55,135 @@ class CellRecord(NamedTuple):
     digest: str  # hex, 32 characters
 
 
-class Journal:
-    """Appends the cells that a rank handed to its trainer.
+class Header(NamedTuple):
+    """What a journal file says of itself."""
 
-    Args:
-        directory: `journal/` of a run directory; made if absent. Every start of a rank writes a file of its own,
-            `<rank>-<attempt>.cells`, so that nothing written earlier is ever touched again.
-        manifest: "sha256:…" of the dataset.
-        plan: hex digest of the plan.
+    manifest: str  # "sha256:…"
+    plan: str  # hex
+    rank: int
+    world: int
+    lanes: int  # of the plan
+    worker: int  # this process hands out the steps ≡ worker modulo workers
+    workers: int
+    part: int  # number of this file in the attempt's sequence
+    started: int  # when the attempt began: nanoseconds since 1970
+
+
+class Entry(NamedTuple):
+    """One entry of a journal file.
+
+    Attributes:
+        step: counted over the whole run.
+        kind: CELLS, EVENT or META.
+        body: CELLS: lanes (u32 each), rows (u32 each), digests (16 bytes each); else canonical JSON.
+        end: offset of the byte after the entry.
+        check: its checksum, from which the next one goes on.
     """
 
-    def __init__(self, directory: Path, *, manifest: str, plan: str, rank: int, world: int) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.path, self._descriptor = _new_file(directory, rank)
-            body = _HEADER.pack(_MAGIC, _raw(manifest), _raw(plan), rank, world, 0)[:-8]
-            os.write(self._descriptor, body + xxhash.xxh3_64_digest(body)[::-1])
-        except OSError as error:
-            raise StoreError(f"the journal in {directory} cannot be written: {error.strerror}") from error
+    step: int
+    kind: int
+    body: bytes
+    end: int
+    check: int
 
-    def record(self, step: int, cells: Iterable[tuple[int, NDArray[np.int64]]]) -> None:
-        """Append one step: (lane, samples) per cell.
+    def cells(self) -> tuple[bytes, bytes, bytes]:
+        """(lanes, rows, digests) of a CELLS entry."""
+        count = len(self.body) // _CELL_BYTES
+        return self.body[: 4 * count], self.body[4 * count : 8 * count], self.body[8 * count :]
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object of an EVENT or META entry."""
+        value = loads(self.body, _MAX_BODY)
+        if not isinstance(value, dict):
+            raise FormatError(f"journal entry of step {self.step}: expected a JSON object; do not trust it")
+        return value
+
+
+class Journal:
+    """Appends what a rank handed to its trainer.
+
+    Args:
+        directory: ``journal/`` of a run directory; made if absent. Every start of a rank writes files of its own,
+            ``<rank>-<number>.cells``, so that nothing written earlier is ever touched again.
+        manifest: "sha256:…" of the dataset.
+        plan: hex digest of the plan.
+        lanes: lanes of the plan, by which it is known when a step is complete; 0 if unknown (such steps are never
+            merged).
+        meta: written once at the start: what somebody needs to make the plan again.
+        worker, workers: this process records the steps ≡ worker modulo workers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        manifest: str,
+        plan: str,
+        rank: int,
+        world: int,
+        lanes: int = 0,
+        meta: Mapping[str, Any] | None = None,
+        worker: int = 0,
+        workers: int = 1,
+    ) -> None:
+        self._directory = directory
+        self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, time.time_ns())
+        self._packed: tuple[tuple[int, ...], bytes] = ((), b"")
+        with explained(f"write a journal in {directory}", writing=True):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._descriptor = -1
+        self._size = self._check = 0
+        self._open()
+        if meta is not None:
+            self._append(0, META, dumps(dict(meta)))
+
+    def record_step(
+        self, step: int, lanes: Sequence[int], counts: Sequence[int], samples: NDArray[np.int64]
+    ) -> None:
+        """Append one step, in one write: about 0.8 microseconds a cell.
+
+        Args:
+            step: counted over the whole run.
+            lanes: ascending.
+            counts: rows of each lane's cell.
+            samples: int64[sum(counts)], sample numbers as gathered, cell after cell, without empty slots.
 
         Raises:
             StoreError: the disk is full or gone; training must not go on unrecorded.
         """
-        chunk = bytearray()
-        for lane, samples in cells:
-            body = _RECORD.pack(step, lane, len(samples), bytes.fromhex(cell_digest(samples)), 0)[:-8]
-            chunk += body + xxhash.xxh3_64_digest(body)[::-1]
-        try:
-            written = os.write(self._descriptor, chunk)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be written: {error.strerror}; make room and resume"
-            ) from error
-        if written != len(chunk):
-            raise StoreError(
-                f"{self.path}: only {written} of {len(chunk)} bytes were written; make room and resume"
-            )
+        key = tuple(lanes)
+        if self._packed[0] != key:
+            self._packed = (key, struct.pack(f"<{len(key)}I", *key))
+        data = _little_endian(samples).data.cast("B")
+        digests, first = [self._packed[1], struct.pack(f"<{len(counts)}I", *counts)], 0
+        for count in counts:
+            last = first + 8 * count
+            digests.append(_sha256(data[first:last]).digest()[:16])
+            first = last
+        self._append(step, CELLS, b"".join(digests))
+
+    def record(self, step: int, cells: Iterable[tuple[int, NDArray[np.int64]]]) -> None:
+        """Append one step: (lane, samples as gathered, without empty slots) per cell; see `record_step`."""
+        pairs = list(cells)
+        samples = np.concatenate([one for _, one in pairs]) if pairs else np.empty(0, dtype=np.int64)
+        self.record_step(step, [lane for lane, _ in pairs], [len(one) for _, one in pairs], samples)
+
+    def event(self, step: int, kind: str, **details: Any) -> None:
+        """Append an event: what happened at a step that somebody who checks the run should know.
+
+        Args:
+            step: the step that it belongs to.
+            kind: such as "failover", "substitution", "mask", "repair"; see SPEC.md.
+            details: integers, strings, lists and objects of these.
+        """
+        self._append(step, EVENT, dumps({"kind": kind, **details}))
 
     def close(self) -> None:
         """Sync and close; may be called twice."""
         if self._descriptor >= 0:
-            os.fsync(self._descriptor)
-            os.close(self._descriptor)
+            with explained(f"close {self.path}", writing=True):
+                os.fsync(self._descriptor)
+                os.close(self._descriptor)
             self._descriptor = -1
 
     def __enter__(self) -> Journal:
@@ -93,35 +194,158 @@ class Journal:
     ) -> None:
         self.close()
 
+    def _append(self, step: int, kind: int, body: bytes) -> None:
+        if self._size >= ROTATE_BYTES:
+            self.close()
+            self._header = self._header._replace(part=self._header.part + 1)
+            self._open()
+        head = _HEAD.pack(step, kind, len(body), 0)[:-8]
+        head_check = _xxh3(head, seed=self._check)
+        self._check = _xxh3(body, seed=head_check)
+        self._write(b"".join((head, _CHECK.pack(head_check), body, _CHECK.pack(self._check))))
 
-def read_journal(path: Path, *, manifest: str | None = None, plan: str | None = None) -> Iterator[CellRecord]:
-    """The whole records of a journal; a torn last record is left out.
+    def _write(self, data: bytes) -> None:
+        with explained(f"write {self.path}", writing=True):
+            written = os.write(self._descriptor, data)
+        if written != len(data):
+            raise StoreError(
+                f"{self.path}: only {written} of {len(data)} bytes were written; make room and resume"
+            )
+        self._size += written
+
+    def _open(self) -> None:
+        header = self._header
+        with explained(f"write a journal in {self._directory}", writing=True):
+            self.path, self._descriptor = _new_file(self._directory, header.rank)
+            # Held as long as this process lives: a file whose lock is free is never written again (SPEC.md).
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._size = 0
+        packed = _HEADER.pack(_MAGIC, _raw(header.manifest), _raw(header.plan), *header[2:], 0)[:-8]
+        self._check = _xxh3(packed)
+        self._write(packed + _CHECK.pack(self._check))
+
+
+class JournalFile:
+    """A journal file as it was when it was opened.
 
     Raises:
-        FormatError: not a journal, of another dataset or plan than asked for, or damaged before its last record.
+        FormatError: not a journal of this version, or its header is damaged.
     """
-    data = path.read_bytes()
-    if len(data) < _HEADER.size:
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with explained(f"read {path}"):
+            self._data = path.read_bytes()
+        self.torn_bytes = 0
+        self.header: Header | None = None
+        """None where the file was killed while it was made."""
+        if len(self._data) < _HEADER.size:
+            self.torn_bytes = len(self._data)
+            return
+        magic, manifest, plan, *numbers, check = _HEADER.unpack_from(self._data)
+        if magic.rstrip(b"\0") != _MAGIC or _xxh3(self._data[: _HEADER.size - 8]) != check:
+            raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
+        self.header = Header("sha256:" + manifest.hex(), plan.hex(), *numbers)
+        self.start = (_HEADER.size, int(check))
+        """(offset, checksum) from which the first entry goes on."""
+
+    def entries(self, start: tuple[int, int] | None = None) -> Iterator[Entry]:
+        """The whole entries from `start` on; what a kill tore is counted in `torn_bytes`.
+
+        Raises:
+            FormatError: an entry is damaged, dropped or out of its place; says at which byte.
+        """
+        if self.header is None:
+            return
+        data = memoryview(self._data)
+        offset, check = self.start if start is None else start
+        if offset > len(data):
+            raise FormatError(
+                f"{self.path} ends at byte {len(data)}, and {offset} bytes of it were merged before: it was cut"
+            )
+        while offset < len(data):
+            entry = _entry(data, offset, check)
+            if entry is None:
+                if _is_torn(data, offset, check):
+                    self.torn_bytes = len(data) - offset
+                    return
+                raise FormatError(
+                    f"{self.path}: the entry at byte {offset} is damaged or not the one that was written there: its "
+                    "checksum does not go on from the entry before"
+                )
+            yield entry
+            offset, check = entry.end, entry.check
+
+
+def journal_paths(directory: Path) -> list[Path]:
+    """The journal files of a run, by rank and number."""
+    found = []
+    with explained(f"list {directory}"):
+        for name in os.listdir(directory) if directory.is_dir() else ():
+            match = _NAME.fullmatch(name)
+            if match:
+                found.append((int(match[1]), int(match[2]), directory / name))
+    return [path for _, _, path in sorted(found)]
+
+
+def read_journal(path: Path, *, manifest: str | None = None, plan: str | None = None) -> Iterator[CellRecord]:
+    """The cells of a journal file in the order in which they were handed out; what a kill tore is left out.
+
+    Raises:
+        FormatError: not a journal, of another dataset or plan than asked for, or damaged.
+    """
+    file = JournalFile(path)
+    if file.header is None:
         return  # killed while it was being made: nothing was consumed yet
-    fields = _HEADER.unpack_from(data)
-    if fields[0] != _MAGIC or not _checked(data, 0, _HEADER.size):
-        raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
-    for what, expected, got in (("manifest", manifest, fields[1]), ("plan", plan, fields[2])):
-        if expected is not None and _raw(expected) != got:
-            raise FormatError(f"{path} was written for {what} {got.hex()[:12]}…, expected {expected[:19]}…")
-    end = len(data) - (len(data) - _HEADER.size) % _RECORD.size
-    for offset in range(_HEADER.size, end, _RECORD.size):
-        if not _checked(data, offset, _RECORD.size):
-            if offset + _RECORD.size >= end:
-                return
-            raise FormatError(f"{path}: the record at byte {offset} is damaged; its checksum does not match")
-        step, lane, rows, digest, _ = _RECORD.unpack_from(data, offset)
-        yield CellRecord(step, lane, rows, digest.hex())
+    for what, expected, got in (
+        ("manifest", manifest, file.header.manifest),
+        ("plan", plan, file.header.plan),
+    ):
+        if expected is not None and expected != got:
+            raise FormatError(f"{path} was written for {what} {got[:19]}…, expected {expected[:19]}…")
+    for entry in file.entries():
+        if entry.kind == CELLS:
+            lanes, rows, digests = entry.cells()
+            numbers = zip(_numbers(lanes), _numbers(rows), range(0, len(digests), 16), strict=True)
+            for lane, count, at in numbers:
+                yield CellRecord(entry.step, lane, count, digests[at : at + 16].hex())
 
 
-def _checked(data: bytes, offset: int, size: int) -> bool:
-    body = data[offset : offset + size - 8]
-    return xxhash.xxh3_64_digest(body)[::-1] == data[offset + size - 8 : offset + size]
+def _numbers(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
+    """The entry at `offset`, None where there is none whose checksum goes on from `check`."""
+    if offset + _HEAD.size + _CHECK.size > len(data):
+        return None
+    step, kind, size, head_check = _HEAD.unpack_from(data, offset)
+    end = offset + _HEAD.size + size + _CHECK.size
+    if end > len(data) or _xxh3(data[offset : offset + _HEAD.size - 8], seed=check) != head_check:
+        return None
+    body = data[offset + _HEAD.size : end - _CHECK.size]
+    (tail,) = _CHECK.unpack_from(data, end - _CHECK.size)
+    if _xxh3(body, seed=head_check) != tail or (kind == CELLS and size % _CELL_BYTES):
+        return None
+    return Entry(step, kind, bytes(body), end, tail)
+
+
+def _is_torn(data: memoryview, offset: int, check: int) -> bool:
+    """Whether what follows is the beginning of an entry that was never written to its end."""
+    rest = len(data) - offset
+    if rest < _HEAD.size or not any(data[offset:]):
+        return True  # zeros: a power cut kept the size and lost the bytes
+    _, _, size, head_check = _HEAD.unpack_from(data, offset)
+    if _xxh3(data[offset : offset + _HEAD.size - 8], seed=check) != head_check:
+        return False
+    return rest <= _HEAD.size + int(size) + _CHECK.size
+
+
+def _little_endian(samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The buffer that is hashed; a view wherever it can be one."""
+    if samples.dtype != np.int64 or sys.byteorder != "little":
+        return samples.astype("<i8")
+    return np.ascontiguousarray(samples)
 
 
 def _raw(digest: str) -> bytes:
@@ -129,11 +353,14 @@ def _raw(digest: str) -> bytes:
 
 
 def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
-    attempt = 0
+    """A new file of the rank, numbered after all it has had; removed ones leave no number free (SPEC.md)."""
+    numbers = [int(match[2]) for name in os.listdir(directory) if (match := _NAME.fullmatch(name))
+               and int(match[1]) == rank]  # fmt: skip
+    number = max(numbers, default=-1) + 1
     while True:
-        path = directory / f"{rank:05d}-{attempt:05d}.cells"
+        path = directory / f"{rank:05d}-{number:05d}.cells"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             return path, os.open(path, flags, 0o644)
         except FileExistsError:
-            attempt += 1
+            number += 1

@@ -10,6 +10,7 @@ import pytest
 
 from shardkit.errors import FormatError
 from shardkit.ledger import Journal, read_journal
+from shardkit.ledger.journal import JournalFile
 from shardkit.plan import cell_digest
 
 MANIFEST = "sha256:" + "ab" * 32
@@ -40,11 +41,33 @@ def test_every_start_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert len(list(read_journal(first))) == 2
 
 
-@pytest.mark.parametrize("cut", range(1, 41))
+@pytest.mark.parametrize("cut", range(1, 81))
 def test_a_torn_tail_is_left_out(tmp_path: Path, cut: int) -> None:
-    path = _write(tmp_path, 2)
-    path.write_bytes(path.read_bytes()[:-cut])
-    assert len(list(read_journal(path))) == 3
+    one, path = _write(tmp_path / "one", 1), _write(tmp_path / "two", 2)
+    data = path.read_bytes()
+    assert len(data) - one.stat().st_size == 80  # 2 cells of 24 bytes, head and checksum of the step
+    path.write_bytes(data[:-cut])
+    assert [record.step for record in read_journal(path)] == [0, 0]
+    file = JournalFile(path)
+    assert len(list(file.entries())) == 1
+    assert file.torn_bytes == 80 - cut
+
+
+def test_zeros_after_a_power_cut_are_torn_too(tmp_path: Path) -> None:
+    path = _write(tmp_path, 1)
+    path.write_bytes(path.read_bytes() + bytes(300))
+    assert len(list(read_journal(path))) == 2
+
+
+def test_dropped_repeated_and_swapped_entries_are_found(tmp_path: Path) -> None:
+    path = _write(tmp_path, 4)
+    data = path.read_bytes()
+    start = len(data) - 4 * 80
+    head, steps = data[:start], [data[start + 80 * i : start + 80 * i + 80] for i in range(4)]
+    for order in ([0, 2, 3], [0, 1, 1, 2, 3], [0, 2, 1, 3], [1, 2, 3]):
+        path.write_bytes(head + b"".join(steps[i] for i in order))
+        with pytest.raises(FormatError, match=r"00001-00000.cells: the entry at byte \d+"):
+            list(read_journal(path))
 
 
 def test_a_file_killed_while_being_made_holds_nothing(tmp_path: Path) -> None:
@@ -56,7 +79,7 @@ def test_a_file_killed_while_being_made_holds_nothing(tmp_path: Path) -> None:
 def test_every_flipped_bit_before_the_last_record_is_found(tmp_path: Path) -> None:
     path = _write(tmp_path, 2)
     clean = path.read_bytes()
-    for position in range(0, len(clean) - 40, 3):
+    for position in range(0, len(clean) - 81, 3):
         damaged = bytearray(clean)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)

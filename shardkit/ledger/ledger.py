@@ -1,0 +1,339 @@
+"""The ledger of a run: one record per step and one line per event, each under a Merkle tree, committed in one step.
+
+Files below ``RUN/ledger/`` (SPEC.md): `steps` and `events` and `heads` are only appended to; `state.json` says how much
+of each is committed and is replaced in one step, so that a commit that a kill interrupts never happened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+
+from shardkit.errors import FormatError, IntegrityError
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.formats.digest import sha256_digest
+from shardkit.ledger.merkle import Frontier, Tree, leaf_hash
+from shardkit.ledger.records import (
+    RECORD,
+    RECORD_BYTES,
+    STEPS_MAGIC,
+    StepRecords,
+    encode_line,
+    encode_record,
+    parse_lines,
+    parse_records,
+)
+from shardkit.storage.os_errors import explained
+
+__all__ = ["Ledger", "LedgerState", "read_file"]
+
+_MAX_STATE: Final = 1 << 28
+
+
+@dataclass
+class LedgerState:
+    """What `state.json` holds: how much is committed, and what the next merge goes on from.
+
+    Attributes:
+        records: step records in `steps`, abandoned branches included.
+        check: checksum of the last of them.
+        first: step of the first leaf.
+        branch: [step, record] pairs: from which step on the records of the current branch begin where.
+        peaks: frontier of the tree of steps; its size is the number of leaves.
+        events, events_bytes, events_check, events_peaks: the same of `events`.
+        heads_bytes, heads_check: of `heads`.
+        plans: (manifest id, plan digest) by number.
+        journals: file name → [offset, checksum, start]: what of it is merged.
+        start: the newest start of the run, see `merging`.
+    """
+
+    records: int = 0
+    check: int = 0
+    first: int = 0
+    size: int = 0
+    branch: list[list[int]] = field(default_factory=list)
+    peaks: list[str] = field(default_factory=list)
+    events: int = 0
+    events_bytes: int = 0
+    events_check: int = 0
+    events_peaks: list[str] = field(default_factory=list)
+    heads_bytes: int = 0
+    heads_check: int = 0
+    plans: list[list[str]] = field(default_factory=list)
+    journals: dict[str, list[int]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with its own digest; checksums as text, since they may exceed int64."""
+        body = {
+            name: f"{value:016x}" if name.endswith("check") else value for name, value in vars(self).items()
+        }
+        body["journals"] = {
+            name: [at, f"{check:016x}", start] for name, (at, check, start) in self.journals.items()
+        }
+        return (
+            dumps({"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(dumps(body))})
+            + b"\n"
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LedgerState:
+        """Read it back.
+
+        Raises:
+            IntegrityError: damaged.
+        """
+        try:
+            document = loads(data.rstrip(b"\n"), _MAX_STATE)
+            body = dict(document["state"])
+            if document["format"] != "shardkit-ledger/1" or document["digest"] != sha256_digest(dumps(body)):
+                raise FormatError("its digest does not fit")
+            for name in list(body):
+                body[name] = int(body[name], 16) if name.endswith("check") else body[name]
+            body["journals"] = {
+                n: [at, int(check, 16), start] for n, (at, check, start) in body["journals"].items()
+            }
+            return cls(**body)
+        except (FormatError, KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"ledger/state.json is damaged: {error}") from error
+
+
+class Ledger:
+    """A run's ledger, loaded to be appended to (`writing`) or only looked at.
+
+    What is appended is seen by all methods at once, and by others after `commit`.
+
+    Raises:
+        IntegrityError: a file is shorter than what was committed, or `state.json` is damaged or gone.
+    """
+
+    def __init__(self, run: Path, *, writing: bool = False) -> None:
+        self.run, self.directory = run, run / "ledger"
+        self._lock = self._take_lock() if writing else -1
+        try:
+            self.state = self._load_state(writing)
+            self._check_sizes(writing)
+        except BaseException:
+            self.close()
+            raise
+        state = self.state
+        self.steps = Frontier(state.size, map(bytes.fromhex, state.peaks))
+        self.events = Frontier(state.events, map(bytes.fromhex, state.events_peaks))
+        self._new_steps, self._new_events = bytearray(), bytearray()
+        self._committed_records = state.records
+
+    # ---- reading
+
+    @property
+    def next_step(self) -> int:
+        """The step that would extend the tree."""
+        return self.state.first + self.steps.size
+
+    def records(self) -> StepRecords:
+        """All records in the order in which they were written, abandoned branches included."""
+        data = self._committed("steps", len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records)
+        new = np.frombuffer(bytes(self._new_steps), dtype=RECORD)
+        return np.concatenate([parse_records(data), new])
+
+    def branch_records(self) -> StepRecords:
+        """The records that are leaves of the tree of steps, in order."""
+        records, parts = self.records(), []
+        starts = self.state.branch
+        for place, (step, at) in enumerate(starts):
+            until = starts[place + 1][0] if place + 1 < len(starts) else self.next_step
+            parts.append(records[at : at + until - step])
+        return np.concatenate(parts) if parts else records[:0]
+
+    def event_documents(self) -> list[dict[str, Any]]:
+        """All events in order."""
+        data = self._committed("events", self.state.events_bytes) + bytes(self._new_events)
+        return [document for document, _ in parse_lines(data, "ledger/events")]
+
+    def digest_of(self, step: int) -> bytes:
+        """Digest of a step of the current branch."""
+        for first, at in reversed(self.state.branch):
+            if first <= step < self.next_step:
+                return self._record(at + step - first)
+        raise IndexError(step)
+
+    def head(self, step: int | None = None) -> dict[str, Any]:
+        """The heads of both trees; of the steps before `step` only, where it is given."""
+        size, root = self.steps.size, None
+        if step is not None and step < self.next_step:
+            size = max(0, step - self.state.first)
+            root = Tree(leaf_hash(one["digest"].tobytes()) for one in self.branch_records()[:size]).root()
+        root = self.steps.root() if root is None else root
+        return {
+            "steps": {"first": self.state.first, "size": size, "root": root.hex()},
+            "events": {"size": self.events.size, "root": self.events.root().hex()},
+        }
+
+    # ---- appending
+
+    def append(self, step: int, rows: int, plan: int, digest: bytes) -> None:
+        """Extend the tree of steps; `step` is `next_step`, or the first there is."""
+        state = self.state
+        if not self.steps.size:
+            state.first, state.branch = step, [[step, state.records]]
+        record, state.check = encode_record(step, rows, plan, digest, state.check)
+        self._new_steps += record
+        state.records += 1
+        self.steps.append(leaf_hash(digest))
+
+    def fork(self, step: int) -> None:
+        """Leave the branch at `step`: what follows is appended from there; the records left behind stay."""
+        state = self.state
+        size = max(0, step - state.first)
+        leaves = (leaf_hash(one["digest"].tobytes()) for one in self.branch_records()[:size])
+        self.steps = Tree(leaves).frontier()
+        state.branch = [pair for pair in state.branch if pair[0] < step]
+        state.branch.append([step, state.records])
+
+    def add_event(self, document: dict[str, Any]) -> None:
+        """Extend the tree of events."""
+        line, self.state.events_check = encode_line(document, self.state.events_check)
+        self._new_events += line
+        self.events.append(leaf_hash(line[17:-1]))
+
+    def commit(self) -> None:
+        """Make everything appended durable, in one step; afterwards `state.json` names it."""
+        state = self.state
+        state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
+        state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
+        if not (self._new_steps or self._new_events):
+            if read_file(self.directory / "state.json") != state.to_bytes():
+                with explained(f"write {self.directory}", writing=True):
+                    _replace(self.directory / "state.json", state.to_bytes())
+            return
+        head, state.heads_check = encode_line({**self.head(), "records": state.records}, state.heads_check)
+        steps = bytes(self._new_steps) if self._committed_records else STEPS_MAGIC + bytes(self._new_steps)
+        with explained(f"write {self.directory}", writing=True):
+            _append(self.directory / "steps", steps if self._new_steps else b"")
+            _append(self.directory / "events", bytes(self._new_events))
+            _append(self.directory / "heads", head)
+            state.events_bytes += len(self._new_events)
+            state.heads_bytes += len(head)
+            _replace(self.directory / "state.json", state.to_bytes())
+        self._committed_records = state.records
+        self._new_steps.clear()
+        self._new_events.clear()
+
+    def close(self) -> None:
+        """Free the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- files
+
+    def _take_lock(self) -> int:
+        with explained(f"write {self.directory}", writing=True):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return descriptor
+
+    def _load_state(self, writing: bool) -> LedgerState:
+        data = read_file(self.directory / "state.json")
+        if data is not None:
+            return LedgerState.from_bytes(data)
+        if any(read_file(self.directory / name) for name in ("steps", "events", "heads")):
+            raise IntegrityError(
+                f"{self.directory} has records and no state.json, which is written before them: somebody removed it; "
+                "restore it from a copy"
+            )
+        state = LedgerState()
+        if writing:
+            with explained(f"write {self.directory}", writing=True):
+                _replace(self.directory / "state.json", state.to_bytes())
+        return state
+
+    def _check_sizes(self, writing: bool) -> None:
+        state = self.state
+        expected = {
+            "steps": len(STEPS_MAGIC) + RECORD_BYTES * state.records if state.records else 0,
+            "events": state.events_bytes,
+            "heads": state.heads_bytes,
+        }
+        for name, size in expected.items():
+            path = self.directory / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise IntegrityError(
+                    f"{path} was cut: {found} bytes, expected at least {size}; restore it from a copy of the run"
+                )
+            if found > size and writing:  # appended by a commit that never happened
+                with explained(f"write {path}", writing=True):
+                    os.truncate(path, size)
+
+    def _committed(self, name: str, size: int) -> bytes:
+        return (read_file(self.directory / name) or b"")[:size]
+
+    def _record(self, index: int) -> bytes:
+        at = (index - self._committed_records) * RECORD_BYTES + 16
+        if at >= 0:
+            return bytes(self._new_steps[at : at + 32])
+        with explained(f"read {self.directory}"), _opened(self.directory / "steps") as descriptor:
+            return os.pread(descriptor, 32, len(STEPS_MAGIC) + index * RECORD_BYTES + 16)
+
+
+def read_file(path: Path) -> bytes | None:
+    """The bytes of a file, None where there is none."""
+    try:
+        with explained(f"read {path}"):
+            return path.read_bytes() if path.exists() else None
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _append(path: Path, data: bytes) -> None:
+    if not data:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+    with _opened(path.parent) as folder:
+        os.fsync(folder)

@@ -1,0 +1,336 @@
+"""From the ranks' journals to one leaf per step: the same on any topology (SPEC.md, "Merging").
+
+A *start* is one launch of the run: the ranks (and their workers) that began together. Within a start, steps are taken
+in order; a step is complete when all lanes of the plan have been recorded, by whichever ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardkit.ledger.collecting import Conflict, PartialStep, WaitingRecord
+from shardkit.ledger.journal import CELLS, EVENT, META, Entry, Header, JournalFile, journal_paths
+from shardkit.ledger.ledger import Ledger
+from shardkit.ledger.records import step_digest
+from shardkit.storage.os_errors import explained
+
+__all__ = ["Merge", "ledger_head", "merge_journals"]
+
+Key = tuple[str, str, int]  # manifest, plan, step
+
+
+@dataclass(slots=True)
+class Source:
+    """A journal file in this merge."""
+
+    file: JournalFile
+    header: Header
+    start: int
+    settled: tuple[int, int]  # (offset, checksum) up to which everything is merged
+    waiting: list[WaitingRecord] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.file.path.name
+
+    @property
+    def attempt(self) -> tuple[int, int, int]:
+        return self.header.started, self.header.rank, self.header.worker
+
+
+class Merge:
+    """One pass over the journals that the ledger has not seen.
+
+    Args:
+        ledger: extended in memory; the caller commits it.
+        limit: steps from here on are left for a later merge.
+
+    Attributes:
+        repeated: complete steps that were consumed again, with equal digests.
+        sources: the journal files.
+        torn: (file, bytes) of tails that a kill tore.
+        pending: what is recorded and not in the tree: steps that are not complete, or lie behind a gap.
+    """
+
+    def __init__(self, ledger: Ledger, limit: int | None = None) -> None:
+        self.ledger, self._limit = ledger, limit
+        self.repeated = 0
+        self._steps: dict[Key, PartialStep] = {}
+        self._ready: dict[int, tuple[Key, PartialStep]] = {}
+        self.sources = self._open_sources()
+        self._whole = self._whole_starts()
+        for number in sorted({source.start for source in self.sources}):
+            self._merge_start(number, [one for one in self.sources if one.start == number])
+        for source in self.sources:
+            self._advance(source)
+            ledger.state.journals[source.name] = [*source.settled, source.start]
+        self.torn = [(one.name, one.file.torn_bytes) for one in self.sources if one.file.torn_bytes]
+        self.pending: dict[Key, PartialStep] = {
+            **self._steps,
+            **dict(self._ready.values()),
+        }
+
+    def pending_steps(self) -> list[int]:
+        """Numbers of the recorded steps that are not in the tree, ascending."""
+        return sorted({step for _, _, step in self.pending})
+
+    def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
+        """(plan, step, lane, digest in hex) of the recorded cells that no record of the ledger stands for."""
+        for (_, plan, number), step in sorted(self.pending.items(), key=lambda item: item[0]):
+            one: PartialStep | None = step
+            while one is not None:
+                yield from ((plan, number, lane, digest.hex()) for lane, digest in one.known_cells())
+                one = one.older
+
+    # ---- files and starts
+
+    def _open_sources(self) -> list[Source]:
+        known = self.ledger.state.journals
+        sources, fresh = [], []
+        paths = journal_paths(self.ledger.run / "journal")
+        for name in set(known) - {path.name for path in paths}:
+            del known[name]  # removed after its last entry was merged
+        for path in paths:
+            file = JournalFile(path)
+            if file.header is None:
+                continue
+            if path.name in known:
+                offset, check, start = known[path.name]
+                sources.append(Source(file, file.header, start, (offset, check)))
+            else:
+                fresh.append(Source(file, file.header, -1, file.start))
+        starts = {source.attempt: source.start for source in sources}
+        for source in sorted(fresh, key=lambda one: (one.attempt, one.header.part)):
+            if source.attempt not in starts:
+                starts[source.attempt] = self._start_of(source.header)
+            source.start = starts[source.attempt]
+            sources.append(source)
+        return sorted(sources, key=lambda one: (one.start, one.attempt, one.header.part))
+
+    def _whole_starts(self) -> set[int]:
+        """The starts in which every rank and worker has its journal."""
+        places: dict[int, set[tuple[int, int]]] = {}
+        for source in self.sources:
+            places.setdefault(source.start, set()).add((source.header.rank, source.header.worker))
+        newest = self.ledger.state.start
+        if newest:
+            places[newest["number"]] = {(rank, worker) for rank, worker in newest["members"]}
+        sizes = {one.start: one.header.world * one.header.workers for one in self.sources}
+        return {start for start, found in places.items() if len(found) == sizes.get(start)}
+
+    def _start_of(self, header: Header) -> int:
+        """The start that a new attempt belongs to: the newest, unless its place there is taken."""
+        newest = self.ledger.state.start
+        shape = [header.plan, header.world, header.workers]
+        place = [header.rank, header.worker]
+        if (
+            not newest
+            or newest["shape"] != shape
+            or place in newest["members"]
+            or newest["lanes"] != header.lanes
+        ):
+            number = newest.get("number", -1) + 1
+            newest = self.ledger.state.start = {
+                "number": number, "shape": shape, "lanes": header.lanes, "members": [],
+                "told": newest.get("told", -1), "owners": newest.get("owners", []), "reached": [*newest.get("reached", []), 0],
+            }  # fmt: skip
+        newest["members"].append(place)
+        return int(newest["number"])
+
+    # ---- one start
+
+    def _merge_start(self, number: int, sources: list[Source]) -> None:
+        by_attempt: dict[tuple[int, int, int], list[Source]] = {}
+        for source in sources:
+            by_attempt.setdefault(source.attempt, []).append(source)
+        streams = [self._entries(parts) for parts in by_attempt.values()]
+        merged = heapq.merge(*streams, key=lambda item: (item[1].entry.step, item[0].header.rank))  # type: ignore[union-attr]
+        for source, record in merged:
+            entry = record.entry
+            assert entry is not None
+            if entry.kind != META and (self._limit is None or entry.step < self._limit):
+                self._tell_start(number, entry.step, source.header)
+            if entry.kind == META:
+                self._settle([record])
+                self._know_plan(source.header, entry.document())
+            elif self._limit is not None and entry.step >= self._limit:
+                pass
+            elif entry.kind == EVENT:
+                self._settle([record])
+                document = {
+                    "step": entry.step,
+                    "rank": source.header.rank,
+                    "start": number,
+                    **entry.document(),
+                }
+                self.ledger.add_event(document)
+            elif entry.kind == CELLS:
+                self._reach(number, entry.step)
+                self._add(source, record, entry, number)
+            self._advance(source)
+
+    def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, WaitingRecord]]:
+        for source in parts:
+            for entry in source.file.entries(source.settled):
+                record = WaitingRecord(entry, (entry.end, entry.check))
+                source.waiting.append(record)
+                yield source, record
+
+    def _settle(self, records: list[WaitingRecord]) -> None:
+        for record in records:
+            record.settled, record.entry = True, None
+
+    def _advance(self, source: Source) -> None:
+        done = 0
+        for record in source.waiting:
+            if not record.settled:
+                break
+            source.settled, done = record.end, done + 1
+        del source.waiting[:done]
+
+    def _reach(self, number: int, step: int) -> None:
+        reached = self.ledger.state.start["reached"]
+        reached[number] = max(reached[number], step + 1)
+
+    def _tell_start(self, number: int, step: int, header: Header) -> None:
+        """The event of a start, once, with how far the run had come before."""
+        newest = self.ledger.state.start
+        if number <= newest["told"]:
+            return
+        newest["told"] = number
+        before = max(newest["reached"][:number], default=0)
+        self.ledger.add_event(
+            {"kind": "start", "start": number, "step": step, "ranks": header.world, "workers": header.workers,
+             "reached": before, "repeats": max(0, before - step), "time": header.started}
+        )  # fmt: skip
+
+    def _know_plan(self, header: Header, meta: dict[str, Any]) -> int:
+        plans = self.ledger.state.plans
+        pair = [header.manifest, header.plan]
+        if pair not in plans:
+            plans.append(pair)
+            self.ledger.add_event(
+                {"kind": "plan", "number": len(plans) - 1, "manifest": header.manifest, "plan": header.plan,
+                 "lanes": header.lanes, **meta}
+            )  # fmt: skip
+        return plans.index(pair)
+
+    # ---- one step
+
+    def _add(self, source: Source, record: WaitingRecord, entry: Entry, number: int) -> None:
+        header = source.header
+        if not header.lanes:
+            return
+        key = (header.manifest, header.plan, entry.step)
+        step = self._steps.get(key)
+        if step is None or (step.start < number and number in self._whole):
+            # A start of all ranks takes the step from its beginning; single ranks that were replaced join it.
+            step = self._steps[key] = PartialStep(entry.step, header.lanes, number, older=step)
+        self._tell_conflicts(step.put(entry, header.rank), entry.step, number)
+        step.records.append(record)
+        record.entry = None
+        if not step.missing:
+            del self._steps[key]
+            self._tell_conflicts(step.conflicts_with_older(), entry.step, number)
+            self._take(key, step)
+            while (following := self._ready.pop(self.ledger.next_step, None)) is not None:
+                self._take(*following)
+
+    def _tell_conflicts(self, conflicts: list[Conflict], step: int, start: int) -> None:
+        for one in conflicts:
+            self.ledger.add_event({"kind": "conflict", "step": step, "start": start, **one._asdict()})
+
+    def _take(self, key: Key, step: PartialStep) -> None:
+        """Take a complete step into the tree, or compare it with what is there."""
+        ledger, number = self.ledger, step.step
+        if ledger.steps.size and number > ledger.next_step:
+            self._ready[number] = (key, step)
+            return
+        plan = ledger.state.plans.index([key[0], key[1]])
+        digest = step_digest(key[0], key[1], number, step.cells)
+        if ledger.steps.size and number < ledger.next_step:
+            if number >= ledger.state.first and ledger.digest_of(number) == digest:
+                self.repeated += 1
+                self._note_owners(step)
+                self._settle(step.records)
+                return
+            self._fork(step, plan)
+        self._note_owners(step)
+        ledger.append(number, sum(step.rows), plan, digest)
+        self._settle(step.records)
+
+    def _fork(self, step: PartialStep, plan: int) -> None:
+        """The run left what it had consumed from here on: said in an event, never hidden."""
+        ledger = self.ledger
+        abandoned = ledger.head()["steps"]
+        ledger.add_event(
+            {"kind": "fork", "step": step.step, "record": ledger.state.records, "start": step.start, "plan": plan,
+             "abandoned": abandoned}
+        )  # fmt: skip
+        ledger.fork(step.step)
+
+    def _note_owners(self, step: PartialStep) -> None:
+        """An assignment event wherever other ranks work the lanes than in the step before."""
+        newest = self.ledger.state.start
+        owners = [step.start, *sorted([rank, lanes.hex()] for lanes, rank in step.parts.items())]
+        if owners != newest["owners"]:
+            newest["owners"] = owners
+            self.ledger.add_event(
+                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": step.owners()}
+            )
+
+
+def merge_journals(run: Path, *, limit: int | None = None) -> tuple[Ledger, Merge]:
+    """The ledger with everything that the journals hold merged into it in memory; nothing is written."""
+    ledger = Ledger(run)
+    return ledger, Merge(ledger, limit)
+
+
+def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Merge the journals into the ledger, durably, and return its heads: to be stored in a checkpoint.
+
+    To be called by one process, at a checkpoint after `step` steps, when all ranks have been handed those steps.
+    Journal files that are merged and will not be written again are removed.
+
+    Returns:
+        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex; of the steps before
+        `step` where it is given.
+
+    Raises:
+        IntegrityError: the ledger was cut or damaged.
+        StoreError: it cannot be written.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        merge = Merge(ledger, step)
+        head = ledger.head(step)
+        ledger.commit()
+        _prune(merge)
+    return head
+
+
+def _prune(merge: Merge) -> None:
+    """Remove journal files that are merged whole, have a successor, and whose writer is gone."""
+    newest: dict[int, str] = {}
+    for source in merge.sources:
+        newest[source.header.rank] = max(newest.get(source.header.rank, ""), source.name)
+    for source in merge.sources:
+        path = source.file.path
+        with explained(f"remove {path}", writing=True), contextlib.suppress(FileNotFoundError):
+            if source.name == newest[source.header.rank] or source.settled[0] != os.stat(path).st_size:
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_size == source.settled[0]:
+                    os.unlink(path)
+            except BlockingIOError:
+                continue  # still written to
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,131 @@
+"""The bytes of the ledger's files: step records, and lines of canonical JSON with chained checksums (SPEC.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError
+from shardkit.formats.canonical_json import dumps, loads
+
+__all__ = [
+    "RECORD",
+    "RECORD_BYTES",
+    "STEPS_MAGIC",
+    "StepRecords",
+    "damaged_records",
+    "encode_line",
+    "encode_record",
+    "parse_lines",
+    "parse_records",
+    "step_digest",
+    "step_digests",
+]
+
+STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
+RECORD: Final = np.dtype(
+    [("step", "<u8"), ("rows", "<u4"), ("plan", "<u4"), ("digest", "u1", 32), ("check", "<u8")]
+)
+RECORD_BYTES: Final = RECORD.itemsize
+MAX_LINE: Final = 1 << 26
+_BODY: Final = struct.Struct("<QII32s")
+_CHECK: Final = struct.Struct("<Q")
+_PREFIX: Final = struct.Struct("<32s32sQ")
+_xxh3 = xxhash.xxh3_64_intdigest
+
+StepRecords = NDArray[np.void]
+"""(n,) of dtype `RECORD`."""
+
+
+def step_digest(manifest: str, plan: str, step: int, cells: bytes | bytearray) -> bytes:
+    """Digest of a step: SHA-256 over manifest id, plan digest, step and its cell digests in lane order.
+
+    Args:
+        manifest: "sha256:…".
+        plan: hex.
+        step: counted over the whole run.
+        cells: 16 bytes per lane.
+    """
+    raw = bytes.fromhex(manifest.removeprefix("sha256:"))
+    return hashlib.sha256(_PREFIX.pack(raw, bytes.fromhex(plan), step) + cells).digest()
+
+
+def step_digests(manifest: str, plan: str, first: int, cells: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`step_digest` of consecutive steps from `first` on: (steps, lanes, 16) → (steps, 32), uint8."""
+    raw, rest = bytes.fromhex(manifest.removeprefix("sha256:")), bytes.fromhex(plan)
+    rows = np.ascontiguousarray(cells).reshape(len(cells), -1)
+    out = b"".join(
+        hashlib.sha256(_PREFIX.pack(raw, rest, first + offset) + row.tobytes()).digest()
+        for offset, row in enumerate(rows)
+    )
+    return np.frombuffer(out, dtype=np.uint8).reshape(-1, 32)
+
+
+def encode_record(step: int, rows: int, plan: int, digest: bytes, check: int) -> tuple[bytes, int]:
+    """(record, its checksum); `check` is that of the record before."""
+    body = _BODY.pack(step, rows, plan, digest)
+    check = _xxh3(body, seed=check)
+    return body + _CHECK.pack(check), check
+
+
+def parse_records(data: bytes) -> StepRecords:
+    """The whole records of a step file, unchecked; a torn last one is left out.
+
+    Raises:
+        FormatError: not a step file of this version.
+    """
+    if data[: len(STEPS_MAGIC)] != STEPS_MAGIC[: len(data)]:
+        raise FormatError("ledger/steps is not a step file of this version; do not trust it")
+    count = max(0, len(data) - len(STEPS_MAGIC)) // RECORD_BYTES
+    return np.frombuffer(data, dtype=RECORD, count=count, offset=min(len(data), len(STEPS_MAGIC)))
+
+
+def damaged_records(records: StepRecords) -> list[int]:
+    """Indexes of records whose checksum does not go on from the record before."""
+    data = records.tobytes()
+    bad, check = [], 0
+    for index in range(len(records)):
+        at = index * RECORD_BYTES
+        (found,) = _CHECK.unpack_from(data, at + _BODY.size)
+        if _xxh3(data[at : at + _BODY.size], seed=check) != found:
+            bad.append(index)
+        check = found
+    return bad
+
+
+def encode_line(document: dict[str, Any], check: int) -> tuple[bytes, int]:
+    """(line, its checksum); `check` is that of the line before."""
+    body = dumps(document)
+    check = _xxh3(body, seed=check)
+    return b"%016x %s\n" % (check, body), check
+
+
+def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """(document, checksum) of each line; a torn last line is left out.
+
+    Raises:
+        FormatError: a line is damaged, dropped or out of its place.
+    """
+    check = 0
+    for number, line in enumerate(_lines(data), 1):
+        body = line[17:]
+        check = _xxh3(body, seed=check)
+        if line[:17] != b"%016x " % check:
+            raise FormatError(
+                f"{name}: line {number} is damaged or not the one that was written there: its checksum does not go on "
+                "from the line before"
+            )
+        document = loads(body, MAX_LINE)
+        if not isinstance(document, dict):
+            raise FormatError(f"{name}: line {number} is no JSON object; do not trust it")
+        yield document, check
+
+
+def _lines(data: bytes) -> Iterable[bytes]:
+    return data[: data.rfind(b"\n") + 1].splitlines() if b"\r" not in data else data.split(b"\n")[:-1]

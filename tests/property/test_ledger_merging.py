@@ -1,0 +1,273 @@
+"""One leaf per step whatever the ranks: kills, torn tails, restarts on other worlds, merges at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import IntegrityError
+from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals
+from shardkit.ledger import journal as journal_module
+from shardkit.ledger.merkle import Tree, leaf_hash
+
+MANIFEST = "sha256:" + "ab" * 32
+PLAN, OTHER = "cd" * 32, "ef" * 32
+LANES = 6
+
+
+def cell(step: int, lane: int, salt: int = 0) -> np.ndarray:
+    return np.arange(3, dtype=np.int64) + 1000 * step + 10 * lane + salt
+
+
+def expected_root(steps: int, *, first: int = 0, salted_from: int = 1 << 60, plan: str = PLAN) -> str:
+    """From the definition in SPEC.md, with nothing of the ledger's code but the tree."""
+    leaves = []
+    for step in range(first, steps):
+        salt = 5 if step >= salted_from else 0
+        cells = b"".join(
+            hashlib.sha256(cell(step, lane, salt).astype("<i8").tobytes()).digest()[:16]
+            for lane in range(LANES)
+        )
+        named = plan if step >= salted_from else PLAN
+        body = bytes.fromhex("ab" * 32) + bytes.fromhex(named) + struct.pack("<Q", step) + cells
+        leaves.append(leaf_hash(hashlib.sha256(body).digest()))
+    return Tree(leaves).root().hex()
+
+
+class Start:
+    """One launch of a run on `world` ranks, driven step by step."""
+
+    def __init__(self, run: Path, world: int, *, plan: str = PLAN, salt: int = 0) -> None:
+        self.salt = salt
+        self.journals = [
+            Journal(run / "journal", manifest=MANIFEST, plan=plan, rank=rank, world=world, lanes=LANES,
+                    meta={"settings": {"seed": 1}, "dataset": []})
+            for rank in range(world)
+        ]  # fmt: skip
+        self.lanes = [list(range(r * LANES // world, (r + 1) * LANES // world)) for r in range(world)]
+
+    def step(self, step: int, ranks: int | None = None) -> None:
+        for journal, lanes in list(zip(self.journals, self.lanes, strict=True))[:ranks]:
+            journal.record(step, [(lane, cell(step, lane, self.salt)) for lane in lanes])
+
+    def kill(self, tear: int = 0) -> None:
+        for journal in self.journals:
+            journal.close()
+        if tear:
+            os.truncate(self.journals[0].path, max(0, self.journals[0].path.stat().st_size - tear))
+
+
+def run_of(run: Path, last: int, world: int = 1) -> Start:
+    start = Start(run, world)
+    for step in range(last):
+        start.step(step)
+    return start
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_tree_is_the_same_on_any_topology_through_kills(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", data.draw(st.sampled_from([400, 1500, 1 << 20])))
+    run, saved = tmp_path_factory.mktemp("run"), 0
+    for _ in range(data.draw(st.integers(1, 5))):
+        start = Start(run, data.draw(st.integers(1, LANES)))
+        reached = saved + data.draw(st.integers(0, 12))
+        resumed = saved
+        for step in range(resumed, reached):
+            start.step(step)
+            if data.draw(st.integers(0, 3)) == 0:  # a checkpoint
+                saved = step + 1
+                head = ledger_head(run, saved)
+                assert head["steps"] == {"first": 0, "size": saved, "root": expected_root(saved)}
+        start.step(reached, ranks=data.draw(st.integers(0, len(start.journals))))
+        start.kill(tear=data.draw(st.integers(0, 30)) if reached > saved else 0)
+    last = Start(run, data.draw(st.integers(1, LANES)))
+    for step in range(saved, saved + 3):
+        last.step(step)
+    last.kill()
+    ledger, merge = merge_journals(run)
+    size = ledger.next_step
+    assert size >= saved + 3
+    assert ledger.head()["steps"] == {"first": 0, "size": size, "root": expected_root(size)}
+    assert not [event for event in ledger.event_documents() if event["kind"] in ("fork", "conflict")]
+    assert [step for step in merge.pending_steps() if step < saved + 3] == []
+    head = ledger.head()
+    assert ledger_head(run)["steps"] == head["steps"]
+    with Ledger(run) as again:
+        assert again.head() == ledger_head(run)
+
+
+def test_starts_repeats_and_assignments_are_events(tmp_path: Path) -> None:
+    first = run_of(tmp_path, 10, world=2)
+    ledger_head(tmp_path, 6)
+    first.kill()
+    second = Start(tmp_path, 3)
+    for step in range(6, 12):
+        second.step(step)
+    second.kill()
+    ledger, merge = merge_journals(tmp_path)
+    assert merge.repeated == 4
+    events = ledger.event_documents()
+    assert [event["kind"] for event in events] == ["plan", "start", "assignment", "start", "assignment"]
+    assert events[1] | {"time": 0} == {
+        "kind": "start", "start": 0, "step": 0, "ranks": 2, "workers": 1, "reached": 0, "repeats": 0, "time": 0,
+    }  # fmt: skip
+    assert events[3]["reached"] == 10
+    assert events[3]["repeats"] == 4
+    assert events[2]["lanes"] == [[0, 0, 3], [1, 3, 3]]
+    assert events[4]["lanes"] == [[0, 0, 2], [1, 2, 2], [2, 4, 2]]
+    assert ledger.head()["steps"]["root"] == expected_root(12)
+
+
+def test_events_of_a_rank_come_with_step_and_rank(tmp_path: Path) -> None:
+    start = run_of(tmp_path, 3)
+    start.journals[0].event(2, "failover", shard="sha256:00", location="mirror")
+    start.step(3)
+    start.kill()
+    events = merge_journals(tmp_path)[0].event_documents()
+    found = next(event for event in events if event["kind"] == "failover")
+    assert found == {
+        "kind": "failover",
+        "step": 2,
+        "rank": 0,
+        "start": 0,
+        "shard": "sha256:00",
+        "location": "mirror",
+    }
+
+
+def test_a_fork_is_recorded_and_the_branch_left_behind_stays(tmp_path: Path) -> None:
+    run_of(tmp_path, 8).kill()
+    old = ledger_head(tmp_path)
+    other = Start(tmp_path, 2, plan=OTHER, salt=5)
+    for step in range(5, 9):
+        other.step(step)
+    other.kill()
+    new = ledger_head(tmp_path)
+    assert old["steps"]["root"] == expected_root(8)
+    assert new["steps"] == {"first": 0, "size": 9, "root": expected_root(9, salted_from=5, plan=OTHER)}
+    with Ledger(tmp_path) as ledger:
+        fork = next(event for event in ledger.event_documents() if event["kind"] == "fork")
+        assert (fork["step"], fork["record"]) == (5, 8)
+        assert fork["abandoned"] == old["steps"]
+        assert ledger.records()["step"].tolist() == [*range(8), *range(5, 9)]
+        assert ledger.branch_records()["step"].tolist() == list(range(9))
+        assert ledger.branch_records()["plan"].tolist() == [0] * 5 + [1] * 4
+
+
+def test_both_branches_are_found_in_one_merge(tmp_path: Path) -> None:
+    run_of(tmp_path, 8).kill()
+    other = Start(tmp_path, 1, plan=OTHER, salt=5)
+    other.step(5)
+    other.kill()
+    ledger, _ = merge_journals(tmp_path)
+    assert ledger.head()["steps"]["root"] == expected_root(6, salted_from=5, plan=OTHER)
+    assert [event["kind"] for event in ledger.event_documents()].count("fork") == 1
+
+
+def test_a_cell_with_two_digests_is_a_conflict(tmp_path: Path) -> None:
+    start = run_of(tmp_path, 2, world=2)
+    start.step(2, ranks=1)
+    start.kill()
+    again = Start(tmp_path, 1, salt=5)
+    again.step(2)
+    again.kill()
+    events = merge_journals(tmp_path)[0].event_documents()
+    conflicts = [event for event in events if event["kind"] == "conflict"]
+    assert [(event["step"], event["lane"]) for event in conflicts] == [(2, 0), (2, 1), (2, 2)]
+    assert conflicts[0]["before"] == hashlib.sha256(cell(2, 0).tobytes()).hexdigest()[:32]
+
+
+def test_a_run_may_begin_at_any_step(tmp_path: Path) -> None:
+    start = Start(tmp_path, 2)
+    for step in range(100, 110):
+        start.step(step)
+    start.kill()
+    assert ledger_head(tmp_path)["steps"] == {"first": 100, "size": 10, "root": expected_root(110, first=100)}
+
+
+def test_steps_behind_a_gap_wait(tmp_path: Path) -> None:
+    start = run_of(tmp_path, 4)
+    start.step(6)
+    start.kill()
+    ledger, merge = merge_journals(tmp_path)
+    assert ledger.next_step == 4
+    assert merge.pending_steps() == [6]
+    filler = Start(tmp_path, 1)
+    filler.step(4)
+    filler.step(5)
+    filler.kill()
+    assert ledger_head(tmp_path)["steps"]["root"] == expected_root(7)
+
+
+def test_merged_journals_are_removed_and_the_ledger_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 4096)
+    start = Start(tmp_path, 2)
+    for step in range(400):
+        start.step(step)
+        if step % 50 == 49:
+            ledger_head(tmp_path, step + 1)
+    start.kill()
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert size < 200 * 400
+    assert len(list((tmp_path / "journal").iterdir())) <= 4
+    assert ledger_head(tmp_path)["steps"]["root"] == expected_root(400)
+
+
+@pytest.mark.parametrize("crash", ["steps", "events", "heads", "state.json"])
+def test_a_commit_that_a_kill_interrupts_never_happened(tmp_path: Path, crash: str) -> None:
+    """Every file may hold what the interrupted commit appended, the later ones nothing of it."""
+    start = run_of(tmp_path, 5)
+    ledger_head(tmp_path)
+    before = tmp_path / "before"
+    shutil.copytree(tmp_path / "ledger", before)
+    for step in range(5, 9):
+        start.step(step)
+    start.journals[0].event(6, "repair", shard="sha256:00")
+    start.kill()
+    complete = ledger_head(tmp_path)
+    order = ["steps", "events", "heads", "state.json"]
+    after = {name: (tmp_path / "ledger" / name).read_bytes() for name in order}
+    for name in order[order.index(crash) + 1 :]:
+        after[name] = (before / name).read_bytes()
+    for torn in (0, 7):
+        for name, data in after.items():
+            (tmp_path / "ledger" / name).write_bytes(data)
+        if torn and crash != "state.json":
+            (tmp_path / "ledger" / crash).write_bytes(after[crash][:-torn])
+        head = merge_journals(tmp_path)[0].head()
+        assert head["steps"] == complete["steps"]
+        assert ledger_head(tmp_path) == complete
+
+
+@pytest.mark.parametrize("name", ["steps", "events", "heads"])
+def test_a_ledger_that_was_cut_is_refused(tmp_path: Path, name: str) -> None:
+    run_of(tmp_path, 5).kill()
+    ledger_head(tmp_path)
+    path = tmp_path / "ledger" / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(IntegrityError, match=f"{name} was cut"):
+        ledger_head(tmp_path)
+    path.unlink()
+    with pytest.raises(IntegrityError, match=f"{name} was cut"):
+        merge_journals(tmp_path)
+
+
+def test_a_ledger_without_its_state_is_refused(tmp_path: Path) -> None:
+    run_of(tmp_path, 5).kill()
+    ledger_head(tmp_path)
+    (tmp_path / "ledger" / "state.json").unlink()
+    with pytest.raises(IntegrityError, match=r"no state\.json"):
+        ledger_head(tmp_path)
