@@ -57,7 +57,9 @@ class Per(StrEnum):
 
 
 def build(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, a folder, or a glob in quotes.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A file, a folder, a glob in quotes, or a URL.")
+    ],
     root: Annotated[
         str, typer.Argument(metavar="ROOT", help="The dataset's folder; made if it is not there.")
     ],

@@ -3,6 +3,7 @@
 protocol        what the build engine asks of an importer
 options         what a user may say about a source beyond its path
 source_files    listing and reading the files of a source
+remote_files    the same behind a URL
 line_ranges     files of lines, cut into ranges
 json_types      field types of JSON rows
 strict_json     JSON without NaN and without keys given twice

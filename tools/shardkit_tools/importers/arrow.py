@@ -99,7 +99,7 @@ def _record_batches(reader: Any, file: SourceFile) -> Iterator[Any]:
             batch = reader.read_next_batch() if count is None else reader.get_batch(number)
         except StopIteration:
             return
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, MemoryError) as error:  # a damaged length asks for any amount
             raise SourceError(
                 f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
             ) from error

@@ -20,6 +20,7 @@ from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.remote_files import is_url
 from shardkit_tools.importers.source_files import Source, file_stem, open_file
 
 __all__ = ["NumpyImporter", "open_numpy"]
@@ -58,9 +59,13 @@ class ArrayFile:
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
         """Rows start … stop − 1 as a fresh array."""
-        if self.columns_first:
-            mapped = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
-            return np.array(mapped[start:stop])
+        if self.columns_first:  # a row lies scattered over the file
+            if is_url(self.file.path):
+                with open_file(self.file) as stream:
+                    whole: NDArray[np.generic] = npy_format.read_array(stream, allow_pickle=False)
+            else:
+                whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
+            return np.array(whole[start:stop], order="C")
         with open_file(self.file) as stream:
             stream.seek(self.offset + start * self.row_bytes)
             data = stream.read((stop - start) * self.row_bytes)

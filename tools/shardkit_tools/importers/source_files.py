@@ -1,6 +1,6 @@
 """The files of a source: which there are, in one order, and their bytes.
 
-A source is a file, a folder or a glob (``data/**/*.jsonl``). Files are listed in the order of their names (by
+A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are listed in the order of their names (by
 code point, `/` as separator), so that the same source gives the same rows on every machine. Nothing outside
 the source is read through a symlink inside it, nothing that is not a regular file is opened, and every error
 names the file.
@@ -22,6 +22,7 @@ import zstandard
 
 from shardkit.errors import NotFoundError, SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.importers.remote_files import is_url, list_url, open_url
 
 __all__ = [
     "Source",
@@ -88,13 +89,17 @@ def list_source(source: str) -> Source:
     """List a source.
 
     Args:
-        source: a file, a folder (searched to any depth; names that start with a dot are left out) or a glob.
+        source: a file, a folder (searched to any depth; names that start with a dot are left out), a glob, or any of
+            them as a URL.
 
     Raises:
         NotFoundError: nothing is there.
         SourceError: a folder without files, a link that leads out of the folder, or something that is not a
         file.
     """
+    if is_url(source):
+        found, is_single_file = list_url(source)
+        return Source(source, tuple(sorted(found, key=_by_name)), is_single_file)
     if os.path.isdir(source):
         files = tuple(sorted(_walk(source), key=_by_name))
         if not files:
@@ -113,6 +118,8 @@ def open_file(file: SourceFile) -> BinaryIO:
     Raises:
         SourceError: it cannot be read, or its size is no longer the listed one.
     """
+    if is_url(file.path):
+        return open_url(file)
     try:
         # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

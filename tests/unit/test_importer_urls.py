@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import shardkit
+from shardkit.errors import NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit_tools.building import build
+from shardkit_tools.importers import open_source
+from shardkit_tools.importers.conformance import check_importer, read_all
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    system = fsspec.filesystem("memory")
+    yield "memory://bucket"
+    system.rm("/bucket", recursive=True)
+
+
+def put(url: str, data: bytes) -> None:
+    with fsspec.open(url, "wb") as stream:
+        stream.write(data)
+
+
+def test_folders_files_and_globs_behind_a_url(bucket: str, tmp_path: Path) -> None:
+    put(f"{bucket}/photos/cat/1.png", b"\x89PNG\r\n\x1a\n1")
+    put(f"{bucket}/photos/dog/2.png", b"\x89PNG\r\n\x1a\n2")
+    put(f"{bucket}/photos/.hidden/3.png", b"")
+    importer = open_source(f"{bucket}/photos")
+    assert importer.classes == ("cat", "dog")
+    assert [row.source_name for row in check_importer(importer)] == ["cat/1.png", "dog/2.png"]
+    assert len(read_all(open_source(f"{bucket}/photos/*/1.png"))) == 1
+    put(f"{bucket}/rows.jsonl", b'{"a": 1}\n{"a": 2}\n')
+    assert [row.sample["a"] for row in check_importer(open_source(f"{bucket}/rows.jsonl"))] == [1, 2]
+    result = build(f"{bucket}/rows.jsonl", tmp_path / "root")
+    assert result.rows == 2
+    assert shardkit.open(tmp_path / "root").source(0) is not None
+    for path in (tmp_path / "root").rglob("*"):
+        assert not path.is_file() or b"memory:" not in path.read_bytes(), f"{path} holds the URL"
+
+
+def test_seekable_formats_behind_a_url(bucket: str) -> None:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"a": list(range(100))}), stream, row_group_size=10)
+    put(f"{bucket}/t/a.parquet", stream.getvalue())
+    assert [row.sample["a"] for row in check_importer(open_source(f"{bucket}/t"))] == list(range(100))
+    stream = io.BytesIO()
+    np.save(stream, np.asfortranarray(np.arange(12).reshape(4, 3)))
+    put(f"{bucket}/n/a.npy", stream.getvalue())
+    assert [np.asarray(r.sample["value"]).tolist() for r in check_importer(open_source(f"{bucket}/n"))][
+        1
+    ] == [3, 4, 5]
+
+
+def test_the_same_rows_as_from_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    local, remote = read_all(open_source(str(tmp_path))), read_all(open_source(f"file://{tmp_path}"))
+    assert [dict(row.sample) for row in local] == [dict(row.sample) for row in remote]
+
+
+def test_errors_behind_a_url(bucket: str) -> None:
+    with pytest.raises((NotFoundError, SourceError), match=r"memory://bucket/nothing"):
+        open_source(f"{bucket}/nothing")
+    put(f"{bucket}/a.jsonl", b'{"a": 1}\n')
+    importer = open_source(f"{bucket}/a.jsonl")
+    put(f"{bucket}/a.jsonl", b'{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(SourceError, match=r"a\.jsonl: changed since it was listed"):
+        read_all(importer)
+    fsspec.filesystem("memory").rm("/bucket/a.jsonl")
+    put(f"{bucket}/b", b"")
+    with pytest.raises(SourceError, match=r"a\.jsonl: cannot be read \(FileNotFoundError"):
+        read_all(importer)
+
+
+@pytest.mark.parametrize("url", ["ftp://me:secret@host/x.csv", "https://host/x.csv?X-Amz-Signature=secret"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UsageError) as error:
+        open_source(url)
+    assert "secret" not in str(error.value)
+
+
+def test_unknown_protocols() -> None:
+    with pytest.raises(ShardkitError, match="gopher"):
+        open_source("gopher://host/x.csv")
