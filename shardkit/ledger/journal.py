@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,6 +129,7 @@ class Journal:
     ) -> None:
         self._directory = directory
         self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, time.time_ns())
+        self._guard = threading.Lock()  # events come from the thread that prepares steps
         self._packed: tuple[tuple[int, ...], bytes] = ((), b"")
         with explained(f"write a journal in {directory}", writing=True):
             directory.mkdir(parents=True, exist_ok=True)
@@ -176,7 +178,8 @@ class Journal:
             kind: such as "failover", "substitution", "mask", "repair"; see SPEC.md.
             details: integers, strings, lists and objects of these.
         """
-        self._append(step, EVENT, dumps({"kind": kind, **details}))
+        text = {name: _unicode(value) if isinstance(value, str) else value for name, value in details.items()}
+        self._append(step, EVENT, dumps({"kind": kind, **text}))
 
     def close(self) -> None:
         """Sync and close; may be called twice."""
@@ -195,14 +198,15 @@ class Journal:
         self.close()
 
     def _append(self, step: int, kind: int, body: bytes) -> None:
-        if self._size >= ROTATE_BYTES:
-            self.close()
-            self._header = self._header._replace(part=self._header.part + 1)
-            self._open()
-        head = _HEAD.pack(step, kind, len(body), 0)[:-8]
-        head_check = _xxh3(head, seed=self._check)
-        self._check = _xxh3(body, seed=head_check)
-        self._write(b"".join((head, _CHECK.pack(head_check), body, _CHECK.pack(self._check))))
+        with self._guard:
+            if self._size >= ROTATE_BYTES:
+                self.close()
+                self._header = self._header._replace(part=self._header.part + 1)
+                self._open()
+            head = _HEAD.pack(step, kind, len(body), 0)[:-8]
+            head_check = _xxh3(head, seed=self._check)
+            self._check = _xxh3(body, seed=head_check)
+            self._write(b"".join((head, _CHECK.pack(head_check), body, _CHECK.pack(self._check))))
 
     def _write(self, data: bytes) -> None:
         with explained(f"write {self.path}", writing=True):
@@ -346,6 +350,11 @@ def _little_endian(samples: NDArray[np.int64]) -> NDArray[np.int64]:
     if samples.dtype != np.int64 or sys.byteorder != "little":
         return samples.astype("<i8")
     return np.ascontiguousarray(samples)
+
+
+def _unicode(text: str) -> str:
+    """Text without lone surrogates, which file names may hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _raw(digest: str) -> bytes:
