@@ -25,7 +25,14 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from shardkit.dataset.object_checks import Finding, ShardCheck, check_selections, failed, shard_checks
+from shardkit.dataset.object_checks import (
+    Finding,
+    ShardCheck,
+    check_selections,
+    failed,
+    shard_checks,
+    side_objects,
+)
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, ShardTable, check_against, unpack_page
@@ -215,17 +222,19 @@ def _survey_manifest(repository: Repository, manifest_id: str, survey: _Survey, 
     except ShardkitError as error:
         survey.findings.append(failed(name, manifest_id, error))
         return
-    if manifest.sources is not None:
+    for digest, kind, size in side_objects(manifest):
         survey.metadata += 1
         try:
-            repository.get_object(manifest.sources, "sources")
+            repository.get_object(digest, kind, size)
         except ShardkitError as error:
-            survey.findings.append(failed(object_name(manifest.sources, "sources"), manifest.sources, error))
+            survey.findings.append(failed(object_name(digest, kind), digest, error))
     for part_name, part in manifest.parts:
         try:
             holder = find_part(repository, part_name, part)
         except ShardkitError as error:
-            survey.findings.append(failed(object_name(part, "manifest"), f"part {part_name!r}", error))
+            name, expected = object_name(part, "manifest"), f"part {part_name!r} of {manifest_id}"
+            action = "put the part back, or merge again with the place where it is now"
+            survey.findings.append(Finding(name, expected, str(error), action, is_damage=False))
             continue
         _survey_manifest(holder, part, survey, seen)
     tables = list(_tables(repository, manifest, survey))

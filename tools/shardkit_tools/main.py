@@ -24,7 +24,7 @@ __all__ = ["COMMANDS", "make_app", "run"]
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build",)),
     ("Look at it", ("ls", "show", "log", "diff", "cat")),
-    ("Make versions of it", ("tag", "select")),
+    ("Make versions of it", ("tag", "select", "merge")),
     ("Check it, hand it on", ("verify", "export")),
     ("Train on it", ("plan", "train")),
     ("Get to know shardkit", ("demo",)),

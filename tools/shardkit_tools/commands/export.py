@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +14,9 @@ import typer
 
 import shardkit
 from shardkit.dataset import Dataset
+from shardkit.dataset.about import about_of
+from shardkit.dataset.croissant import croissant_document
+from shardkit.dataset.object_checks import side_objects
 from shardkit.errors import StoreError
 from shardkit.formats import extension, parse_digest
 from shardkit.storage import Repository, object_name
@@ -25,6 +29,7 @@ class Kind(StrEnum):
 
     SHA256SUMS = "sha256sums"
     URLS = "urls"
+    CROISSANT = "croissant"
 
 
 def export(
@@ -32,7 +37,9 @@ def export(
     kind: Annotated[
         Kind,
         typer.Option(
-            "--as", metavar="sha256sums|urls", help="sha256sums: for `sha256sum -c`; urls: the shards' paths."
+            "--as",
+            metavar="sha256sums|urls|croissant",
+            help="sha256sums: for `sha256sum -c`; urls: the shards' paths; croissant: MLCommons JSON-LD.",
         ),
     ],
     out: Annotated[
@@ -45,13 +52,13 @@ def export(
     """Hand a version to other tools.
 
     sha256sums lists every object of the version, with paths as they are in ROOT; urls lists the shards
-    alone, in order.
+    alone, in order; croissant is a description with licences, fields and the SHA-256 of every shard.
 
     Example: shardkit export data/cats --as sha256sums -o /tmp/sums && cd data/cats && sha256sum -c --quiet
     /tmp/sums
     """
     dataset = shardkit.open(root)
-    lines = _sums(dataset) if kind is Kind.SHA256SUMS else _urls(dataset)
+    lines = {Kind.SHA256SUMS: _sums, Kind.URLS: _urls, Kind.CROISSANT: _croissant}[kind](dataset)
     with ExitStack() as stack:
         stream = sys.stdout
         if out is not None:
@@ -70,7 +77,9 @@ def object_names(dataset: Dataset) -> Iterator[tuple[Repository, str, str]]:
     roots += [(part.repository, part.manifest) for part in dataset.version.parts]
     for repository, manifest in roots:
         digests = [(manifest.id, "manifest"), *((page.digest, "page") for page in manifest.pages)]
-        digests += [(manifest.sources, "sources")] if manifest.sources is not None else []
+        digests += [(digest, kind) for digest, kind, _ in side_objects(manifest)]
+        digests += [(manifest.about, "about")] if manifest.about is not None else []
+        digests += [(piece.digest, "lookup") for lookup in manifest.lookups for piece in lookup.pieces]
         for digest, kind in digests:
             yield repository, digest, object_name(digest, kind)
     for shard in range(len(dataset.table)):
@@ -93,6 +102,12 @@ def _sums(dataset: Dataset) -> Iterator[str]:
         if name not in seen:
             seen.add(name)
             yield f"{parse_digest(digest)}  {name}"
+
+
+def _croissant(dataset: Dataset) -> Iterator[str]:
+    name = dataset.repository.url.rstrip("/").rpartition("/")[2]
+    document = croissant_document(dataset.version, about_of(dataset.version), name=name)
+    yield json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def _urls(dataset: Dataset) -> Iterator[str]:

@@ -49,6 +49,9 @@ def select(
     if sum(option is not None for option in (where, rows, exclude)) != 1:
         raise UsageError("select takes one of --where, --rows and --exclude")
     dataset = shardkit.open(root)
+    if dataset.manifest.parts:
+        names = ", ".join(name for name, _ in dataset.manifest.parts)
+        raise UsageError(f"{root} is merged; select from its parts ({names}), then merge those versions")
     if where is not None:
         view = dataset.select(where=where)
     else:

@@ -1,0 +1,256 @@
+"""What people must know about a dataset before they use it: licence, source, contact; per stratum where they differ.
+
+Written by hand as TOML, kept as a content-addressed object that the manifest names (SPEC.md §8). Unlike a manifest it
+may hold URLs: they say where data came from, nothing is ever read from them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from shardkit.errors import ConfigurationError, SourceError
+from shardkit.formats import canonical_json
+from shardkit.manifest.json_fields import Fields, read_document
+from shardkit.storage import Repository, Version
+
+__all__ = ["About", "Terms", "about_of", "check_strata", "load_about", "parse_about", "read_about"]
+
+MAX_ABOUT_BYTES: Final = 4 * 2**20
+
+_FORMAT: Final = "shardkit-about/1"
+_LONGEST: Final = 10_000
+_MAX_STRATA: Final = 2**17
+_CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*:[^/\s]*@")
+_SPELLINGS: Final = {"license": "licence", "strata": "stratum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under what terms samples may be used, and who answers for them; "" where it is not said.
+
+    Attributes:
+        licence: an SPDX expression such as ``CC-BY-4.0``, or the URL of a text.
+        source: where the samples come from.
+        contact: who is asked, and told of errors and takedowns.
+        citation: how the work is cited.
+        note: anything else.
+    """
+
+    licence: str = ""
+    source: str = ""
+    contact: str = ""
+    citation: str = ""
+    note: str = ""
+
+    def over(self, other: Terms) -> Terms:
+        """These terms, with what they leave open filled from others."""
+        return Terms(*(getattr(self, name) or getattr(other, name) for name in _TERMS))
+
+
+_TERMS: Final = tuple(item.name for item in fields(Terms))
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What ``about.toml`` says.
+
+    Attributes:
+        name, description, version, homepage: of the dataset; "" where not said.
+        terms: of everything that no stratum says otherwise.
+        strata: (stratum name or pattern such as ``web/*``, terms) in the order of the file; the first match counts.
+    """
+
+    name: str = ""
+    description: str = ""
+    version: str = ""
+    homepage: str = ""
+    terms: Terms = field(default_factory=Terms)
+    strata: tuple[tuple[str, Terms], ...] = ()
+
+    def of_stratum(self, name: str) -> Terms:
+        """The terms of a stratum."""
+        for pattern, terms in self.strata:
+            if pattern == name or fnmatchcase(name, pattern):
+                return terms.over(self.terms)
+        return self.terms
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``show --json`` prints it: what is said, and nothing else."""
+        document: dict[str, Any] = {name: getattr(self, name) for name in _HEAD if getattr(self, name)}
+        document |= _said(self.terms)
+        if self.strata:
+            document["stratum"] = {pattern: _said(terms) for pattern, terms in self.strata}
+        return document
+
+    def to_bytes(self) -> bytes:
+        """The object's bytes: the same for the same content."""
+        return canonical_json.dumps(
+            {
+                "format": _FORMAT,
+                **{name: getattr(self, name) for name in _HEAD},
+                "terms": _terms_json(self.terms),
+                "strata": [[pattern, _terms_json(terms)] for pattern, terms in self.strata],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> About:
+        """Read an object whose digest has been checked.
+
+        Raises:
+            FormatError: not what `to_bytes` writes.
+        """
+        document = read_document(data, "about", _FORMAT, (*_HEAD, "terms", "strata"), MAX_ABOUT_BYTES)
+        strata: list[tuple[str, Terms]] = []
+        for item in document.items("strata", maximum=_MAX_STRATA):
+            match item:
+                case [str(pattern), terms] if len(pattern) <= _LONGEST:
+                    strata.append((pattern, _read_terms(terms)))
+                case _:
+                    document.refuse(f"has the stratum {str(item)[:100]}, expected [name, terms]")
+        return cls(
+            **{name: document.text(name, maximum=_LONGEST) for name in _HEAD},
+            terms=_read_terms(document.table("terms", maximum=len(_TERMS))),
+            strata=tuple(strata),
+        )
+
+
+_HEAD: Final = ("name", "description", "version", "homepage")
+
+
+def read_about(path: Path) -> About:
+    """Read ``about.toml``.
+
+    Raises:
+        SourceError: it cannot be read, or is not TOML.
+        ConfigurationError: see `parse_about`.
+    """
+    try:
+        document = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SourceError(
+            f'{path}: cannot be read as TOML ({error}); give a file such as: licence = "CC-BY-4.0"'
+        ) from error
+    return parse_about(document, str(path))
+
+
+def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
+    """What a parsed ``about.toml`` says.
+
+    Args:
+        document: name, description, version, homepage, licence, source, contact, citation, note; and a table
+            ``stratum`` of tables with the last five.
+        where: how messages name it.
+
+    Raises:
+        ConfigurationError: an unknown key (the nearest known one is named), a value that is no text, or a URL with a
+            credential in it.
+    """
+    given = _checked(document, (*_HEAD, *_TERMS, "stratum"), where)
+    strata = given.pop("stratum", {})
+    if not isinstance(strata, Mapping):
+        raise ConfigurationError(
+            f'{where}: stratum is {strata!r:.60}; expected tables such as [stratum."web/de"]'
+        )
+    parsed = []
+    for pattern, terms in strata.items():
+        place = f"{where}: stratum {pattern!r}"
+        if not isinstance(terms, Mapping):
+            raise ConfigurationError(
+                f"{place} is {terms!r:.60}; expected a table with licence, source, contact"
+            )
+        parsed.append((str(pattern), Terms(**_texts(_checked(terms, _TERMS, place), place))))
+    texts = _texts(given, where)
+    head = {name: texts.pop(name) for name in _HEAD if name in texts}
+    return About(**head, terms=Terms(**texts), strata=tuple(parsed))
+
+
+def check_strata(about: About, strata: Collection[str], where: str = "about") -> None:
+    """Refuse terms of strata that the dataset does not have: a misspelt name would leave its samples unlicensed.
+
+    Raises:
+        ConfigurationError: names the nearest stratum.
+    """
+    for pattern, _ in about.strata:
+        if pattern not in strata and not any(fnmatchcase(name, pattern) for name in strata):
+            near = difflib.get_close_matches(pattern, list(strata), n=1)
+            known = ", ".join(sorted(strata)[:10]) or "none: stratify it"
+            raise ConfigurationError(
+                f"{where}: the dataset has no stratum {pattern!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"there are {known}")
+            )
+
+
+def load_about(repository: Repository, digest: str | None) -> About:
+    """The object that a manifest names, verified; an empty one where it names none."""
+    if digest is None:
+        return About()
+    return About.from_bytes(repository.get_object(digest, "about", max_bytes=MAX_ABOUT_BYTES))
+
+
+def about_of(version: Version) -> About:
+    """What is said of a version; of a merged one what is said of its parts, by strata."""
+    if not version.manifest.parts:
+        part = version.parts[0]
+        return load_about(part.repository, version.manifest.about)
+    strata: list[tuple[str, Terms]] = []
+    for part in version.parts:
+        about = load_about(part.repository, part.manifest.about)
+        strata += [
+            (f"{_literal(part.name)}/{pattern}", terms.over(about.terms)) for pattern, terms in about.strata
+        ]
+        # A part without axes is the one stratum of its name; one with axes has its values behind it.
+        if about.terms != Terms():
+            strata += [(f"{part.name}", about.terms), (f"{_literal(part.name)}/*", about.terms)]
+    return About(strata=tuple(strata))
+
+
+def _literal(name: str) -> str:
+    return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
+
+
+def _said(terms: Terms) -> dict[str, str]:
+    return {name: getattr(terms, name) for name in _TERMS if getattr(terms, name)}
+
+
+def _terms_json(terms: Terms) -> dict[str, str]:
+    return {name: getattr(terms, name) for name in _TERMS}
+
+
+def _read_terms(value: object) -> Terms:
+    given = Fields(value, "about, terms", _TERMS)
+    return Terms(**{name: given.text(name, maximum=_LONGEST) for name in _TERMS})
+
+
+def _checked(document: Mapping[str, Any], known: Iterable[str], where: str) -> dict[str, Any]:
+    """The keys in our spelling; unknown ones are refused."""
+    expected = tuple(known)
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        name = _SPELLINGS.get(key, key)
+        if name not in expected or name in given:
+            near = difflib.get_close_matches(key, expected, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(expected)}"
+            raise ConfigurationError(f"{where}: key {key!r} is unknown or given twice; {hint}")
+        given[name] = value
+    return given
+
+
+def _texts(given: Mapping[str, Any], where: str) -> dict[str, str]:
+    for key, value in given.items():
+        if not isinstance(value, str) or len(value) > _LONGEST:
+            raise ConfigurationError(
+                f"{where}: {key} is {value!r:.60}; expected a text of at most {_LONGEST} characters"
+            )
+        if _CREDENTIAL.search(value):
+            raise ConfigurationError(
+                f"{where}: {key} holds a URL with a password in it; leave the password out"
+            )
+    return dict(given)

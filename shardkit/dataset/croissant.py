@@ -1,0 +1,253 @@
+"""A version in the words of MLCommons Croissant 1.1 (JSON-LD): files with their SHA-256, fields, licences by stratum.
+
+Source: https://docs.mlcommons.org/croissant/docs/croissant-spec-1.1.html. Shards are `FileObject`s with relative
+`contentUrl`s, so that the document may lie in the dataset's root or beside its published copy. A tar is read by one
+`FileSet` per field (``KEY.FIELD.EXTENSION``), an Arrow shard by its columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from shardkit.dataset.about import About, Terms
+from shardkit.formats import FieldType, extension, parse_digest
+from shardkit.manifest import Manifest
+from shardkit.storage import Version, object_name
+
+__all__ = ["croissant_document"]
+
+CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.1"
+
+_PREFIXES: Final = {"cr": "http://mlcommons.org/croissant/", "dct": "http://purl.org/dc/terms/"}
+_TERMS: Final = (
+    "arrayShape", "citeAs", "column", "containedIn", "equivalentProperty", "extract", "field", "fileObject",
+    "fileProperty", "fileSet", "format", "includes", "isArray", "isLiveDataset", "jsonPath", "key", "md5",
+    "parentField", "path", "recordSet", "references", "regex", "repeated", "replace", "samplingRate", "separator",
+    "source", "subField", "transform",
+)  # fmt: skip
+_MEDIA: Final = {
+    "tar": "application/x-tar",
+    "tar.zst": "application/zstd",
+    "arrow": "application/vnd.apache.arrow.file",
+}
+_TYPES: Final = {"str": "sc:Text", "json": "sc:Text", "bytes": "sc:Text", "bool": "sc:Boolean"}
+_NOT_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def croissant_document(version: Version, about: About, *, name: str) -> dict[str, Any]:
+    """The JSON-LD document of a version.
+
+    Args:
+        version: loaded; no shard is read.
+        about: what is said of it.
+        name: what the dataset is called where `about` gives it no name.
+
+    Returns:
+        JSON of texts, integers, booleans, lists and dicts; the same for the same arguments.
+    """
+    manifest = version.manifest
+    document: dict[str, Any] = {
+        "@context": _context(),
+        "@type": "sc:Dataset",
+        "conformsTo": CONFORMS_TO,
+        "name": about.name or _NOT_A_NAME.sub("-", name) or "dataset",
+        "description": about.description or _described(manifest),
+        "identifier": manifest.id,
+    }
+    licences = _licences(manifest, about)
+    document |= {
+        key: value
+        for key, value in (
+            ("license", licences[0] if len(licences) == 1 else licences),
+            ("url", about.homepage),
+            ("version", about.version),
+            ("citeAs", about.terms.citation),
+            ("isBasedOn", about.terms.source),
+            ("creator", _contact(about.terms)),
+        )
+        if value
+    }
+    parts = _strata(manifest, about)
+    if parts:
+        document["hasPart"] = parts
+    document["distribution"] = [*_shards(version), *_file_sets(version)]
+    document["recordSet"] = _record_sets(version)
+    return document
+
+
+def _context() -> dict[str, Any]:
+    context: dict[str, Any] = {
+        "@language": "en",
+        "@vocab": "https://schema.org/",
+        "sc": "https://schema.org/",
+    }
+    context |= _PREFIXES | {"rai": "http://mlcommons.org/croissant/RAI/", "conformsTo": "dct:conformsTo"}
+    context |= {term: f"cr:{term}" for term in _TERMS}
+    context |= {term: {"@container": "@language"} for term in ("description", "name")}
+    context |= {term: {"@id": f"cr:{term}", "@type": "@json"} for term in ("data", "examples")}
+    context["dataType"] = {"@id": "cr:dataType", "@type": "@vocab"}
+    return dict(sorted(context.items()))
+
+
+def _described(manifest: Manifest) -> str:
+    fields = ", ".join(f"{field} ({kind})" for field, kind in manifest.schema.items())
+    return f"{manifest.selected} samples of {fields} in {manifest.shards} shards; manifest {manifest.id}"
+
+
+def _licences(manifest: Manifest, about: About) -> list[str]:
+    """All licences that some stratum is under, the dataset's own first."""
+    named = [about.of_stratum(stratum.name).licence for stratum in manifest.strata if not stratum.pooled]
+    return list(dict.fromkeys(licence for licence in (about.terms.licence, *named) if licence))
+
+
+def _strata(manifest: Manifest, about: About) -> list[dict[str, Any]]:
+    """One part per stratum of other terms than the whole."""
+    parts = []
+    for stratum in manifest.strata:
+        terms = about.of_stratum(stratum.name)
+        if stratum.pooled or not stratum.selected or terms == about.terms:
+            continue
+        said = {
+            "license": terms.licence,
+            "isBasedOn": terms.source,
+            "citation": terms.citation,
+            "creator": _contact(terms),
+            "description": terms.note,
+        }
+        size = f"{stratum.selected} samples"
+        parts.append(
+            {
+                "@type": "sc:Dataset",
+                "name": stratum.name,
+                "size": size,
+                **{k: v for k, v in said.items() if v},
+            }
+        )
+    return parts
+
+
+def _contact(terms: Terms) -> dict[str, str] | None:
+    if not terms.contact:
+        return None
+    place = "url" if "://" in terms.contact else "email" if "@" in terms.contact else "name"
+    contact = {"@type": "sc:Organization", place: terms.contact}
+    return contact if place == "name" else {**contact, "name": terms.contact}
+
+
+def _shards(version: Version) -> Iterator[dict[str, Any]]:
+    table = version.table
+    for shard in range(len(table)):
+        part = version.part_of(shard)
+        suffix = extension(part.manifest.format, part.manifest.compression)
+        digest = table.digest_text(shard)
+        place = object_name(digest, suffix)
+        yield {
+            "@type": "cr:FileObject",
+            "@id": _shard_id(shard),
+            "name": place.rpartition("/")[2],
+            # A part of a merged dataset lies elsewhere: its own root is where this path counts from.
+            "contentUrl": f"{part.name}/{place}" if part.name else place,
+            "contentSize": f"{int(table.size[shard])} B",
+            "encodingFormat": _MEDIA[suffix],
+            "sha256": parse_digest(digest),
+        }
+
+
+def _file_sets(version: Version) -> Iterator[dict[str, Any]]:
+    tars, arrows = _by_kind(version)
+    if tars:
+        for field in version.manifest.schema:
+            yield {
+                "@type": "cr:FileSet",
+                "@id": f"files/{field}",
+                "name": f"members of {field}",
+                "containedIn": [{"@id": _shard_id(shard)} for shard in tars],
+                "encodingFormat": "application/octet-stream",
+                "includes": f"*.{field}.*",
+            }
+    if arrows:
+        yield {
+            "@type": "cr:FileSet",
+            "@id": "arrow-shards",
+            "name": "Arrow shards",
+            "containedIn": [{"@id": _shard_id(shard)} for shard in arrows],
+            "encodingFormat": _MEDIA["arrow"],
+            "includes": "*.arrow",
+        }
+
+
+def _by_kind(version: Version) -> tuple[list[int], list[int]]:
+    kinds = [version.part_of(shard).manifest.format for shard in range(len(version.table))]
+    tars = [shard for shard, kind in enumerate(kinds) if kind == "tar"]
+    return tars, [shard for shard, kind in enumerate(kinds) if kind == "arrow"]
+
+
+def _shard_id(shard: int) -> str:
+    return f"shard-{shard:06d}"
+
+
+def _record_sets(version: Version) -> list[dict[str, Any]]:
+    tars, arrows = _by_kind(version)
+    schema = version.manifest.schema
+    sets = [_tar_records(field, kind) for field, kind in schema.items()] if tars else []
+    if arrows:
+        columns = [
+            _key_field("samples", {"fileSet": {"@id": "arrow-shards"}, "extract": {"column": "__key__"}})
+        ]
+        for field, kind in schema.items():
+            source = {"fileSet": {"@id": "arrow-shards"}, "extract": {"column": field}}
+            columns.append(_value_field("samples", field, kind, source))
+        sets.append(_record_set("samples", "One record per sample.", columns))
+    return sets
+
+
+def _tar_records(field: str, kind: FieldType) -> dict[str, Any]:
+    """Records of one field; those of several fields are joined by their keys."""
+    files = {"fileSet": {"@id": f"files/{field}"}}
+    name = {
+        **files,
+        "extract": {"fileProperty": "filename"},
+        "transform": {"regex": rf"^(.*)\.{field}\.[^.]*$"},
+    }
+    content = {**files, "extract": {"fileProperty": "content"}}
+    fields = [_key_field(f"samples/{field}", name), _value_field(f"samples/{field}", field, kind, content)]
+    return _record_set(f"samples/{field}", f"The field {field} of every sample, by key.", fields)
+
+
+def _record_set(identity: str, description: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "@type": "cr:RecordSet",
+        "@id": identity,
+        "name": identity,
+        "description": description,
+        "key": {"@id": f"{identity}/key"},
+        "field": fields,
+    }
+
+
+def _key_field(records: str, source: dict[str, Any]) -> dict[str, Any]:
+    identity = f"{records}/key"
+    return {"@type": "cr:Field", "@id": identity, "name": identity, "dataType": "sc:Text", "source": source}
+
+
+def _value_field(records: str, field: str, kind: FieldType, source: dict[str, Any]) -> dict[str, Any]:
+    identity = f"{records}/field-{field}"
+    value: dict[str, Any] = {
+        "@type": "cr:Field",
+        "@id": identity,
+        "name": identity,
+        "description": f"{field}: {kind}",
+        "dataType": _data_type(kind),
+        "source": source,
+    }
+    if kind.kind in ("array", "ragged"):
+        shape = ",".join(map(str, kind.shape)) if kind.kind == "array" else "-1"
+        value |= {"isArray": True, "arrayShape": shape}
+    return value
+
+
+def _data_type(kind: FieldType) -> str:
+    known = _TYPES.get(kind.kind) or _TYPES.get(kind.dtype)
+    return known or ("sc:Float" if kind.dtype.startswith("float") else "sc:Integer")

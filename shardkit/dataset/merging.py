@@ -1,0 +1,55 @@
+"""Several datasets as one version, without copying a byte: its parts stay where they lie (SPEC.md §7)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from shardkit.dataset.opening import open_dataset
+from shardkit.errors import UsageError
+from shardkit.manifest import Manifest
+from shardkit.storage import LogEntry, Repository, put_location, put_manifest
+
+__all__ = ["merge_datasets"]
+
+
+def merge_datasets(
+    parts: Mapping[str, str | os.PathLike[str]],
+    root: str | os.PathLike[str],
+    *,
+    ref: str = "main",
+    message: str = "",
+    author: str = "",
+) -> tuple[Manifest, LogEntry | None]:
+    """Commit a version of ``root`` whose shards are those of the parts, in the order given.
+
+    Merging the same parts again moves nothing but what the root remembers of where they lie: that is how a
+    part that has moved is found again.
+
+    Args:
+        parts: name → ``ROOT[@REF]``; the name becomes the first axis of the strata.
+        root: made if it is not there; may be one that holds parts.
+        ref: that is moved to the merged version.
+        message: of the commit.
+        author: of the commit.
+
+    Returns:
+        The manifest, and the commit; None where the ref named this version already.
+
+    Raises:
+        NotFoundError: a part is not there.
+        SchemaError: the parts have different schemas.
+        UsageError: a part is merged itself, or a name is no name.
+        StoreError, CommitConflict: the root refused.
+    """
+    if not parts:
+        raise UsageError("merge: no parts; name at least one dataset")
+    merged = open_dataset(parts)  # opens and checks every part, down to its last column
+    repository = Repository.create(root)
+    for part in merged.version.parts:
+        put_location(repository, part.name, part.manifest.id, part.repository)
+    put_manifest(repository, merged.manifest, [])
+    if repository.refs.get(ref) == merged.manifest.id:
+        return merged.manifest, None
+    said = message or f"merge {', '.join(parts)}"
+    return merged.manifest, repository.commit({ref: merged.manifest.id}, message=said, author=author)

@@ -1,0 +1,94 @@
+"""`shardkit merge`: several datasets as one version; no sample is copied."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from shardkit.dataset.merging import merge_datasets
+from shardkit.errors import UsageError
+from shardkit_tools.console import JsonFlag, clean, count_text, print_json, print_line, print_table, short_id
+from shardkit_tools.versions import parse_url
+
+__all__ = ["merge"]
+
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def merge(
+    datasets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]A [NAME=]B… ROOT",
+            help="Versions to merge, each ROOT or ROOT@REF, and last where the merged version goes.",
+        ),
+    ],
+    ref: Annotated[
+        str, typer.Option("--ref", metavar="NAME", help="The ref that the version gets.")
+    ] = "main",
+    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
+    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Merge datasets of one schema into a version over their shards, where they lie.
+
+    NAME is the first axis of the strata, so that a plan can weigh the parts; without it the folder's name is
+    taken. When a part has moved, merge again with its new place.
+
+    Example: shardkit merge web=data/web@v3 data/code data/mix && shardkit plan data/mix --global-batch 512
+    """
+    if len(datasets) < 2:
+        raise UsageError("merge takes at least one dataset, and the ROOT that the merged version goes to")
+    *urls, root = datasets
+    parts: dict[str, str] = {}
+    for url in urls:
+        name, place = _named(url)
+        if name in parts:
+            raise UsageError(f"merge: two parts are called {name!r}; give names, such as {name}2={place}")
+        parts[name] = place
+    manifest, entry = merge_datasets(parts, root, ref=ref, message=message, author=author)
+    strata = [stratum for stratum in manifest.strata if not stratum.pooled]
+    samples = {
+        name: sum(stratum.selected for stratum in strata if stratum.values[0] == name) for name in parts
+    }
+    if as_json:
+        listed = [
+            {"name": name, "url": parts[name], "id": part, "samples": samples[name]}
+            for name, part in manifest.parts
+        ]
+        print_json(
+            {
+                "root": root,
+                "ref": ref,
+                "id": manifest.id,
+                "commit": entry.n if entry else None,
+                "samples": manifest.selected,
+                "parts": listed,
+            }
+        )
+        return
+    print_line(
+        f"{root}@{ref}: {count_text(manifest.selected, 'sample')} of {count_text(len(parts), 'part')}; "
+        f"{short_id(manifest.id)}" + ("" if entry else "; it was there already")
+    )
+    print_table(
+        ["part", ">samples", "id", "*lies at"],
+        [
+            (clean(name), count_text(samples[name]), short_id(part), clean(parts[name]))
+            for name, part in manifest.parts
+        ],
+    )
+
+
+def _named(url: str) -> tuple[str, str]:
+    match = _NAMED.fullmatch(url)
+    if match is not None:
+        return match[1], match[2]
+    folder, _ = parse_url(url)
+    name = _NO_NAME.sub("-", folder.rstrip("/").rpartition("/")[2]).lstrip("-._")
+    if not name:
+        raise UsageError(f"merge: {url!r} gives no name; give one, such as web={url}")
+    return name, url
