@@ -17,7 +17,11 @@ import pytest
 import shardkit
 
 HERE = Path(__file__).parent
-LAUNCH = "import sys; from shardkit_trainer import launch; sys.exit(launch(None, sys.argv[2:], nproc=int(sys.argv[1])))"
+LAUNCH = """
+import sys
+from shardkit_trainer import launch
+sys.exit(launch(None, sys.argv[3:], nproc=int(sys.argv[1]), restarts=int(sys.argv[2])))
+"""
 
 
 @pytest.fixture(scope="session")
@@ -96,13 +100,18 @@ def launch_trainer() -> Launch:
     """Run the trainer with so many ranks and settings as a child; its output and exit code come back."""
 
     def launch(
-        nproc: int, settings: dict[str, Any], fault: str = "", until: str = "", timeout: float = 120
+        nproc: int,
+        settings: dict[str, Any],
+        fault: str = "",
+        until: str = "",
+        restarts: int = 0,
+        timeout: float = 120,
     ) -> Any:
         """Wait for the end, or until ``until`` is in the output; then the whole session is killed."""
         overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
         environment = {**os.environ, "PYTHONPATH": str(HERE), "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
                        "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
-        command = [sys.executable, "-c", LAUNCH, str(nproc), *overrides]
+        command = [sys.executable, "-c", LAUNCH, str(nproc), str(restarts), *overrides]
         if until:
             return run_until(command, environment, until)
         return subprocess.run(

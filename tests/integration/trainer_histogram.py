@@ -42,7 +42,10 @@ class HistogramTask:
         self.faults = [
             fault.split(":") for fault in os.environ.get("SHARDKIT_TEST_FAULT", "").split(",") if fault
         ]
-        self.rank = int(os.environ.get("RANK", "0"))
+        # under the supervisor a process keeps its number, whatever rank it has among those that are left
+        self.rank = int(
+            os.environ.get("RANK") or os.environ.get("SHARDKIT_MEMBER", "process-0").partition("-")[2]
+        )
         for kind, rank, count in self.faults:
             if int(rank) == self.rank and kind in {"put", "finish", "prune"}:
                 kill_inside(kind, int(count))

@@ -84,7 +84,6 @@ def test_loss_is_a_sum_over_valid_targets() -> None:
     one, _ = task.loss(task.model, task.prepare(Cell({"text": ["abcde"]}), 0).tensors)
     two, _ = task.loss(task.model, task.prepare(Cell({"text": ["ab"]}), 0).tensors)
     assert float(both) == pytest.approx(float(one) + float(two), rel=1e-6)
-    assert float(task.loss(task.model, task.empty().tensors)[0]) == 0.0
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:
@@ -108,10 +107,11 @@ def test_images_are_standardised_one_by_one() -> None:
     assert inputs.tensors["images"].shape == (2, 1, 8, 8)
     assert torch.allclose(inputs.tensors["images"].mean((1, 2, 3)), torch.zeros(2), atol=1e-5)
     assert torch.allclose(inputs.tensors["images"].std((1, 2, 3), correction=0), torch.ones(2), atol=1e-4)
-    loss, right = task.loss(task.model, inputs.tensors)
+    with torch.no_grad():
+        loss, right = task.loss(task.model, inputs.tensors)
+        assert float(task.loss(task.model, task.empty().tensors)[0]) == 0.0
     assert loss.shape == ()
     assert 0 <= int(right) <= 2
-    assert float(task.loss(task.model, task.empty().tensors)[0]) == 0.0
     with pytest.raises(ConfigurationError, match=r"model.classes = 3.*label 7"):
         task.prepare(Cell({"image": images, "label": torch.tensor([7, 0])}), 0)
 

@@ -73,6 +73,9 @@ class Checkpointer:
             RunError: this save, or the one before in the background, failed.
         """
         self.wait()
+        self.last_saved_step = step
+        if self._exists(step):
+            return  # a step's state is a function of the step: it was saved before the ranks changed
         state = strategy.state()
         if self._asynchronous and not wait:
             staged = {part: self._stage(part, tensors) for part, tensors in state.items()}
@@ -83,7 +86,23 @@ class Checkpointer:
         else:
             self._write(step, state, dict(meta))
             self.wait()
-        self.last_saved_step = step
+
+    def _exists(self, step: int) -> bool:
+        name = checkpoint_name(step)
+        found = self._world.rank == 0 and name not in self._damaged and name in checkpoint_names(self._store)
+        return bool(self._world.gather_integers([int(found)])[0][0])
+
+    def abandon(self, patience_s: float) -> None:
+        """After the process group was destroyed: a save in the background ends, published or not; it may not go on.
+
+        Raises:
+            RunError: it does not end.
+        """
+        if self._thread is not None:
+            self._thread.join(patience_s)
+            if self._thread.is_alive():
+                raise RunError(f"a checkpoint's writer does not end within {patience_s} s; restart the run")
+        self._thread = self._error = None
 
     def wait(self) -> None:
         """Until the save in the background is published.

@@ -166,6 +166,9 @@ class ParallelConfig:
     activation_checkpointing: bool = False
     compile: bool = False
     threads: int = 1  # per rank; exact results depend on it
+    recovery: str = (
+        "restart"  # when a rank dies: restart (torchrun's, of all ranks), in-process (of the dead one)
+    )
     timeout_s: float = 120.0  # a rank that does not answer for so long is named, and the run ends
     shutdown_s: int = 30  # after a signal or a failure: what ranks get to save and end before they are killed
 
@@ -173,6 +176,7 @@ class ParallelConfig:
         _one_of("parallel.strategy", self.strategy, STRATEGIES)
         _one_of("parallel.exact", self.exact, EXACT)
         _one_of("parallel.reduction", self.reduction, REDUCTIONS)
+        _one_of("parallel.recovery", self.recovery, ("restart", "in-process"))
         _one_of("parallel.precision", self.precision, ("fp32", "bf16", "fp16"))
         for name in ("pass_samples", "threads", "sync_every", "rank"):
             _at_least(f"parallel.{name}", getattr(self, name), 1)

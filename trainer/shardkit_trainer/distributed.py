@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardkit.errors import RunError
 
 from .configuration import Configuration
+from .membership import Membership
 
 __all__ = ["STAGES", "World", "join_world", "leave_world"]
 
@@ -34,6 +35,7 @@ class World:
         device: where the model lives.
         store: of the rendezvous; carries the heartbeats.
         owned: whether `leave_world` destroys the process group (it was made here).
+        generation: which group of the supervisor's this is; −1 without a supervisor.
         bytes_moved: payload bytes of the collectives that the trainer itself issued, counted once per rank.
     """
 
@@ -42,8 +44,19 @@ class World:
     device: torch.device
     store: c10d.Store
     owned: bool
+    generation: int = -1
+    membership: Membership | None = None
     bytes_moved: int = 0
     _place: tuple[int, str] = field(default=(0, "start"))
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervisor forms a new group when ranks die."""
+        return self.membership is not None
+
+    def group_has_changed(self) -> bool:
+        """Whether the supervisor has formed a newer group."""
+        return self.membership is not None and self.membership.newest() > self.generation
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -81,13 +94,19 @@ class World:
     def describe_failure(self, error: BaseException) -> RunError:
         """Turn a failed collective into an error that names the ranks that died, froze or did not get so far."""
         step, stage = self._place
+        timed_out = "timed out" in str(error).lower()
+        accused = []
         time.sleep(0.2)  # a dying process needs a moment until the kernel says so
         suspects = []
         for rank in range(self.size):
             place, condition = self._last_report(rank), self._condition(rank)
             if rank != self.rank and (condition or place < (step, STAGES.index(stage))):
                 at = f"step {place[0]}, stage {STAGES[place[1]]}" if place[0] >= 0 else "its start"
+                if condition == "frozen" or (timed_out and not condition):
+                    accused.append(rank)
                 suspects.append(f"rank {rank} ({condition or 'late'}; last seen at {at})")
+        if accused and self.membership is not None:
+            self.membership.accuse(self.generation, accused)
         names = ", ".join(suspects) or "no rank of this machine is dead, frozen or late: look at the network"
         reason = str(error).partition(". This is")[0]
         return RunError(
@@ -120,8 +139,10 @@ class World:
         return (-1, 0)
 
 
-def join_world(config: Configuration) -> World:
+def join_world(config: Configuration, *, after: int = -1) -> World:
     """Join the process group that the environment describes, or make one of this process alone.
+
+    Under a supervisor: the newest group after number ``after`` that this process belongs to.
 
     The store is prefixed by torchrun's restart count: workers of a restarted job otherwise read the addresses of the
     dead ones from the agent's store and hang (pytorch issue 135712).
@@ -137,6 +158,9 @@ def join_world(config: Configuration) -> World:
         world.introduce()
         return world
     timeout = timedelta(seconds=config.parallel.timeout_s)
+    membership = Membership.from_environment(config.parallel.timeout_s)
+    if membership is not None:
+        return _join_generation(membership, after, device, timeout)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found: c10d.Store = dist.HashStore()  # type: ignore[attr-defined]
     if "RANK" in os.environ:
@@ -149,6 +173,24 @@ def join_world(config: Configuration) -> World:
     world = World(rank, size, device, store, owned=True)
     world.introduce()
     return world
+
+
+def _join_generation(membership: Membership, after: int, device: torch.device, timeout: timedelta) -> World:
+    """Form the supervisor's newest group; if a member dies meanwhile, the one after it."""
+    while True:
+        generation, rank, size = membership.wait_after(after)
+        store = c10d.PrefixStore(f"generation-{generation}", membership.store)
+        try:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        except RuntimeError:
+            after = generation
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            continue
+        world = World(rank, size, device, store, owned=True, generation=generation, membership=membership)
+        world.introduce()
+        return world
 
 
 def leave_world(world: World) -> None:

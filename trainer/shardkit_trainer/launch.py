@@ -44,9 +44,14 @@ def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: 
 
         train(config)
         return 0
+    script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides]
+    if config.parallel.recovery == "in-process":
+        from .supervisor import supervise
+
+        os.environ.update(rank_environment())
+        return supervise(script, config, nproc=nproc, restarts=restarts)
     torchrun = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}",
                 f"--shutdown-timeout={config.parallel.shutdown_s}"]  # fmt: skip
-    script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides]
     command = [sys.executable, "-m", "shardkit_trainer.agent", *torchrun, *script]
     return _run_child(command, config)
 

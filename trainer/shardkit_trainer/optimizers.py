@@ -76,9 +76,7 @@ class LocalOptimizer:
                 groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=fused, foreach=False
             )
         else:
-            self._optimizer = torch.optim.SGD(
-                groups, lr=config.lr, momentum=config.beta1, fused=fused, foreach=False
-            )
+            self._optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, foreach=False)
             self._moments = self._moments if config.beta1 else ()
         for item in owned:
             state = self._optimizer.state[item.tensor]

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.errors import MissingDependency
 
 from .configuration import LogConfig
 from .run_directory import Lines, RunDirectory
+from .tasks import Task
 
-__all__ = ["Reporter", "Timeline", "measured_peak_flops"]
+__all__ = ["Efficiency", "ProfilerWindow", "Reporter", "Timeline", "measured_peak_flops"]
 
 
 class Timeline:
@@ -114,6 +116,64 @@ def _tensorboard(directory: RunDirectory) -> Any:
             "log.tensorboard = true needs tensorboard; run: pip install tensorboard"
         ) from error
     return SummaryWriter(str(directory.path / "metrics" / "tensorboard"))
+
+
+class Efficiency:
+    """What the computation costs: the model's operations, the machine's peak, money and energy.
+
+    Operations are counted once, on one sample's forward pass; the backward pass takes twice as many.
+    """
+
+    def __init__(self, config: LogConfig, task: Task, device: torch.device, precision: str):
+        self._config, self._started = config, time.monotonic()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            tensors = {name: tensor.to(device) for name, tensor in task.empty().tensors.items()}
+            task.loss(task.model.to(device), tensors)
+        self.flops_per_sample = 3 * counter.get_total_flops()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+        self.peak_flops = config.peak_flops or measured_peak_flops(device, dtype)
+
+    def of_step(self, samples: int, seconds: float, ranks: int) -> dict[str, float]:
+        """Operations per second of all ranks, and their share of the peak."""
+        rate = self.flops_per_sample * samples / max(seconds, 1e-9)
+        return {"flops_per_s": round(rate), "flops_share": round(rate / (self.peak_flops * ranks), 4)}
+
+    def of_run(self, ranks: int) -> dict[str, float]:
+        """Time of this process and, by the prices of the configuration, what all ranks cost in it."""
+        seconds = time.monotonic() - self._started
+        return {
+            "seconds": round(seconds, 3),
+            "dollars": round(self._config.price_per_hour * ranks * seconds / 3600, 6),
+            "joules": round(self._config.watts * ranks * seconds, 3),
+        }
+
+
+class ProfilerWindow:
+    """`torch.profiler` over ``log.profile_steps`` steps of rank 0; the trace lies in metrics/ for a trace viewer."""
+
+    def __init__(self, config: LogConfig, directory: RunDirectory, *, lead: bool):
+        self._profile: torch.profiler.profile | None = None
+        if lead and config.profile_steps:
+            path = directory.path / "metrics" / "trace.json"
+            self._profile = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU],
+                schedule=torch.profiler.schedule(
+                    wait=config.profile_from, warmup=1, active=config.profile_steps, repeat=1
+                ),
+                on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+            )
+            self._profile.start()
+
+    def step(self) -> None:
+        """One step is over."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def close(self) -> None:
+        """Write what was recorded, if the window was reached."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
 
 
 def measured_peak_flops(device: torch.device, precision: torch.dtype) -> float:

@@ -49,10 +49,12 @@ class Strategy:
         forward: what the task calls.
         loss_scale: what the reduction of this strategy divides by.
         equal_passes: every rank must run the same number of passes.
+        state_is_whole: every rank holds all of the state, so that one survivor is enough to go on.
     """
 
     loss_scale: float = 1.0
     equal_passes = False
+    state_is_whole = False
 
     def __init__(self, task: Task, config: Configuration, world: World):
         self.task, self.config, self.world = task, config, world
@@ -164,6 +166,7 @@ class Replicated(Strategy):
         sharded = config.parallel.strategy != "ddp"
         self.layout = FlatLayout.of(self.parameters, world.size if sharded else 1)
         self.shard = world.rank if sharded else 0
+        self.state_is_whole = not sharded
         self.line = self._lay_out() if sharded else None
         self.exact: ExactSum | None = None
         if config.parallel.exact != "off":

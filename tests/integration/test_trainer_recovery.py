@@ -1,0 +1,100 @@
+"""Ranks that die while the others go on: in process under the supervisor, by torchrun's restart otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+import shardkit
+from shardkit.torch import CheckpointReader, checkpoint_names
+from shardkit_trainer.run_directory import read_lines
+
+STEPS, BATCH = 30, 24
+
+
+def settings(directory: Path, dataset: str, **more: Any) -> dict[str, Any]:
+    return {
+        "run.directory": directory, "run.steps": STEPS, "data.dataset": dataset, "data.global_batch": BATCH,
+        "data.lanes": 6, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd", "optimizer.lr": 1.0,
+        "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "schedule.kind": "linear",
+        "schedule.final": 0.5, "checkpoint.every": 10, "log.every": 1, "parallel.timeout_s": 20.0,
+        "parallel.recovery": "in-process", "parallel.exact": "int64", **more,
+    }  # fmt: skip
+
+
+def histogram(directory: Path) -> np.ndarray:
+    state = {"model": {"seen": torch.zeros(403)}}
+    load_state(state, storage_reader=CheckpointReader(directory))
+    found: np.ndarray = state["model"]["seen"].numpy()
+    return found
+
+
+def expected(dataset: str) -> np.ndarray:
+    opened = shardkit.open(dataset)
+    plan = opened.plan(global_batch=BATCH, lanes=6, seed=0)
+    seen = np.zeros(len(opened))
+    for step in range(STEPS):
+        np.add.at(seen, plan.step(step).ravel(), -(1.0 - 0.5 * step / (STEPS - 1)) / BATCH)
+    return seen
+
+
+def starts(directory: Path) -> list[tuple[int, int]]:
+    """(step, ranks) of every group that has formed."""
+    return [(e["step"], e["ranks"]) for e in read_lines(directory / "events.jsonl") if e["event"] == "start"]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def test_survivors_go_on_in_process_and_a_new_rank_joins(
+    tmp_path: Path, numbers: str, launch_trainer: Any
+) -> None:
+    """Rank 0, which leads, and rank 2 die at different steps; a replacement joins; nothing is lost or repeated."""
+    run = tmp_path / "run"
+    fault = "kill:0:7,kill:2:12,slow:1:150"  # slow: time for the replacement to start
+    result = launch_trainer(3, settings(run, numbers), fault=fault, restarts=1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    groups = starts(run)
+    assert groups[0] == (0, 3)
+    assert groups[1] == (7, 2), "no step was lost: the survivors go on where they were"
+    assert [ranks for _, ranks in groups] in ([3, 2, 1, 2], [3, 2, 3, 2])
+    np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
+
+
+def test_sharded_state_goes_on_from_the_newest_checkpoint_without_new_processes(
+    tmp_path: Path, numbers: str, launch_trainer: Any
+) -> None:
+    run = tmp_path / "run"
+    zero = {"parallel.strategy": "zero3", "parallel.exact": "off", "checkpoint.asynchronous": False}
+    result = launch_trainer(2, settings(run, numbers, **zero), fault="kill:1:14")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert starts(run) == [(0, 2), (10, 1)]
+    np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
+
+
+def test_a_frozen_rank_is_killed_and_the_others_go_on(
+    tmp_path: Path, numbers: str, launch_trainer: Any
+) -> None:
+    run = tmp_path / "run"
+    short = {"parallel.timeout_s": 3.0}
+    result = launch_trainer(2, settings(run, numbers, **short), fault="freeze:1:5")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "process-1 does not answer and is killed" in result.stderr
+    assert starts(run) == [(0, 2), (5, 1)]
+    np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
+
+
+def test_torchrun_restarts_all_ranks(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
+    """The publisher of checkpoints dies in the eighth save of each attempt: a restart takes seven further steps."""
+    run = tmp_path / "run"
+    synchronous = {"parallel.recovery": "restart", "checkpoint.asynchronous": False, "checkpoint.every": 1}
+    result = launch_trainer(2, settings(run, numbers, **synchronous), fault="finish:0:8", restarts=1)
+    assert result.returncode == 1
+    assert "rank 0" in result.stderr
+    assert starts(run) == [(0, 2), (7, 2)]
+    assert checkpoint_names(run)[-1] == "step-000000000014"

@@ -1,0 +1,167 @@
+"""One optimizer step on one rank: prepare, count, compute, reduce, update.
+
+A step takes this rank's cells of the plan, sums their loss gradients over all ranks and divides by the step's count of
+valid targets (DESIGN §3.3), whoever computed them. Everything that it does is a function of (configuration, step).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardkit.errors import RunError
+
+from .configuration import Configuration
+from .distributed import World
+from .optimizers import learning_rate
+from .reporting import Timeline
+from .strategies import Strategy, autocast
+from .tasks import Inputs, Task, mix
+
+__all__ = ["LOSS_BITS", "Regroup", "StepResult", "Stepper"]
+
+LOSS_BITS = 20  # losses are summed as integers of this many fraction bits: the same sum in any order
+
+
+class Regroup(Exception):
+    """The step was not taken: the ranks shall form a new group first."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, the same on every rank.
+
+    Attributes:
+        loss: mean per valid target; nan where a loss was not finite.
+        right: right answers.
+        targets, samples: of the whole step.
+        norm: of the gradient, before clipping.
+        rate: learning rate.
+        stop: any rank was asked to stop.
+    """
+
+    loss: float
+    right: int
+    targets: int
+    samples: int
+    norm: float
+    rate: float
+    stop: bool
+
+
+class Stepper:
+    """Takes steps of one model on one rank.
+
+    Attributes:
+        loss_scale: factor on the loss in half precision; lowered where gradients overflow.
+    """
+
+    def __init__(
+        self,
+        config: Configuration,
+        world: World,
+        task: Task,
+        strategy: Strategy,
+        *,
+        steps: int,
+        cell_size: int,
+        stop: threading.Event,
+        event: Callable[..., None],
+    ):
+        self._config, self._world, self._task, self._strategy = config, world, task, strategy
+        self._steps, self._cell_size, self._stop, self._event = steps, cell_size, stop, event
+        self._skipped_in_a_row = 0
+        self.loss_scale = 2.0**16 if config.parallel.precision == "fp16" else 1.0
+        self.bytes_held: dict[str, int] = {}
+
+    def take(self, step: int, cells: list[Any], timeline: Timeline) -> StepResult:
+        """Train on the cells of ``step``; collective.
+
+        Raises:
+            Regroup: before anything was computed.
+            RunError: the gradient is not finite once too often.
+        """
+        seed = self._config.run.seed
+        with timeline.stage("prepare"):
+            inputs = [self._task.prepare(cell, seed) for cell in cells]
+            for one, cell in zip(inputs, cells, strict=True):
+                one.seed = mix(seed, cell.step, cell.lane)
+        self._world.report(step, "exchange")
+        with timeline.stage("exchange"):
+            mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
+            flags = (int(self._stop.is_set()), int(self._world.group_has_changed()))
+            rows = self._world.gather_integers((*mine, *flags))
+        if any(row[4] for row in rows):
+            raise Regroup
+        targets, samples = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        self._world.report(step, "compute")
+        with timeline.stage("compute"):
+            passes = self._strategy.passes(inputs, [row[2] for row in rows], self._cell_size)
+            results = self._compute(passes, targets)
+        self._world.report(step, "reduce")
+        with timeline.stage("reduce"):
+            norm = self._strategy.reduce() / self.loss_scale
+            results[2] += int(not math.isfinite(norm))
+            loss, right, bad = self._world.all_reduce(results).tolist()
+        self._world.report(step, "step")
+        rate = learning_rate(
+            self._config.optimizer, self._config.schedule, step=step, steps=self._steps, global_batch=samples
+        )
+        with timeline.stage("update"):
+            self._update(step, norm, rate, finite=not bad)
+        mean = math.nan if bad else loss / 2**LOSS_BITS / max(1, targets)
+        return StepResult(mean, right, targets, samples, norm, rate, any(row[3] for row in rows))
+
+    def _compute(self, passes: list[Inputs], targets: int) -> torch.Tensor:
+        """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
+        factor = self._strategy.loss_scale * self.loss_scale / max(1, targets)
+        loss_sum, right, bad = 0, 0, 0
+        for number, inputs in enumerate(passes):
+            torch.manual_seed(inputs.seed)
+            tensors = {name: tensor.to(self._world.device) for name, tensor in inputs.tensors.items()}
+            with self._strategy.accumulate(last=number == len(passes) - 1):
+                with autocast(self._config, self._world.device):
+                    loss, correct = self._task.loss(self._strategy.forward, tensors)
+                torch.autograd.backward(loss * factor)
+            self._strategy.after_pass()
+            value = float(loss.detach())
+            if math.isfinite(value):
+                loss_sum += round(value * 2**LOSS_BITS)
+            else:
+                bad = 1
+            right += int(correct)
+        bad |= int(self._strategy.overflowed())
+        return torch.tensor([loss_sum, right, bad], dtype=torch.int64, device=self._world.device)
+
+    def _update(self, step: int, norm: float, rate: float, *, finite: bool) -> None:
+        """Clip and step, or leave the parameters alone where the gradient is not finite."""
+        self.bytes_held = self._strategy.local_bytes()
+        if finite:
+            clip = self._config.optimizer.clip
+            factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+            if factor != 1.0 or self.loss_scale != 1.0:
+                self._strategy.scale_gradients(factor / self.loss_scale)
+            self._strategy.update(rate)
+            self._skipped_in_a_row = 0
+        else:
+            self._skip(step, norm)
+        self._strategy.clear()
+
+    def _skip(self, step: int, norm: float) -> None:
+        self._skipped_in_a_row += 1
+        allowed = self._config.optimizer.skip_nonfinite
+        if self._config.parallel.precision == "fp16":
+            # half precision overflows now and then by design: lower the scale and go on
+            self.loss_scale, allowed = self.loss_scale / 2, max(allowed, 20)
+        self._event("nonfinite", step=step, norm=str(norm), loss_scale=self.loss_scale)
+        if self._skipped_in_a_row > allowed:
+            raise RunError(
+                f"step {step}: the gradient is not finite (norm {norm}), {self._skipped_in_a_row} in a row;"
+                f" optimizer.skip_nonfinite = {self._config.optimizer.skip_nonfinite}. Lower optimizer.lr, raise"
+                " schedule.warmup, or look at this step's samples: shardkit plan … shows which"
+            )

@@ -1,0 +1,134 @@
+"""Ranks of one machine that go on when one of them dies: the parent of ``parallel.recovery = "in-process"``.
+
+torchrun stops all ranks when one dies. This supervisor tells the survivors to form a new group instead, and starts a
+new process in the dead one's place, which joins when it is ready: seconds of import do not hold the others up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .configuration import Configuration
+from .membership import ADDRESS, NAME, publish
+
+__all__ = ["supervise"]
+
+
+class _Supervisor:
+    """Children by name, in rank order, and the store that tells them of each other."""
+
+    def __init__(self, script: Sequence[str], config: Configuration, restarts: int):
+        self._script, self._config, self._restarts = script, config, restarts
+        timeout = timedelta(seconds=config.parallel.timeout_s)
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        self._generation, self._started = -1, 0
+        self._members: list[str] = []  # of the newest generation
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._joining: list[str] = []
+        self._stopping_since: float | None = None
+
+    def run(self, nproc: int) -> int:
+        """Until all children have ended; the exit code."""
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._members = [self._start() for _ in range(nproc)]
+            self._announce()
+            failed = False
+            while self._children:
+                failed |= self._look_after_children()
+                self._let_ready_ones_join()
+                self._kill_accused()
+                self._kill_late_ones()
+                time.sleep(0.02)
+            return int(failed)
+        finally:
+            for child in self._children.values():
+                child.kill()
+                child.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> str:
+        name = f"process-{self._started}"
+        self._started += 1
+        environment = {**os.environ, ADDRESS: f"127.0.0.1:{self._store.port}", NAME: name}
+        self._children[name] = subprocess.Popen([sys.executable, *self._script], env=environment)
+        return name
+
+    def _announce(self) -> None:
+        self._generation += 1
+        publish(self._store, self._generation, self._members)
+
+    def _look_after_children(self) -> bool:
+        """Deal with those that have ended; True where the run has failed."""
+        ended = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
+        if not ended:
+            return False
+        for name in ended:
+            del self._children[name]
+        died = [name for name, code in ended.items() if code < 0]
+        if any(code > 0 for code in ended.values()):
+            self._stop_all()  # a rank gave up and said why: so would the others
+            return True
+        if not died:
+            return False
+        for name in died:
+            print(f"supervisor: {name} was killed by signal {-ended[name]}", file=sys.stderr, flush=True)
+        changed = any(name in died for name in self._members)
+        self._members = [name for name in self._members if name not in died]
+        self._joining = [name for name in self._joining if name not in died]
+        if self._stopping_since is None and self._restarts >= len(died):
+            self._restarts -= len(died)
+            self._joining += [self._start() for _ in died]
+        if not self._members:
+            # nobody is left to go on: those that join make the next group, from the newest checkpoint
+            self._members, self._joining = self._joining, []
+        if self._members and changed:
+            self._announce()
+        return not self._members
+
+    def _kill_accused(self) -> None:
+        """Ranks that the others of the newest group have found frozen cannot be waited for."""
+        key = f"accused/{self._generation}"
+        if self._store.check([key]):
+            for name in self._store.get(key).decode().split():
+                if name in self._children and self._children[name].poll() is None:
+                    print(f"supervisor: {name} does not answer and is killed", file=sys.stderr, flush=True)
+                    self._children[name].kill()
+
+    def _let_ready_ones_join(self) -> None:
+        if self._joining and all(self._store.check([f"ready/{name}"]) for name in self._joining):
+            self._members, self._joining = self._members + self._joining, []
+            self._announce()
+
+    def _stop(self, _number: int, _frame: object) -> None:
+        self._stop_all()
+
+    def _stop_all(self) -> None:
+        """Ask every child to save and end; those that join need not begin."""
+        self._stopping_since = self._stopping_since or time.monotonic()
+        for child in self._children.values():
+            with suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+
+    def _kill_late_ones(self) -> None:
+        since = self._stopping_since
+        if since is not None and time.monotonic() - since > self._config.parallel.shutdown_s:
+            for child in self._children.values():
+                child.kill()
+
+
+def supervise(script: Sequence[str], config: Configuration, *, nproc: int, restarts: int) -> int:
+    """Run ``python *script`` as ``nproc`` ranks; returns the exit code."""
+    return _Supervisor(script, config, restarts).run(nproc)
