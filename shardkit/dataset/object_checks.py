@@ -21,6 +21,7 @@ __all__ = [
     "check_there",
     "failed",
     "shard_checks",
+    "side_objects",
 ]
 
 _PIECE_BYTES = 8 << 20
@@ -161,6 +162,17 @@ def shard_checks(repository: Repository, manifest: Manifest, table: ShardTable) 
             manifest.format,
             manifest.compression,
         )
+
+
+def side_objects(manifest: Manifest) -> Iterator[tuple[str, str, int | None]]:
+    """(digest, extension, size where it is known) of what a manifest names beside its pages and shards."""
+    if manifest.sources is not None:
+        yield manifest.sources, "sources", None
+    if manifest.about is not None:
+        yield manifest.about, "about", None
+    for lookup in manifest.lookups:
+        for piece in lookup.pieces:
+            yield piece.digest, "lookup", piece.size
 
 
 def check_selections(repository: Repository, table: ShardTable) -> Iterator[list[Finding]]:

@@ -148,7 +148,9 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ),
     ],
 )
-def test_mds_indexes_that_lie(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+def test_mds_indexes_that_lie(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
     folder = Path(shutil.copytree(MDS / "plain", tmp_path / "mds"))
     edit(folder / "index.json", change)
     with pytest.raises(SourceError, match=message):

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit_tools.console import (
+    bytes_text,
+    clean,
+    count_text,
+    duration_text,
+    print_table,
+    share_text,
+    short_id,
+    short_ids,
+)
+from shardkit_tools.main import run
+
+DIGEST = "sha256:" + "ab" * 32
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536, "1.50 KiB"),
+        (10 * 2**20, "10 MiB"), (268435456, "256 MiB"), (123456789, "118 MiB"), (5 * 2**50, "5 PiB"),
+        (2**70, "1048576 PiB"),
+    ],
+)  # fmt: skip
+def test_sizes(size: int, text: str) -> None:
+    assert bytes_text(size) == text
+
+
+def test_counts_shares_and_durations() -> None:
+    assert [count_text(n, "shard") for n in (0, 1, 2500)] == ["0 shards", "1 shard", "2,500 shards"]
+    assert [share_text(n, 10_000) for n in (0, 1, 12, 500, 10_000)] == [
+        "0.0 %",
+        "0.010 %",
+        "0.12 %",
+        "5.0 %",
+        "100.0 %",
+    ]
+    assert share_text(0, 0) == "0.0 %"
+    assert [duration_text(s) for s in (0.84, 42, 187, 19230)] == ["0.8 s", "42 s", "3:07 min", "5:20 h"]
+
+
+def test_what_is_not_printable_is_escaped() -> None:
+    assert clean("Zürich 猫 a\x1b[2Jb\nc\u202ed\x07") == "Zürich 猫 a\\x1b[2Jb\\nc\\u202ed\\x07"
+
+
+def test_plain_output_is_whole_and_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(
+        ["name", ">rows", "*note"], [("a", "1,000", DIGEST), ("longer", "2", "two\nlines"), ("猫", "3", "")]
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "name     rows  note",
+        f"a       1,000  {DIGEST}",
+        "longer      2  two, lines",
+        "猫          3",
+    ]
+    assert short_id(DIGEST) == DIGEST
+
+
+def test_a_terminal_gets_short_ids_and_narrow_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = [f"class number {number}" for number in range(40)]
+    with shardkit.create(
+        tmp_path / "d", {"text": "str", "label": "int64"}, stratify="label", classes=classes, shard_size=8192
+    ) as writer:
+        for number in range(2000):
+            label = number % 30 if number < 1990 else 30 + number % 10
+            writer.add({"text": "word " * (number % 17), "label": label})
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert short_ids(f"from {DIGEST}.") == "from sha256:abababababab…."
+    pages = {}
+    for command in (
+        ["ls", "d"],
+        ["show", "d"],
+        ["show", "d", "--all"],
+        ["log", "d"],
+        ["diff", "d", "d"],
+        ["cat", "d", "7"],
+    ):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as end:
+            run(command)
+        assert not end.value.code
+        pages[" ".join(command)] = COLOURS.sub("", capsys.readouterr().out)
+        assert max(map(len, pages[" ".join(command)].splitlines())) <= 80, command
+    assert "pooled: too rare for every shard" in pages["show d --all"]
+    assert "39 class number 39" in pages["show d --all"]
+    assert "… and 15 more (--all)" in pages["show d"]
