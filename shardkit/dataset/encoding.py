@@ -114,6 +114,8 @@ class RowEncoder:
                 f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
                 "(an object of one PUT); cut the sample into several"
             )
+        if source is not None:
+            _check_source(source, where)
         if fitted is not None:
             identity: tuple[int, int] | None = key_identity(fitted)
         else:
@@ -190,6 +192,13 @@ def split_value(text: str) -> int:
 def generated_key(ordinal: int) -> str:
     """The key of a row that came without one."""
     return f"{ordinal:010d}"
+
+
+def _check_source(source: object, where: str) -> None:
+    match source:
+        case (str(), int(row)) if 0 <= row < 2**63:
+            return
+    raise SampleError(f"{where}: source {source!r} is not (name, row); give a str and an integer from 0 on")
 
 
 def _source_identity(source: tuple[str, int]) -> tuple[int, int]:

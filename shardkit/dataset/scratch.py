@@ -9,6 +9,7 @@ worth nothing after a power cut, and every record is verified when it is read ba
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import struct
 from array import array
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import EncodedRow, generated_key
 from shardkit.dataset.layout import order_keys
-from shardkit.errors import IntegrityError
+from shardkit.errors import IntegrityError, StoreError
 from shardkit.formats import Row, pack_columns, unpack_columns
 from shardkit.storage.file_operations import Handle, active
 from shardkit.storage.os_errors import explained
@@ -46,7 +47,7 @@ _JOIN_BYTES = 4 * 2**20
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
 _KIND = "scratch-rows"
-_HEADER = struct.Struct("<HIIq")  # lengths of key, original key and source name (0: none), row in the source
+_NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,6 +259,7 @@ class RowSpool:
         }
         self._run: list[tuple[bytes, ...]] = []
         self._run_size = 0
+        self._broken = False
         self._file: ScratchFile | None = None
         self._part: Part | None = None
 
@@ -275,15 +277,20 @@ class RowSpool:
         columns["generated"].append(row.key is None)
         if not self._folder:
             return
+        if self._broken:
+            raise StoreError(
+                f"scratch file {self._folder}/{self._name}: an earlier write failed, so rows are missing; start again"
+            )
         record = _record(row)
-        size = sum(map(len, record))
-        if size < _JOIN_BYTES:  # one copy costs less than a hash piece by piece
-            record = (b"".join(record),)
-            check = xxhash.xxh3_64_intdigest(record[0])
+        if row.raw_bytes < _JOIN_BYTES:  # one copy costs less than a hash piece by piece
+            whole = b"".join(record)
+            record, size = (whole,), len(whole)
+            check = xxhash.xxh3_64_intdigest(whole)
         else:
             digest = xxhash.xxh3_64()
             for piece in record:
                 digest.update(piece)
+            size = sum(map(len, record))
             check = digest.intdigest()
         columns["check"].append(check)
         columns["length"].append(size)
@@ -347,6 +354,7 @@ class RowSpool:
         return placed
 
     def _write_run(self) -> None:
+        self._broken = True
         if self._file is None:
             self._file = ScratchFile(self._folder, self._name)
         pending: list[bytes] = []
@@ -366,6 +374,7 @@ class RowSpool:
         self._file.write(b"".join(pending))
         self._run = []
         self._run_size = 0
+        self._broken = False
 
 
 def remove_scratch(folder: str, name: str) -> None:
@@ -439,22 +448,27 @@ def _gather(
     return records
 
 
+@functools.cache
+def _header(num_fields: int) -> struct.Struct:
+    """Lengths of key, original key and source name (0: none), row in the source, then the size of each payload."""
+    return struct.Struct(f"<HIIq{num_fields}Q")
+
+
 def _record(row: EncodedRow) -> tuple[bytes, ...]:
     key = b"" if row.key is None else row.key.encode("ascii")
     original = b"" if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
-    name, number = row.source or ("", -1)
+    name, number = row.source or ("", _NO_ROW)
     source = name.encode("utf-8")
-    sizes = struct.pack(f"<{len(row.payloads)}Q", *[len(payload) for payload in row.payloads])
-    header = _HEADER.pack(len(key), len(original), len(source), number)
-    return (header + sizes + key + original + source, *row.payloads)
+    payloads = row.payloads
+    header = _header(len(payloads)).pack(len(key), len(original), len(source), number, *map(len, payloads))
+    return (header, key, original, source, *payloads)
 
 
 def _row(record: memoryview, ordinal: int, num_fields: int) -> Row:
-    key_size, original_size, source_size, number = _HEADER.unpack_from(record)
-    start = _HEADER.size + 8 * num_fields
-    sizes = struct.unpack_from(f"<{num_fields}Q", record, _HEADER.size)
-    at = start + key_size + original_size + source_size
-    texts = bytes(record[start:at])
+    header = _header(num_fields)
+    key_size, original_size, source_size, number, *sizes = header.unpack_from(record)
+    at = header.size + key_size + original_size + source_size
+    texts = bytes(record[header.size : at])
     payloads = []
     for size in sizes:
         payloads.append(bytes(record[at : at + size]))
@@ -464,5 +478,5 @@ def _row(record: memoryview, ordinal: int, num_fields: int) -> Row:
         texts[:key_size].decode("ascii") or generated_key(ordinal),
         tuple(payloads),
         original.decode("utf-8", "surrogatepass") or None,
-        (texts[key_size + original_size :].decode("utf-8"), number) if number >= 0 else None,
+        (texts[key_size + original_size :].decode("utf-8"), number) if number != _NO_ROW else None,
     )

@@ -203,6 +203,8 @@ def test_a_missing_field_and_a_wrong_key_are_named(tmp_path: Path) -> None:
         writer.add({key: value for key, value in sample(0).items() if key != "image"})
     with pytest.raises(SampleError, match="17"):
         writer.add(sample(0), key=17)  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match="source"):
+        writer.add(sample(0), source=("list.txt", -1))
     with pytest.raises(SampleError, match="''"):
         writer.add(sample(0), key="")
     with pytest.raises(UsageError, match="no sample"):
