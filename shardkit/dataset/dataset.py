@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,17 +205,25 @@ class Dataset:
         *,
         rank: int | None = None,
         world: int | None = None,
+        mesh: Any = None,
         lanes: Sequence[int] | None = None,
         fields: Sequence[str] | None = None,
         by_cell: bool = False,
         uneven: bool = False,
         memory: int | str = "2GiB",
-        threads: int = 4,
-        prefetch: int = 4,
+        threads: int | None = None,
+        prefetch: int | None = None,
         tensors: bool | None = None,
+        decode: Mapping[str, Any] | None = None,
         transform: Any = None,
         batch_transform: Any = None,
+        workers: Literal["threads", "processes"] = "threads",
+        on_error: Literal["raise", "substitute", "mask"] = "raise",
+        stall_s: float = 60.0,
+        on_stall: Any = None,
         run: str | os.PathLike[str] | None = None,
+        stride: int = 1,
+        offset: int = 0,
     ) -> Loader:
         """A loader over `plan` for one rank.
 
@@ -223,25 +231,40 @@ class Dataset:
             plan: made by `plan` of this dataset.
             rank: found in the process group, else in RANK and WORLD_SIZE, when not given together with `world`.
             world: number of ranks that share the plan.
+            mesh: a torch DeviceMesh: ranks that share its data-parallel coordinate read the same cells.
             lanes: the lanes of this rank instead of its even share.
             fields: only these fields are gathered.
             by_cell: hand out a list of batches per step, one per lane.
             uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
             memory: bound for the blocks held in memory, for example ``"2GiB"``.
-            threads: how many blocks are read and verified at once; transforms run on as many threads.
-            prefetch: how many steps are prepared ahead.
+            threads: how many blocks are read and verified at once, and transforms run; by default the processors but
+                one, at most 8.
+            prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is
+                done for small steps that need no other work, and 4 steps wait otherwise.
             tensors: torch tensors instead of numpy arrays; by default where torch is imported.
+            decode: field → ``"rgb8"``, ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"`` or a function of the bytes.
             transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.
             batch_transform: ``batch_transform(fields, rngs) -> fields``.
-            run: run directory; every consumed cell is journaled there.
+            workers: where `decode` and `transform` run; processes are spawned and need functions that pickle.
+            on_error: what becomes of verified rows that do not decode: ``"raise"``; ``"substitute"`` takes another
+                sample of the same stratum, the same one in every topology; ``"mask"`` does so too and adds the field
+                "valid", false in those rows.
+            stall_s: a wait of so many seconds is reported, with rank, lane, shard and stage.
+            on_stall: gets the report as a dict instead of a RuntimeWarning.
+            run: run directory; every consumed cell is journaled there, and events are recorded.
+            stride: hand out every `stride`-th step only, from the `offset`-th on: how worker processes share steps.
+            offset: see `stride`.
 
         Raises:
             ConfigurationError: an impossible rank, world or size, or lanes that do not divide evenly.
+            MissingDependency: a decoder needs a package that is not installed.
+            StateError: ranks of the process group are about to read different things; names rank and difference.
         """
         config = LoaderConfig(
-            rank=rank, world=world, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
-            memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, transform=transform,
-            batch_transform=batch_transform, run=None if run is None else Path(run),
+            rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
+            memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, decode=decode or {},
+            transform=transform, batch_transform=batch_transform, workers=workers, on_error=on_error, stall_s=stall_s,
+            on_stall=on_stall, run=None if run is None else Path(run), stride=stride, offset=offset,
         )  # fmt: skip
         if plan.population.identity != self.manifest.id:
             raise UsageError(
@@ -254,8 +277,21 @@ class Dataset:
             rows=self.rows,
             reader=self.reader,
             block_bytes=self._block_bytes,
+            row_bytes=self._row_bytes,
+            fetch=self.__getitem__,
         )
         return Loader(plan, sources, config)
+
+    def _row_bytes(self, fields: Sequence[str]) -> int:
+        """Typical bytes of these fields of a row; fields of variable size share what the fixed ones leave."""
+        sizes = {name: self.schema[name].item_bytes for name in self.schema}
+        fixed = sum(size for size in sizes.values() if size is not None)
+        variable = [name for name, size in sizes.items() if size is None]
+        typical = max(1, self.manifest.raw_bytes // max(1, self.manifest.rows) - fixed) // max(
+            1, len(variable)
+        )
+        wanted = (sizes[name] for name in fields)
+        return sum(typical if size is None else size for size in wanted) or 1
 
     def _block_bytes(self, block: int) -> int:
         shard, _ = self.rows.shard_of_block(block)

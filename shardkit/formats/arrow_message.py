@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,15 +115,27 @@ def read_batch_header(message: memoryview) -> BatchHeader:
     length = int.from_bytes(message[4:8], "little")
     if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
         raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
-    metadata = message[8 : 8 + length]
+    # Blocks of fixed-size rows have the same metadata again and again: what was read once is known.
+    rows, nodes, buffers, codec, body = _read_metadata(bytes(message[8 : 8 + length]))
+    body_offset = 8 + length
+    if body > len(message) - body_offset:
+        raise FormatError(f"arrow message: body of {body} bytes in a message of {len(message)}")
+    return BatchHeader(rows, nodes, buffers, codec, body_offset, body_offset + body)
+
+
+@lru_cache(maxsize=64)
+def _read_metadata(
+    data: bytes,
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64], str, int]:
+    """(rows, nodes, buffers, codec, body bytes) of a Message; the arrays are read-only and shared."""
+    metadata = memoryview(data)
     root = _Table(metadata, int.from_bytes(metadata[:4], "little"))
     version, kind, body = root.number(0, "<h"), root.number(1, "<B"), root.number(3, "<q")
     batch = root.table(2)
     if version != _V5 or kind != _RECORD_BATCH or batch is None or not root.absent(4) or not batch.absent(4):
         raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
-    body_offset = 8 + length
-    if not 0 <= body <= len(message) - body_offset or body % 8:
-        raise FormatError(f"arrow message: body of {body} bytes in a message of {len(message)}")
+    if body < 0 or body % 8:
+        raise FormatError(f"arrow message: body of {body} bytes")
     codec = "none"
     compression = batch.table(3)
     if compression is not None:
@@ -131,9 +144,7 @@ def read_batch_header(message: memoryview) -> BatchHeader:
         codec = _CODECS.get(compression.number(0, "<b"), "unknown")
     buffers = _pairs(batch.structs(2, 16))
     _check_buffers(buffers, body)
-    return BatchHeader(
-        batch.number(0, "<q"), _pairs(batch.structs(1, 16)), buffers, codec, body_offset, body_offset + body
-    )
+    return batch.number(0, "<q"), _pairs(batch.structs(1, 16)), buffers, codec, body
 
 
 def _check_buffers(buffers: NDArray[np.int64], body: int) -> None:

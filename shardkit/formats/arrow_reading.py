@@ -24,7 +24,7 @@ from .schema import FieldType, Schema
 
 __all__ = ["decode_batch"]
 
-_TEXT = FieldType("str")
+_TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -35,7 +35,13 @@ def _aligned(stored: memoryview) -> memoryview:
 
 
 def decode_batch(
-    stored: memoryview, schema: Schema, codec: str, rows: int, raw_size: int
+    stored: memoryview,
+    schema: Schema,
+    codec: str,
+    rows: int,
+    raw_size: int,
+    *,
+    keys_checked_later: bool = False,
 ) -> tuple[dict[str, Column], VariableColumn]:
     """Columns of a record batch message, and the keys; nothing beyond `raw_size` is allocated.
 
@@ -45,6 +51,7 @@ def decode_batch(
         codec: ``none``, ``lz4`` or ``zstd``, as the index says.
         rows: Rows that the index counts.
         raw_size: Bytes that the index declares.
+        keys_checked_later: The caller compares the keys with ones that are known to be text.
 
     Raises:
         FormatError: not the message that `ArrowEncoder` writes for this schema.
@@ -75,7 +82,7 @@ def decode_batch(
     if len(buffers) != len(header.buffers):
         raise FormatError("arrow message: pyarrow finds other buffers than its metadata")
     reader = _Reader(header.nodes[:, 0].tolist(), buffers, rows)
-    keys = reader.variable(_TEXT, KEY_FIELD)
+    keys = reader.variable(_BYTES if keys_checked_later else _TEXT, KEY_FIELD)
     columns = {name: reader.column(kind, name) for name, kind in schema.items()}
     return columns, keys
 

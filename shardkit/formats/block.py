@@ -107,8 +107,28 @@ def check_text(
         FormatError: names the first bad row.
     """
     view = data.data
+    if _is_text(data, starts, ends):
+        return
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         try:
             str(view[start:end], "utf-8")
         except UnicodeDecodeError as error:
             raise FormatError(f"field {name!r}, row {row} of the block: not UTF-8 ({error.reason})") from None
+
+
+def _is_text(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+    """Whether one pass over the rows' common range shows that each of them is UTF-8 by itself.
+
+    Text that is valid as a whole splits into valid rows exactly where no row begins or ends inside a character:
+    at a continuation byte (10xxxxxx).
+    """
+    if not len(starts):
+        return True
+    first, last = int(starts.min()), int(ends.max())
+    try:
+        str(data[first:last].data, "utf-8")
+    except UnicodeDecodeError:
+        return False  # perhaps only between the rows
+    borders = np.concatenate((starts, ends))
+    borders = borders[borders < last]
+    return not bool(((data[borders] & 0xC0) == 0x80).any())

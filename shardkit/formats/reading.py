@@ -83,7 +83,7 @@ def read_block(
     if index.format == "tar":
         return _tar_block(view, index, block, rows, raw_size)
     codec = index.compression.partition(":")[0]
-    columns, keys = decode_batch(view, index.schema, codec, rows, raw_size)
+    columns, keys = decode_batch(view, index.schema, codec, rows, raw_size, keys_checked_later=True)
     first = int(index.block_start[block])
     offsets = index.key_texts.offsets[first : first + rows + 1]
     key_data = index.key_texts.data[offsets[0] : offsets[-1]]

@@ -1,18 +1,33 @@
-"""Delivers a plan's cells: verified, in order, resumable.
+"""Delivers a plan's cells: verified, in order, resumable (SPEC.md).
 
 loader        — the loader itself: iteration, state, statistics
-pipeline      — plan → load → gather → transform → queue, on a thread, in order
+settings      — what a loader is told, and where its rows come from
+state         — a step number and two digests
+shares        — which lanes and fields a rank reads
+machinery     — what it opens in one process: threads, workers, journal
+pipeline      — plan → load → gather → transform, ahead of the trainer and in order
+background    — an iterator that runs ahead on a thread of its own
 schedule      — the near future of a rank as data (pure)
 block_window  — the blocks in memory, loaded ahead by deadline within a byte budget
 gather        — rows of many blocks into one buffer per field
-transforms    — user functions and their randomness
+assembly      — a group of steps cut into batches
+row_work      — decoding and transforms on threads or processes; rows that do not decode
+transforms    — user functions, their randomness, rows and columns
+decoders      — by name: images, numpy, json, text
+substitutes   — another sample for one that does not decode
 batch         — what is handed out
 ranks         — which rank of how many this is
+agreement     — ranks compare what they are about to read
+watchdog      — what a stalled step waits for
+statistics    — counters of the stages
+events        — what went other than planned
 """
 
 from shardkit.loader.batch import Batch
-from shardkit.loader.loader import Loader, LoaderConfig, Sources
+from shardkit.loader.loader import Loader
 from shardkit.loader.ranks import Topology, find_topology
+from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.loader.state import check_state
 from shardkit.loader.transforms import sample_generator, stack_samples
 
 __all__ = [
@@ -21,6 +36,7 @@ __all__ = [
     "LoaderConfig",
     "Sources",
     "Topology",
+    "check_state",
     "find_topology",
     "sample_generator",
     "stack_samples",

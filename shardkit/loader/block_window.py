@@ -2,25 +2,91 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 
 from shardkit.loader.gather import GatherColumns
 
-__all__ = ["BlockWindow", "WindowCounts"]
+__all__ = ["BlockSource", "BlockWindow", "Lease", "WindowCounts"]
+
+_BLOCKS_PER_TASK = 8  # a hand-over between threads costs as much as a tenth of a block
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSource:
+    """Where a window's blocks come from.
+
+    Attributes:
+        load: reads and verifies one block; called on the window's threads.
+        size_of: upper bound of the bytes that a block takes, known before it is loaded.
+        mapped: whether the block is a view of a file: its bytes may leave memory and come back unverified.
+        forget: the block's bytes are no longer needed.
+    """
+
+    load: Callable[[int], GatherColumns]
+    size_of: Callable[[int], int]
+    mapped: Callable[[int], bool]
+    forget: Callable[[int], None]
 
 
 class WindowCounts:
-    """Counters of one window; plain integers, read without a lock."""
+    """Counters of one window; plain numbers, read without a lock."""
 
-    __slots__ = ("block_loads", "block_uses", "bytes_loaded", "evictions", "peak_bytes")
+    __slots__ = ("block_loads", "block_uses", "bytes_loaded", "evictions", "load_s", "peak_bytes")
 
     def __init__(self) -> None:
         self.block_loads = 0
         self.block_uses = 0
         self.bytes_loaded = 0
         self.evictions = 0
+        self.load_s = 0.0  # of all threads together
         self.peak_bytes = 0
+
+
+class _Entry:
+    """One block that is loaded or being loaded."""
+
+    __slots__ = ("future", "pins", "position", "size", "stale")
+
+    def __init__(self, future: Future[list[GatherColumns]], position: int, size: int) -> None:
+        self.future, self.position, self.size = future, position, size
+        self.pins = 0
+        self.stale = False  # counts, but must be loaded again before it is used
+
+
+class Lease:
+    """The blocks of one group of steps: they stay until `release`."""
+
+    def __init__(self, window: BlockWindow, blocks: Sequence[int], entries: list[_Entry]) -> None:
+        self._window, self.blocks, self._entries = window, blocks, entries
+
+    def wait(self, timeout_s: float, on_stall: Callable[[float], None]) -> list[GatherColumns]:
+        """The loaded blocks in the order in which they were asked for; raises what loading one of them raised."""
+        loaded = []
+        for entry in self._entries:
+            future = entry.future
+            if not future.done():
+                started = time.perf_counter()
+                while True:
+                    try:
+                        future.result(timeout_s)
+                        break
+                    except FutureTimeout:
+                        if future.done():
+                            break
+                        on_stall(time.perf_counter() - started)
+            loaded.append(future.result()[entry.position])
+        return loaded
+
+    def release(self) -> None:
+        """The group is done; may be called twice."""
+        entries, self._entries = self._entries, []
+        if entries:
+            self._window.unpin(entries)
 
 
 class BlockWindow:
@@ -30,27 +96,20 @@ class BlockWindow:
     step needs are dropped, least recently used first.
 
     Args:
-        load: reads and verifies one block; called on the pool's threads.
-        size_of: upper bound of a block's bytes before it is loaded.
-        budget: bytes. A step's own blocks are loaded even if they alone exceed it.
+        source: of the blocks.
+        budget: bytes. A group's own blocks are loaded even if they alone exceed it.
         threads: how many blocks are read at once.
     """
 
-    def __init__(
-        self,
-        load: Callable[[int], GatherColumns],
-        size_of: Callable[[int], int],
-        budget: int,
-        threads: int,
-    ) -> None:
-        self._load = load
-        self._size_of = size_of
-        self._budget = budget
+    def __init__(self, source: BlockSource, budget: int, threads: int) -> None:
+        self._source, self._budget, self._threads = source, budget, threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-blocks")
-        self._entries: dict[int, Future[GatherColumns]] = {}  # insertion order is the order of last use
-        self._sizes: dict[int, int] = {}
-        self._pins: dict[int, int] = {}
+        self._entries: dict[int, _Entry] = {}  # insertion order is the order of last use
+        self._changed = threading.Condition()
+        self._leases = 0
         self._bytes = 0
+        self._closed = False
+        self.loading: dict[int, float] = {}  # block → when its load began
         self.counts = WindowCounts()
 
     @property
@@ -59,76 +118,110 @@ class BlockWindow:
         return self._bytes
 
     def holds(self, blocks: Sequence[int]) -> bool:
-        """Whether all these blocks together fit into half of the budget."""
-        return sum(map(self._size_of, blocks)) <= self._budget // 2
+        """Whether all these blocks together fit into a third of the budget: three groups are under way at a time."""
+        return sum(map(self._source.size_of, blocks)) <= self._budget // 3
 
-    def pin(self, blocks: Iterable[int]) -> None:
-        """Announce that planned steps need these blocks; each call is undone by one `unpin`."""
-        for block in blocks:
-            self._pins[block] = self._pins.get(block, 0) + 1
+    def lease(self, blocks: Sequence[int], stopped: Callable[[], bool]) -> Lease:
+        """Pin blocks and start loading those that are missing, in their order.
 
-    def unpin(self, blocks: Iterable[int]) -> None:
-        """Planned steps are done with these blocks."""
-        for block in blocks:
-            left = self._pins[block] - 1
-            if left:
-                self._pins[block] = left
-            else:
-                del self._pins[block]
-
-    def request(self, blocks: Iterable[int], *, must: bool) -> bool:
-        """Start loading what is missing.
-
-        Args:
-            blocks: in deadline order.
-            must: load even beyond the budget (the very next step needs them).
-
-        Returns:
-            False where the budget stopped it: the caller tries again once steps have been handed out.
+        Waits while the budget is exhausted and other leases are out, whose release will make room.
         """
-        missing = [block for block in blocks if block not in self._entries]
-        for block in missing:
-            size = self._size_of(block)
-            if self._bytes + size > self._budget:
-                self._make_room(self._bytes + size - self._budget)
-            if self._bytes + size > self._budget and not must:
-                return False
-            self._sizes[block] = size
-            self._bytes += size
+        with self._changed:
+            held = {}
+            for block in blocks:  # pinned first, so that making room does not drop them
+                entry = self._entries.get(block)
+                if entry is not None and entry.stale:
+                    self._remove(block, entry)
+                elif entry is not None:
+                    del self._entries[block]
+                    entry.pins += 1
+                    held[block] = self._entries[block] = entry
+            missing = [block for block in blocks if block not in held]
+            sizes = [self._source.size_of(block) for block in missing]
+            need = sum(sizes)
+            self._make_room(need)
+            while self._bytes + need > self._budget and self._leases and not stopped():
+                self._changed.wait()
+                self._make_room(need)
+            self._leases += 1
+            for block, entry in zip(missing, self._submit(missing, sizes), strict=True):
+                entry.pins = 1
+                held[block] = self._entries[block] = entry
+            self._bytes += need
             self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
-            self.counts.block_loads += 1
-            self.counts.bytes_loaded += size
-            self._entries[block] = self._pool.submit(self._load, block)
-        return True
+            self.counts.block_uses += len(blocks)
+            return Lease(self, blocks, [held[block] for block in blocks])
 
-    def wait(self, blocks: Sequence[int]) -> list[GatherColumns]:
-        """The loaded blocks, in that order; raises what loading one of them raised."""
-        entries = self._entries
-        loaded = []
+    def wake(self) -> None:
+        """Let a waiting `lease` look whether it was stopped."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def unpin(self, entries: Iterable[_Entry]) -> None:
+        """A lease is over."""
+        with self._changed:
+            for entry in entries:
+                entry.pins -= 1
+            self._leases -= 1
+            self._changed.notify_all()
+
+    def _submit(self, blocks: list[int], sizes: list[int]) -> list[_Entry]:
+        entries: list[_Entry] = []
+        mapped = bool(blocks) and self._source.mapped(blocks[0])
+        share = -(-len(blocks) // self._threads)
+        each = max(1, min(_BLOCKS_PER_TASK, share)) if mapped else 1
+        for first in range(0, len(blocks), each):
+            part = blocks[first : first + each]
+            future = self._pool.submit(self._load, part)
+            entries += [_Entry(future, i, sizes[first + i]) for i in range(len(part))]
+        self.counts.block_loads += len(blocks)
+        self.counts.bytes_loaded += sum(sizes)
+        return entries
+
+    def _load(self, blocks: list[int]) -> list[GatherColumns]:
+        loaded, started = [], time.perf_counter()
         for block in blocks:
-            entry = entries.pop(block)
-            entries[block] = entry  # now the most recently used
-            loaded.append(entry.result())
-        self.counts.block_uses += len(loaded)
+            self.loading[block] = time.perf_counter()
+            try:
+                loaded.append(self._source.load(block))
+            finally:
+                self.loading.pop(block, None)
+        self.counts.load_s += time.perf_counter() - started
         return loaded
 
-    def _make_room(self, wanted: int) -> None:
-        for block in [b for b in self._entries if b not in self._pins]:
+    def _make_room(self, need: int) -> None:
+        wanted = self._bytes + need - self._budget
+        if wanted <= 0:
+            return
+        for block, entry in list(self._entries.items()):
             if wanted <= 0:
                 return
-            future = self._entries[block]
-            if not future.done() and not future.cancel():
-                continue  # being read right now: its bytes are in use
-            del self._entries[block]
-            size = self._sizes.pop(block)
-            self._bytes -= size
-            wanted -= size
-            self.counts.evictions += 1
+            if not entry.pins and entry.future.done():
+                wanted -= entry.size
+                self._remove(block, entry)
+                self.counts.evictions += 1
+                self._source.forget(block)
+
+    def _remove(self, block: int, entry: _Entry) -> None:
+        del self._entries[block]
+        self._bytes -= entry.size
+
+    def end_loop(self) -> None:
+        """The next loop verifies again what is a view of a file, and tries again what failed."""
+        with self._changed:
+            for block, entry in list(self._entries.items()):
+                if entry.pins:
+                    continue
+                entry.future.cancel()
+                if entry.future.cancelled() or (entry.future.done() and entry.future.exception()):
+                    self._remove(block, entry)
+                else:
+                    entry.stale = self._source.mapped(block)
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what has, drop everything."""
+        """Cancel what has not begun, wait for what has, drop everything; may be called twice."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._entries.clear()
-        self._sizes.clear()
-        self._pins.clear()
-        self._bytes = 0
+        with self._changed:
+            self._entries.clear()
+            self._bytes = 0
+            self._changed.notify_all()

@@ -37,7 +37,7 @@ class GatherColumns:
     Holds the block, so that the addresses stay valid while this object is alive.
     """
 
-    __slots__ = ("_keep", "addresses", "block", "nbytes", "pitches", "rows")
+    __slots__ = ("_keep", "addresses", "block", "nbytes", "pitches", "rows", "views")
 
     def __init__(self, block: Block, fields: Sequence[str]) -> None:
         self.block = block
@@ -46,6 +46,7 @@ class GatherColumns:
         self.addresses: list[tuple[int, ...]] = []
         self.pitches: list[int] = []
         self._keep: list[Any] = []
+        self.views: list[memoryview | None] = []  # of variable fields: their bytes
         for name in fields:
             column = block.column(name)
             if isinstance(column, FixedColumn):
@@ -58,6 +59,7 @@ class GatherColumns:
         if values.size and not values[0].flags.c_contiguous:
             values = np.ascontiguousarray(values)
         self._keep.append(values)
+        self.views.append(None)
         self.addresses.append((values.__array_interface__["data"][0],))
         self.pitches.append(values.strides[0] if values.ndim and len(values) > 1 else values[:1].nbytes)
 
@@ -72,6 +74,7 @@ class GatherColumns:
                 "a variable-size column points outside its block; rebuild the shard it came from"
             )
         self._keep.append((starts, ends, data))
+        self.views.append(data.data)
         bases = (a.__array_interface__["data"][0] for a in (starts, ends, data))
         self.addresses.append(tuple(bases))
         self.pitches.append(8)
@@ -108,7 +111,8 @@ class RowAddresses:
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
         self._blocks = list(blocks)
-        self._fields: list[tuple[str, FieldType, Int64s, Int64s | None]] = []
+        self._which = which
+        self._fields: list[tuple[str, FieldType, Int64s, Int64s | None, list[memoryview | None]]] = []
         for position, name in enumerate(fields):
             field = schema[name]
             columns = 1 if field.kind in ("scalar", "array") else 3
@@ -119,8 +123,9 @@ class RowAddresses:
             if columns == 3:
                 starts = _items(np.dtype(np.int64), addresses)
                 sizes = _items(np.dtype(np.int64), bases[which, 1] + offsets) - starts
-                addresses = bases[which, 2] + starts
-            self._fields.append((name, field, addresses, sizes))
+                # only ragged fields are copied by address; of the others a slice of the block's view is enough
+                addresses = bases[which, 2] + starts if field.kind == "ragged" else starts
+            self._fields.append((name, field, addresses, sizes, [one.views[position] for one in blocks]))
 
     def take(self, first: int, last: int) -> dict[str, Any]:
         """Rows `first` … `last - 1`, in order.
@@ -132,8 +137,10 @@ class RowAddresses:
         return {
             name: _fixed(field, addresses[first:last])
             if sizes is None
-            else _variable(field, addresses[first:last], sizes[first:last])
-            for name, field, addresses, sizes in self._fields
+            else _ragged(field, addresses[first:last], sizes[first:last])
+            if field.kind == "ragged"
+            else _pieces(field, views, self._which[first:last], addresses[first:last], sizes[first:last])
+            for name, field, addresses, sizes, views in self._fields
         }
 
 
@@ -165,18 +172,20 @@ def _fixed(field: FieldType, addresses: Int64s) -> NDArray[Any]:
     return out
 
 
-def _variable(field: FieldType, addresses: Int64s, sizes: Int64s) -> Any:
-    if field.kind == "ragged":
-        return _ragged(field, addresses, sizes)
-    pieces = [
-        ctypes.string_at(address, size)
-        for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
+def _pieces(
+    field: FieldType, views: Sequence[Any], which: Int64s, starts: Int64s, sizes: Int64s
+) -> list[Any]:
+    """bytes, str or parsed JSON of each row; one copy each, out of the block."""
+    ends = (starts + sizes).tolist()
+    parts = [
+        views[block][start:end]
+        for block, start, end in zip(which.tolist(), starts.tolist(), ends, strict=True)
     ]
     if field.kind == "bytes":
-        return pieces
+        return [bytes(part) for part in parts]
     if field.kind == "str":
-        return [str(piece, "utf-8") for piece in pieces]
-    return [json.loads(piece) for piece in pieces]
+        return [str(part, "utf-8") for part in parts]
+    return [json.loads(bytes(part)) for part in parts]
 
 
 def _ragged(field: FieldType, addresses: Int64s, sizes: Int64s) -> tuple[NDArray[Any], Int64s]:

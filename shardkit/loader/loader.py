@@ -2,73 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardkit.errors import ConfigurationError, StateError
-from shardkit.formats import Schema
+from shardkit.errors import StateError
 from shardkit.ledger import Journal
+from shardkit.loader.agreement import agree
 from shardkit.loader.assembly import Assembler
 from shardkit.loader.batch import Batch
-from shardkit.loader.block_window import BlockWindow
-from shardkit.loader.gather import GatherColumns
-from shardkit.loader.pipeline import Pipeline
+from shardkit.loader.decoders import find_decoders
+from shardkit.loader.events import EventLog
+from shardkit.loader.machinery import Machinery
+from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.ranks import Topology, find_topology
+from shardkit.loader.row_work import RowWork
 from shardkit.loader.schedule import StepGroup, plan_group
-from shardkit.loader.transforms import BatchTransform, SampleTransform
+from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.loader.shares import own_fields, own_lanes
+from shardkit.loader.state import STATE_VERSION, check_state
+from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.transforms import RowFunction
+from shardkit.loader.watchdog import Watchdog
 from shardkit.plan import Plan
-from shardkit.storage import BlockReader, RowMap
 
-__all__ = ["Loader", "LoaderConfig", "Sources"]
+__all__ = ["Loader"]
 
-Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """Where the rows come from: made by `Dataset.loader`."""
-
-    manifest: str  # "sha256:…"
-    schema: Schema
-    rows: RowMap
-    reader: BlockReader
-    block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes by dataset-wide number
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderConfig:
-    """Settings of a loader; see `Dataset.loader` for their meaning."""
-
-    rank: int | None = None
-    world: int | None = None
-    lanes: Sequence[int] | None = None
-    fields: Sequence[str] | None = None
-    by_cell: bool = False
-    uneven: bool = False
-    memory: int = 2 << 30
-    threads: int = 4
-    prefetch: int = 4
-    tensors: bool | None = None
-    transform: SampleTransform | None = None
-    batch_transform: BatchTransform | None = None
-    run: Path | None = None
-    stride: int = (
-        1  # hand out only every stride-th step, those ≡ offset: how DataLoader workers share the steps
-    )
-    offset: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("memory", 1 << 20), ("threads", 1), ("prefetch", 1)):
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: at least {least} is expected")
+# A step of this size is gathered in the trainer's own `next`: a tenth of a millisecond of copying.
+_INLINE_BYTES = 1 << 20
+_DEFAULT_PREFETCH = 4
+_AGREEMENT_S = 600.0
 
 
 class Loader:
@@ -80,38 +46,38 @@ class Loader:
 
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
-        self._sources = sources
-        self._config = config
-        self.topology: Topology = find_topology(config.rank, config.world)
-        self.lanes: list[int] = _own_lanes(plan, self.topology, config)
-        self._fields = list(sources.schema) if config.fields is None else list(config.fields)
-        for name in self._fields:
-            if name not in sources.schema:
-                raise ConfigurationError(
-                    f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}"
-                )
+        self._sources, self._config = sources, config
+        self.topology: Topology = find_topology(config.rank, config.world, mesh=config.mesh)
+        self.lanes: list[int] = own_lanes(plan, self.topology, config)
+        self._fields = own_fields(sources.schema, config)
         self._tensors = "torch" in sys.modules if config.tensors is None else config.tensors
         if self._tensors:
             __import__("torch")  # only where a caller asked for tensors before importing it
         self._start = 0  # where the next `iter` begins
         self._handed_out = 0  # the step after the last one handed out
         self._pipeline: Pipeline | None = None
-        self._window: BlockWindow | None = None
-        self._journal = _open_journal(plan, sources, config, self.topology)
-        self._pool = ThreadPoolExecutor(config.threads, "shardkit-transform") if config.transform else None
-        self._assembler = Assembler(
-            plan,
-            sources.schema,
-            self._fields,
-            lanes=self.lanes,
-            world=self.topology.world,
-            by_cell=config.by_cell,
-            tensors=self._tensors,
+        self._machinery: Machinery | None = None
+        self.counts = LoaderCounts()
+        self._events = EventLog(config.run, self.topology.rank)
+        self._function = RowFunction(
+            seed=plan.settings.seed,
+            cell_size=plan.cell_size,
+            decoders=find_decoders(config.decode, sources.schema),
             transform=config.transform,
-            batch_transform=config.batch_transform,
-            pool=self._pool,
         )
-        self._finalizer = weakref.finalize(self, _release, self._pool, self._journal)
+        self._agree()
+
+    def _agree(self) -> None:
+        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if (
+            self.topology.source not in ("the process group", "the device mesh")
+            or not distributed.is_initialized()
+        ):
+            return
+        mine = {"software": version("shardkit"), "manifest": self._sources.manifest, "plan": self.plan.digest,
+                "world": self.topology.world, "fields": self._fields, "lanes": self.lanes}  # fmt: skip
+        agree(distributed.get_rank(), distributed.get_world_size(), mine, lanes=self.plan.lanes,
+              shared=self._config.mesh is not None, timeout_s=_AGREEMENT_S)  # fmt: skip
 
     # ---- iteration
 
@@ -127,51 +93,80 @@ class Loader:
         start, stop = self._start, (self._start // length + 1) * length
         self._start = start - start % length  # a loop left early begins its epoch again
         self._handed_out = start
-        numbers = range(start + (config.offset - start) % config.stride, stop, config.stride)
+        numbers = range(start + config.offset, stop, config.stride)
         pipeline = self._pipeline = self._open_pipeline(numbers)
         return self._hand_out(pipeline, stop)
 
     def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
+        journal = self._open_machinery().journal
         for one in pipeline:
-            if self._journal is not None:
-                self._journal.record(one.step, one.cells(self.lanes))
+            if journal is not None:
+                journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
+            for facts in one.replaced:
+                self._record_replaced(facts, journal)
             self._handed_out = one.step + 1
             if one.step + self._config.stride >= stop:
                 self._start = stop
             yield one.batches if self._config.by_cell else one.batches[0]
         self._start = stop
 
-    def _open_pipeline(self, numbers: range) -> Pipeline:
-        sources, config = self._sources, self._config
+    def _record_replaced(self, facts: dict[str, Any], journal: Journal | None) -> None:
+        self.counts.substitutions += 1
+        self._events.record(facts["kind"], **{name: value for name, value in facts.items() if name != "kind"})
+        if journal is not None:
+            journal.event(**facts)  # the audit accounts for it
 
-        def load(block: int) -> GatherColumns:
-            shard, inside = sources.rows.shard_of_block(block)
-            return GatherColumns(sources.reader.read(shard, inside), self._fields)
+    def _open_machinery(self) -> Machinery:
+        """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
+        if self._machinery is None or self._machinery.process != os.getpid():
+            self._machinery = Machinery(self.plan, self._sources, self._config, self.topology, self._function,
+                                         self._fields)  # fmt: skip
+            # not through `self`: what the machinery's threads hold must not keep the loader alive
+            weakref.finalize(self, self._machinery.close)
+        return self._machinery
+
+    def _open_pipeline(self, numbers: range) -> Pipeline:
+        plan, sources, lanes = self.plan, self._sources, self.lanes
+        machinery = self._open_machinery()
+        counts = self.counts = LoaderCounts()
 
         def group(numbers: range) -> StepGroup:
-            return plan_group(self.plan, sources.rows.locate, self.lanes, numbers)
+            return plan_group(plan, sources.rows.locate, lanes, numbers)
 
-        window = BlockWindow(load, sources.block_bytes, config.memory, config.threads)
-        self._window = window
-        rows = self.plan.cell_size * max(1, len(self.lanes))
-        return Pipeline(
-            group,
-            self._assembler,
-            window,
-            numbers=numbers,
-            bytes_per_step=rows * self._row_bytes(),
-            prefetch=config.prefetch,
+        work = machinery.row_work(plan, sources)
+        rows = max(1, plan.cell_size * len(lanes))
+        settings = PipelineSettings(
+            rows_per_step=rows,
+            bytes_per_step=rows * sources.row_bytes(self._fields),
+            prefetch=self._prefetch(rows, work),
+            stall_s=self._config.stall_s,
+            report=Watchdog(self.topology, plan, sources.rows, sources.reader, machinery.window, work, self._events,
+                            self._config.on_stall),
+        )  # fmt: skip
+        assembler = Assembler(
+            plan,
+            sources.schema,
+            self._fields,
+            lanes=lanes,
+            world=self.topology.world,
+            by_cell=self._config.by_cell,
+            tensors=self._tensors,
+            work=work,
+            counts=counts,
         )
+        return Pipeline(group, assembler, machinery.window, numbers=numbers, settings=settings, counts=counts)
 
-    def _row_bytes(self) -> int:
-        """A rough size of a row; variable fields count as a tenth of a typical block."""
-        sizes = (self._sources.schema[name].item_bytes for name in self._fields)
-        return sum(100_000 if size is None else size for size in sizes) or 1
+    def _prefetch(self, rows: int, work: RowWork) -> int:
+        if self._config.prefetch is not None:
+            return self._config.prefetch
+        fixed = all(self._sources.schema[name].item_bytes is not None for name in self._fields)
+        small = rows * self._sources.row_bytes(self._fields) <= _INLINE_BYTES
+        return 0 if fixed and small and not work else _DEFAULT_PREFETCH
 
     def _stop_pipeline(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None and self._machinery is not None and self._machinery.process == os.getpid():
+            pipeline.close()
 
     # ---- state
 
@@ -184,32 +179,23 @@ class Loader:
             step = self._handed_out
         else:
             step = (after if isinstance(after, Batch) else after[0]).step + 1
-        return {"version": 1, "step": step, "plan": self.plan.digest, "manifest": self._sources.manifest}
+        return {
+            "version": STATE_VERSION,
+            "step": step,
+            "plan": self.plan.digest,
+            "manifest": self._sources.manifest,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, on any rank of any world.
+
+        Where the plan is an amendment, the state of a plan that it descends from fits too, up to the step at which
+        they part.
 
         Raises:
             StateError: it was taken with another plan or manifest, or by a newer version; says in what they differ.
         """
-        if state.get("version") != 1:
-            raise StateError(
-                f"loader state of version {state.get('version')!r}: this shardkit reads version 1"
-            )
-        expected = {"manifest": self._sources.manifest, "plan": self.plan.digest}
-        differing = [name for name, value in expected.items() if state.get(name) != value]
-        if differing:
-            details = "; ".join(
-                f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing
-            )
-            raise StateError(
-                f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
-                "with the settings of the run, or start at step 0"
-            )
-        step = state.get("step")
-        if not isinstance(step, int) or step < 0:
-            raise StateError(f"loader state: step is {step!r}, a whole number from 0 on is expected")
-        self.seek(step)
+        self.seek(check_state(state, self.plan, self._sources.manifest))
 
     def seek(self, step: int) -> None:
         """Begin the next loop at `step`, counted over the whole run."""
@@ -221,76 +207,42 @@ class Loader:
     # ---- the rest
 
     def stats(self) -> dict[str, float]:
-        """Counters of the current or last loop: names are stable, times in seconds, sizes in bytes."""
+        """Counters of the current or last loop, and of all block loads of this loader.
+
+        Names are stable; times end in `_s` (seconds), sizes in `_bytes`; see SPEC.md for each.
+        """
+        counts = self.counts
         result: dict[str, float] = {"step": float(self._handed_out)}
-        for owner in (self._pipeline, self._window):
-            if owner is not None:
-                result |= {name: float(getattr(owner.counts, name)) for name in owner.counts.__slots__}
+        result |= {name: float(getattr(counts, name)) for name in counts.__slots__}
+        result["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
+        if self._machinery is not None:
+            window = self._machinery.window
+            result |= {name: float(getattr(window.counts, name)) for name in window.counts.__slots__}
+            result["window_bytes"] = float(window.nbytes)
+        pipeline = self._pipeline
+        if pipeline is not None:
+            elapsed = pipeline.elapsed_s
+            result |= {
+                "elapsed_s": elapsed,
+                "samples_per_s": counts.samples / elapsed if elapsed else 0.0,
+                "queued_groups": float(pipeline.queued_groups),
+                "queued_steps": float(pipeline.queued_steps),
+                "plan_blocked_s": pipeline.scout_waits.blocked_s,
+                "plan_starved_s": pipeline.scout_waits.starved_s,
+                "assembly_blocked_s": pipeline.assembly_waits.blocked_s,
+                "assembly_starved_s": pipeline.assembly_waits.starved_s,
+            }
         return result
 
     def close(self) -> None:
-        """Stop threads, sync and close the journal; may be called twice."""
+        """Stop threads and processes, sync and close the journal; may be called twice."""
         self._stop_pipeline()
-        self._finalizer()
+        if self._machinery is not None and self._machinery.process == os.getpid():
+            self._machinery.close()
+        self._machinery = None
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _release(pool: ThreadPoolExecutor | None, journal: Journal | None) -> None:
-    if pool is not None:
-        pool.shutdown(wait=False, cancel_futures=True)
-    if journal is not None:
-        journal.close()
-
-
-def _open_journal(plan: Plan, sources: Sources, config: LoaderConfig, topology: Topology) -> Journal | None:
-    if config.run is None:
-        return None
-    return Journal(
-        config.run / "journal",
-        manifest=sources.manifest,
-        plan=plan.digest,
-        rank=topology.rank,
-        world=topology.world,
-    )
-
-
-def _own_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> list[int]:
-    """The lanes of this rank: contiguous runs, so that neighbouring shards stay on one node."""
-    lanes, world = plan.lanes, topology.world
-    if config.lanes is not None:
-        own = sorted(config.lanes)
-        if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
-            raise ConfigurationError(
-                f"lanes={list(config.lanes)}: distinct numbers from 0 to {lanes - 1} are expected"
-            )
-        return own
-    if world > lanes:
-        raise ConfigurationError(
-            f"{world} ranks cannot share {lanes} lanes; make the plan with lanes={world} or more, or use fewer ranks"
-        )
-    if lanes % world and not config.uneven:
-        fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        raise ConfigurationError(
-            f"{lanes} lanes do not divide evenly over {world} ranks, and a trainer that averages over ranks would get "
-            f"wrong gradients. World sizes that fit: {fitting}. Or pass uneven=True and multiply the loss by "
-            "batch.weight"
-        )
-    if not config.uneven and world > 1 and _has_short_step(plan):
-        raise ConfigurationError(
-            "the last step of each epoch is short and would give ranks unequal batches; make the plan with "
-            'remainder="drop", or pass uneven=True and multiply the loss by batch.weight'
-        )
-    rank = topology.rank
-    return list(range(rank * lanes // world, (rank + 1) * lanes // world))
-
-
-def _has_short_step(plan: Plan) -> bool:
-    length = plan.steps_per_epoch
-    if not length:
-        return False
-    return bool((plan.step(length - 1) < 0).any())

@@ -1,144 +1,188 @@
-"""From steps to batches, ahead of the trainer and in order: plan → load → gather → transform → queue."""
+"""From steps to batches, ahead of the trainer and in order: plan → load → gather → transform.
+
+Three stages on at most two threads of their own beside the block loaders. The scout plans groups of steps and leases
+their blocks; the assembler gathers a step at a time. Where gathering is all that a step needs and takes well below a
+millisecond, it runs in the trainer's own `next`: a copy into memory that this core has just freed costs less than
+handing it over, and no thread fights the trainer for the interpreter. Otherwise it runs ahead on a thread.
+"""
 
 from __future__ import annotations
 
-import queue
+import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from shardkit.loader.assembly import StepBatches
-from shardkit.loader.block_window import BlockWindow
+from shardkit.loader.assembly import Assembler, StepBatches
+from shardkit.loader.background import Background, Waits
+from shardkit.loader.block_window import BlockWindow, Lease
 from shardkit.loader.schedule import StepGroup
+from shardkit.loader.statistics import LoaderCounts
 
-__all__ = ["Pipeline", "PipelineCounts"]
+__all__ = ["Pipeline", "PipelineSettings"]
 
-# One step's worth of Python costs tens of microseconds; steps are therefore worked out and gathered some at a time.
-_GROUP_BYTES = 8 << 20
-_MAX_GROUP_STEPS = 64
-_PLANNED_GROUPS = 3
-_POLL_S = 0.1  # how often a blocked thread looks whether it was told to stop
+# Planning and addressing cost the same for a group as for a step: as many rows as make them vanish, as few bytes as
+# the first batch can wait for.
+_GROUP_ROWS = 16384
+_GROUP_BYTES = 64 << 20
+_MAX_GROUP_STEPS = 256
+_GROUPS_AHEAD = 1  # leased beside the one that is gathered and the one that is planned
 
 
-class PipelineCounts:
-    """Seconds and steps of the stages."""
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """How far a pipeline runs ahead.
 
-    __slots__ = ("consumer_wait_s", "gather_s", "load_wait_s", "plan_s", "producer_blocked_s", "steps")
+    Attributes:
+        rows_per_step, bytes_per_step: of this rank; set how many steps are planned at once.
+        prefetch: how many finished steps may wait; 0 gathers in the trainer's own `next`.
+        stall_s: the watchdog speaks after so many seconds without a batch.
+        report: what it calls: (seconds, stage, the group that is waited for).
+    """
 
-    def __init__(self) -> None:
-        self.plan_s = 0.0
-        self.load_wait_s = 0.0
-        self.gather_s = 0.0
-        self.producer_blocked_s = 0.0
-        self.consumer_wait_s = 0.0
-        self.steps = 0
+    rows_per_step: int
+    bytes_per_step: int
+    prefetch: int
+    stall_s: float
+    report: Callable[[float, str, StepGroup | None], None]
 
 
 class Pipeline:
-    """One pass over `numbers`, ascending steps, on a thread of its own.
+    """One pass over `numbers`, ascending steps. The window outlives it.
 
     Args:
         plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
         assemble: gathers and transforms one group, in step order.
-        window: the blocks in memory; owned and closed by this pipeline.
-        bytes_per_step: rough size of a step of this rank, sets how many steps are gathered at once.
-        prefetch: how many steps may wait in the queue, at least one group.
+        window: the blocks in memory.
+        numbers: steps to deliver.
+        settings: see there.
+        counts: where time goes.
     """
 
     def __init__(
         self,
         plan_group: Callable[[range], StepGroup],
-        assemble: Callable[[StepGroup, BlockWindow], list[StepBatches]],
+        assemble: Assembler,
         window: BlockWindow,
         *,
         numbers: range,
-        bytes_per_step: int,
-        prefetch: int,
+        settings: PipelineSettings,
+        counts: LoaderCounts,
     ) -> None:
-        self._plan_group = plan_group
-        self._assemble = assemble
-        self._window = window
-        self._left = numbers
-        self._group_steps = max(1, min(_MAX_GROUP_STEPS, _GROUP_BYTES // max(1, bytes_per_step)))
-        groups = max(1, -(-prefetch // self._group_steps))
-        self._queue: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(groups)
+        self._plan_group, self._assemble, self._window = plan_group, assemble, window
+        self._numbers, self._settings, self._counts = numbers, settings, counts
+        self._process = os.getpid()
         self._stopping = threading.Event()
-        self.counts = PipelineCounts()
-        self._thread = threading.Thread(target=self._run, name="shardkit-pipeline", daemon=True)
-        self._thread.start()
+        self._started = time.perf_counter()
+        self._ended: float | None = None
+        self._leases: list[Lease] = []
+        self._current: StepGroup | None = None  # the group that is gathered or waited for
+        self.scout_waits, self.assembly_waits = Waits(), Waits()
+        self._groups = Background(
+            self._scout(),
+            _GROUPS_AHEAD,
+            name="shardkit-plan",
+            waits=self.scout_waits,
+            on_stall=lambda waited: self._report(waited, "plan"),
+            stall_s=settings.stall_s,
+            stop=self._stop,
+        )
+        self._ahead: Background[StepBatches] | None = None
+        if settings.prefetch:
+            self._ahead = Background(
+                self._steps(),
+                settings.prefetch,
+                name="shardkit-assembly",
+                waits=self.assembly_waits,
+                on_stall=lambda waited: self._report(waited, "assemble"),
+                stall_s=settings.stall_s,
+                stop=self._stop,
+            )
+        self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
 
     def __iter__(self) -> Iterator[StepBatches]:
+        counts = self._counts
         try:
             while True:
                 started = time.perf_counter()
-                item = self._queue.get()
-                self.counts.consumer_wait_s += time.perf_counter() - started
-                if item is None:
+                one = next(self._output, None)
+                if one is None:
                     return
-                if isinstance(item, BaseException):
-                    raise item
-                for one in item:
-                    self.counts.steps += 1
-                    yield one
+                counts.last_wait_s = waited = time.perf_counter() - started
+                counts.consumer_wait_s += waited
+                counts.steps += 1
+                counts.samples += len(one.samples)
+                yield one
         finally:
             self.close()
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start, or until the end."""
+        return (self._ended or time.perf_counter()) - self._started
+
+    @property
+    def queued_groups(self) -> int:
+        """Groups planned ahead, their blocks loaded or on the way."""
+        return len(self._groups)
+
+    @property
+    def queued_steps(self) -> int:
+        """Finished steps that wait for the trainer."""
+        return 0 if self._ahead is None else len(self._ahead)
+
     def close(self) -> None:
-        """Stop the thread, drop what was prefetched; may be called twice and from any thread."""
+        """Stop the threads, drop what was made ahead; may be called twice and from any thread."""
+        if self._process != os.getpid():
+            return  # a forked child has none of the threads, and perhaps their locks as they were held
+        self._stop()
+        self._ended = self._ended or time.perf_counter()
+        if self._ahead is not None:
+            self._ahead.close()
+        self._groups.close()
+        self._output = iter(())
+        for lease in list(self._leases):  # those that were dropped on the way
+            lease.release()
+        self._window.end_loop()
+
+    def _stop(self) -> None:
         self._stopping.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._window.wake()
 
-    def _run(self) -> None:
-        try:
-            self._produce()
-            self._put(None)
-        except BaseException as error:  # noqa: BLE001  every failure must reach the caller's thread
-            self._put(error)
-        finally:
-            self._window.close()
+    # ---- stages
 
-    def _produce(self) -> None:
-        planned: deque[StepGroup] = deque()
-        while not self._stopping.is_set():
-            self._plan_ahead(planned)
-            if not planned:
-                return
-            group = planned[0]
-            self._request(planned)
+    def _scout(self) -> Iterator[tuple[StepGroup, Lease]]:
+        settings, left = self._settings, self._numbers
+        most = max(1, min(_MAX_GROUP_STEPS, _GROUP_ROWS // settings.rows_per_step,
+                          _GROUP_BYTES // settings.bytes_per_step))  # fmt: skip
+        size = 1  # the first batch should not wait for a whole group
+        while left and not self._stopping.is_set():
             started = time.perf_counter()
-            steps = self._assemble(group, self._window)
-            self.counts.gather_s += time.perf_counter() - started
-            planned.popleft()
-            self._window.unpin(group.blocks)
-            self._put(steps)
-
-    def _plan_ahead(self, planned: deque[StepGroup]) -> None:
-        started = time.perf_counter()
-        while len(planned) < _PLANNED_GROUPS and self._left:
-            # the first batch should not wait for a whole group
-            steps = 1 if not planned and self.counts.plan_s == 0.0 else self._group_steps
-            group = self._plan_group(self._left[:steps])
+            group = self._plan_group(left[:size])
             while len(group.numbers) > 1 and not self._window.holds(group.blocks):
-                self._group_steps = len(group.numbers) // 2
-                group = self._plan_group(self._left[: self._group_steps])
-            self._left = self._left[len(group.numbers) :]
-            self._window.pin(group.blocks)
-            planned.append(group)
-        self.counts.plan_s += time.perf_counter() - started
+                most = size = len(group.numbers) // 2
+                group = self._plan_group(left[:size])
+            left = left[len(group.numbers) :]
+            size = min(most, size * 4)
+            self._counts.plan_s += time.perf_counter() - started
+            lease = self._window.lease(group.blocks, self._stopping.is_set)
+            self._leases.append(lease)
+            yield group, lease
 
-    def _request(self, planned: deque[StepGroup]) -> None:
-        for position, group in enumerate(planned):
-            if not self._window.request(group.blocks, must=position == 0):
-                return
-
-    def _put(self, item: list[StepBatches] | BaseException | None) -> None:
-        started = time.perf_counter()
-        while not self._stopping.is_set():
+    def _steps(self) -> Iterator[StepBatches]:
+        settings = self._settings
+        for group, lease in self._groups:
+            self._current = group
             try:
-                self._queue.put(item, timeout=_POLL_S)
-                break
-            except queue.Full:
-                continue
-        self.counts.producer_blocked_s += time.perf_counter() - started
+                started = time.perf_counter()
+                blocks = lease.wait(settings.stall_s, lambda waited: self._report(waited, "load"))
+                self._counts.load_wait_s += time.perf_counter() - started
+                yield from self._assemble(group, blocks)
+            finally:
+                lease.release()
+                self._leases.remove(lease)
+
+    def _report(self, waited: float, stage: str) -> None:
+        self._counts.stalls += 1
+        self._settings.report(waited, stage, self._current)

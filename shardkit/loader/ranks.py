@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit.errors import ConfigurationError
 
@@ -16,6 +16,12 @@ __all__ = ["Topology", "find_topology"]
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
+# What torch's own trainers call the dimensions over which data is dealt.
+_DATA_PARALLEL = frozenset(
+    {"dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard", "batch"}
+)
+
+
 class Topology(NamedTuple):
     """This process in the world, in torch's words."""
 
@@ -24,14 +30,23 @@ class Topology(NamedTuple):
     source: str  # where it was found, for messages
 
 
-def find_topology(rank: int | None, world: int | None, environ: Mapping[str, str] | None = None) -> Topology:
+def find_topology(
+    rank: int | None, world: int | None, environ: Mapping[str, str] | None = None, mesh: Any = None
+) -> Topology:
     """Rank and world from the arguments, else the process group, else RANK and WORLD_SIZE, else a lone process.
+
+    With `mesh`, a torch DeviceMesh, the data-parallel coordinate takes the place of the rank: ranks that differ in
+    tensor, pipeline or context parallelism only read the same cells.
 
     Raises:
         ConfigurationError: two of these contradict each other, one number of a pair is missing, or a launcher
             started several processes without saying which one this is.
     """
     environ = os.environ if environ is None else environ
+    if mesh is not None:
+        if rank is not None or world is not None:
+            raise ConfigurationError("mesh= and rank=, world= contradict each other: give one of them")
+        return _from_mesh(mesh)
     found = [
         t for t in (_from_arguments(rank, world), _from_process_group(), _from_environment(environ)) if t
     ]
@@ -59,6 +74,22 @@ def _from_arguments(rank: int | None, world: int | None) -> Topology | None:
     if (rank is None) != (world is None):
         raise ConfigurationError(f"rank={rank} and world={world}: give both or neither")
     return None if rank is None or world is None else Topology(rank, world, "the arguments")
+
+
+def _from_mesh(mesh: Any) -> Topology:
+    """The coordinate over the mesh's data-parallel dimensions, the outer one first."""
+    names = tuple(mesh.mesh_dim_names or ())
+    chosen = [d for d in range(mesh.ndim) if mesh.ndim == 1 or (names and names[d] in _DATA_PARALLEL)]
+    if not chosen:
+        raise ConfigurationError(
+            f"mesh with dimensions {names or mesh.ndim}: none is called {', '.join(sorted(_DATA_PARALLEL))}; pass the "
+            'part that data is dealt over, such as mesh["dp"]'
+        )
+    rank, world = 0, 1
+    for dimension in chosen:
+        rank = rank * mesh.size(dimension) + mesh.get_local_rank(dimension)
+        world *= mesh.size(dimension)
+    return Topology(rank, world, "the device mesh")
 
 
 def _from_process_group() -> Topology | None:

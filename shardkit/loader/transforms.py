@@ -1,19 +1,30 @@
-"""User functions over samples and batches, with randomness that does not depend on who runs them."""
+"""User functions over samples, with randomness that does not depend on who runs them, and rows put together again."""
 
 from __future__ import annotations
 
 import struct
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import RunError
 from shardkit.formats import sha256_digest
+from shardkit.loader.decoders import Decoder
 
-__all__ = ["BatchTransform", "SampleTransform", "apply_to_samples", "sample_generator", "stack_samples"]
+__all__ = [
+    "BatchTransform",
+    "LazyGenerators",
+    "RowFailure",
+    "RowFunction",
+    "SampleTransform",
+    "columns_of_rows",
+    "row_reader",
+    "sample_generator",
+    "stack_samples",
+]
 
 SampleTransform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
 BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
@@ -46,34 +57,57 @@ class LazyGenerators(Sequence[np.random.Generator]):
         return sample_generator(self._seed, self._step, lane, slot)
 
 
-def apply_to_samples(
-    transform: SampleTransform,
-    fields: Mapping[str, Any],
-    samples: NDArray[np.int64],
-    generators: LazyGenerators,
-    pool: ThreadPoolExecutor | None,
-) -> dict[str, Any]:
-    """`transform(sample, rng)` over every row, in order, stacked again.
+class RowFailure(NamedTuple):
+    """Why a row has no value; travels between processes."""
 
-    Raises:
-        RunError: the transform raised; names the sample.
-    """
-    columns = {name: _rows(value) for name, value in fields.items()}
+    decoding: str  # the field that failed to decode; "" where the transform failed
+    reason: str  # "ValueError: no such thing"
+    details: str = ""  # the traceback, where the exception itself stays in another process
+    error: BaseException | None = None
 
-    def one(position: int) -> Mapping[str, Any]:
-        sample = {name: row(position) for name, row in columns.items()}
+
+@dataclass(frozen=True, kw_only=True)
+class RowFunction:
+    """What is done to each row: decode fields, then transform. Picklable where its functions are."""
+
+    seed: int
+    cell_size: int
+    decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    transform: SampleTransform | None = None
+
+    def __call__(
+        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
+    ) -> list[Mapping[str, Any] | RowFailure]:
+        """One result per row, in order; `columns` hold decoded-to-be fields only where there is no transform."""
+        readers = {name: row_reader(value) for name, value in columns.items()}
+        generators = LazyGenerators(self.seed, step, slots, self.cell_size)
+        return [self._one(readers, position, generators) for position in range(len(slots))]
+
+    def _one(
+        self, readers: Mapping[str, Callable[[int], Any]], position: int, generators: LazyGenerators
+    ) -> Mapping[str, Any] | RowFailure:
+        row = {name: read(position) for name, read in readers.items()}
+        for name, decode in self.decoders.items():
+            if name in row:
+                try:
+                    row[name] = decode(row[name])
+                except Exception as error:  # noqa: BLE001  the policy decides what becomes of it
+                    return _failure(name, error)
+        if self.transform is None:
+            return row
         try:
-            return transform(sample, generators[position])
-        except Exception as error:
-            raise RunError(
-                f"the transform failed on sample {int(samples[position])}: {type(error).__name__}: {error}"
-            ) from error
-
-    positions = range(len(samples))
-    return stack_samples(list(pool.map(one, positions) if pool is not None else map(one, positions)))
+            return self.transform(row, generators[position])
+        except Exception as error:  # noqa: BLE001  raised with the sample's name by the caller
+            return _failure("", error)
 
 
-def _rows(value: Any) -> Callable[[int], Any]:
+def _failure(decoding: str, error: Exception) -> RowFailure:
+    details = "".join(traceback.format_exception(error))
+    return RowFailure(decoding, f"{type(error).__name__}: {error}", details, error)
+
+
+def row_reader(value: Any) -> Callable[[int], Any]:
+    """Rows of a column, each by its number."""
     if isinstance(value, tuple):
         values, borders = value
         return lambda i: values[borders[i] : borders[i + 1]]
@@ -82,22 +116,37 @@ def _rows(value: Any) -> Callable[[int], Any]:
     return lambda i: value[i]
 
 
+def columns_of_rows(like: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows → columns of the same kinds as in `like`: arrays, lists, or (values, borders)."""
+    result: dict[str, Any] = {}
+    for name, column in like.items():
+        values = [row[name] for row in rows]
+        if isinstance(column, tuple):
+            borders = np.zeros(len(values) + 1, dtype=np.int64)
+            np.cumsum([len(value) for value in values], out=borders[1:])
+            result[name] = (np.concatenate([column[0][:0], *values]), borders)
+        elif isinstance(column, np.ndarray):
+            result[name] = np.array(values, dtype=column.dtype).reshape(-1, *column.shape[1:])
+        else:
+            result[name] = values
+    return result
+
+
 def stack_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rows → columns: numbers and equal-shaped arrays are stacked, everything else becomes a list."""
     if not samples:
         return {}
-    result: dict[str, Any] = {}
-    for name in samples[0]:
-        values = [sample[name] for sample in samples]
+    return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _stack(values: list[Any]) -> Any:
+    first = values[0]
+    if hasattr(first, "__array__") and not isinstance(first, np.ndarray):
+        values = [np.asarray(value) for value in values]
         first = values[0]
-        if hasattr(first, "__array__") and not isinstance(first, np.ndarray):
-            values = [np.asarray(value) for value in values]
-            first = values[0]
-        if isinstance(first, np.ndarray):
-            same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
-            result[name] = np.stack(values) if same else values
-        elif isinstance(first, (bool, int, float, np.generic)):
-            result[name] = np.array(values)
-        else:
-            result[name] = values
-    return result
+    if isinstance(first, np.ndarray):
+        same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
+        return np.stack(values) if same else values
+    if isinstance(first, (bool, int, float, np.generic)):
+        return np.array(values)
+    return values

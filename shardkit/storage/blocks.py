@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
+from typing import Any
 
 from shardkit.errors import IntegrityError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
@@ -14,6 +16,8 @@ from shardkit.storage.objects import object_name
 from shardkit.storage.repository import Repository
 
 __all__ = ["BlockReader"]
+
+_readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
 _MAX_OPEN_MAPS = 512
 _MAX_INDEX_BYTES = 256 << 20
@@ -47,10 +51,31 @@ class BlockReader:
         self._part_first_shard = part_first_shard
         self._formats = formats
         self.verify: Verify = verify
+        self._open()
+
+    def _open(self) -> None:
         self._lock = threading.Lock()
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
+        _readers.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_table", "_repositories", "_part_first_shard", "_formats", "verify")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def renew_lock(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock, and does not exist here."""
+        self._lock = threading.Lock()
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the parts lie, one URL each."""
+        return [repository.url for repository in self._repositories]
 
     def _part(self, shard: int) -> int:
         part = 0
@@ -100,11 +125,29 @@ class BlockReader:
         index = self.index(shard)
         stored = self._stored(shard, int(index.block_offset[block]), int(index.block_size[block]))
         try:
-            return read_block(stored, index, block, verify=verify or self.verify)
+            found = read_block(stored, index, block, verify=verify or self.verify)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
+        if index.compression != "none":
+            self.forget(shard, block)  # what was decompressed is a copy
+        return found
+
+    def is_view(self, shard: int) -> bool:
+        """Whether blocks of this shard are views of a memory map: their bytes may leave memory and come back."""
+        part = self._part(shard)
+        local = self._repositories[part].store.local_path(self.shard_name(shard)) is not None
+        return local and self._formats[part][1] == "none"
+
+    def forget(self, shard: int, block: int) -> None:
+        """Let go of the pages of a block that nothing uses any more; the file stays mapped."""
+        index = self.index(shard)
+        with self._lock:
+            view = self._maps.get(shard)
+        if view is not None:
+            first = int(index.block_offset[block])
+            _forget(view, first, first + int(index.block_size[block]))
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
@@ -140,6 +183,14 @@ class BlockReader:
         return view
 
 
+def _forget(view: memoryview, first: int, last: int) -> None:
+    """Drop the whole pages inside [first, last) of a map from this process; the page cache keeps them."""
+    first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped = view.obj
+    if last > first and isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
 def _map_file(path: str, size: int) -> memoryview:
     """Map a whole file whose size must be `size`: reading past the end of a truncated map would kill the process."""
     try:
@@ -157,3 +208,11 @@ def _map_file(path: str, size: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, actual, prot=mmap.PROT_READ)) if actual else memoryview(b"")
     finally:
         os.close(descriptor)
+
+
+def _renew_locks() -> None:
+    for reader in list(_readers):
+        reader.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,129 @@
+"""An iterator that runs ahead on a thread of its own, in order, a bounded number of items."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Background", "Waits"]
+
+T = TypeVar("T")
+
+
+class Waits:
+    """Where time went at one hand-over between two stages, in seconds."""
+
+    __slots__ = ("blocked_s", "starved_s")
+
+    def __init__(self) -> None:
+        self.blocked_s = 0.0  # the producing stage waited for room
+        self.starved_s = 0.0  # the consuming stage waited for items
+
+
+class Background(Generic[T]):
+    """Items of an iterator, made ahead on a daemon thread.
+
+    Whatever the iterator raises is raised by `__next__`, after the items before it. `close` stops the thread, closes
+    the iterator where it is a generator, and joins; it may be called twice and from any thread.
+
+    Args:
+        items: what to run ahead; from now on touched by the thread only.
+        depth: how many finished items may wait.
+        name: of the thread.
+        waits: counts the time that either side waited.
+        on_stall: called by the waiting consumer every `stall_s` seconds without an item.
+        stall_s: seconds.
+        stop: set by `close` before it joins; a producer that waits for anything else must look at it.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[T],
+        depth: int,
+        *,
+        name: str,
+        waits: Waits,
+        on_stall: Callable[[float], None],
+        stall_s: float,
+        stop: Callable[[], None],
+    ) -> None:
+        self._items, self._depth, self._waits = items, depth, waits
+        self._on_stall, self._stall_s, self._stop = on_stall, stall_s, stop
+        self._ready: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._finished = self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Finished items that wait."""
+        return len(self._ready)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._changed:
+            if not self._ready and not self._finished:
+                self._wait_for_item()
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify()
+                return item
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        raise StopIteration
+
+    def _wait_for_item(self) -> None:
+        started = time.perf_counter()
+        limit = self._stall_s
+        while not self._ready and not self._finished and not self._closed:
+            if not self._changed.wait(self._stall_s):
+                waited = time.perf_counter() - started
+                if waited >= limit:
+                    limit += self._stall_s
+                    self._on_stall(waited)
+        self._waits.starved_s += time.perf_counter() - started
+
+    def close(self) -> None:
+        """Stop, drop what was made ahead, join."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    break
+        except BaseException as error:  # noqa: BLE001  every failure must reach the caller's thread
+            self._error = error
+        finally:
+            closing = getattr(self._items, "close", None)
+            if closing is not None:
+                closing()
+            with self._changed:
+                self._finished = True
+                self._changed.notify_all()
+
+    def _put(self, item: T) -> bool:
+        with self._changed:
+            if len(self._ready) >= self._depth and not self._closed:
+                started = time.perf_counter()
+                while len(self._ready) >= self._depth and not self._closed:
+                    self._changed.wait()
+                self._waits.blocked_s += time.perf_counter() - started
+            if self._closed:
+                return False
+            self._ready.append(item)
+            self._changed.notify()
+        return True

@@ -1,0 +1,87 @@
+"""What a loader opens in one process: the window and its threads, the workers, the journal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from shardkit.ledger import Journal
+from shardkit.loader.block_window import BlockSource, BlockWindow
+from shardkit.loader.gather import GatherColumns
+from shardkit.loader.ranks import Topology
+from shardkit.loader.row_work import RowWork, open_workers
+from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.loader.substitutes import SubstituteDraw
+from shardkit.loader.transforms import RowFunction
+from shardkit.plan import Plan
+
+__all__ = ["Machinery", "default_threads"]
+
+
+class Machinery:
+    """What a loader opens in one process: the window and its threads, the workers, the journal."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sources,
+        config: LoaderConfig,
+        topology: Topology,
+        function: RowFunction,
+        fields: Sequence[str],
+    ) -> None:
+        self.process = os.getpid()
+        self._config, self._function = config, function
+        reader, rows = sources.reader, sources.rows
+
+        def load(block: int) -> GatherColumns:
+            return GatherColumns(reader.read(*rows.shard_of_block(block)), fields)
+
+        threads = config.threads or default_threads()
+        self.window = BlockWindow(
+            BlockSource(
+                load=load,
+                size_of=sources.block_bytes,
+                mapped=lambda block: reader.is_view(rows.shard_of_block(block)[0]),
+                forget=lambda block: reader.forget(*rows.shard_of_block(block)),
+            ),
+            config.memory,
+            threads,
+        )
+        self._threads = threads
+        self.workers: Executor | None = None
+        if function.transform is not None or function.decoders:
+            self.workers = open_workers(config.workers, threads, function)
+        self.journal = None if config.run is None else Journal(
+            config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=topology.rank,
+            world=topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
+            meta={"settings": plan.settings.canonical(), "dataset": reader.urls},
+        )  # fmt: skip
+
+    def row_work(self, plan: Plan, sources: Sources) -> RowWork:
+        """Decoding and transforms for one loop."""
+        return RowWork(
+            self._function,
+            self._config.batch_transform,
+            workers=self.workers,
+            parts=self._threads * 2,
+            on_error=self._config.on_error,
+            substitutes=SubstituteDraw(plan.population, plan.settings.seed, sources.fetch),
+        )
+
+    def close(self) -> None:
+        """End all of it; may be called twice, and in a forked child does nothing."""
+        if self.process != os.getpid():
+            return
+        self.window.close()
+        if self.workers is not None:
+            self.workers.shutdown(wait=True, cancel_futures=True)
+        if self.journal is not None:
+            self.journal.close()
+
+
+def default_threads() -> int:
+    """Block readers where none are asked for: the processors that this process may use, but one, at most 8."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, usable - 1))

@@ -1,0 +1,233 @@
+"""Decoding and transforms of a batch, in order, and what becomes of rows that do not decode."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import RunError
+from shardkit.loader.transforms import (
+    BatchTransform,
+    LazyGenerators,
+    RowFailure,
+    RowFunction,
+    columns_of_rows,
+    row_reader,
+    stack_samples,
+)
+
+__all__ = ["OnError", "RowWork", "Substitutes", "Workers", "open_workers"]
+
+Workers: TypeAlias = Literal["threads", "processes"]
+OnError: TypeAlias = Literal["raise", "substitute", "mask"]
+Substitutes: TypeAlias = Callable[[int, int, int, int], tuple[int, dict[str, Any]]]
+"""(sample, step, slot, attempt) → another sample of the same stratum and its fields; `substitutes.py`."""
+
+_ATTEMPTS = 16
+_function: RowFunction | None = None  # of this worker process
+
+
+class RowWork:
+    """What is done to the rows of a batch after they were gathered; false where that is nothing.
+
+    Args:
+        function: per row; its transform and decoders may be absent.
+        batch_transform: on the whole batch, in the assembling thread.
+        workers: where `function` runs; None runs it where it is called.
+        parts: into how many pieces a batch is cut for them.
+        on_error: what becomes of rows that do not decode.
+        substitutes: draws another sample.
+    """
+
+    def __init__(
+        self,
+        function: RowFunction,
+        batch_transform: BatchTransform | None,
+        *,
+        workers: Executor | None,
+        parts: int,
+        on_error: OnError,
+        substitutes: Substitutes,
+    ) -> None:
+        self._function, self._batch_transform = function, batch_transform
+        self._workers, self._parts, self._on_error = workers, parts, on_error
+        self._substitutes = substitutes
+        self._replaced: list[dict[str, Any]] = []
+        self.at: tuple[int, int] | None = None  # (step, first sample) under way, for the watchdog
+
+    def __bool__(self) -> bool:
+        function = self._function
+        return bool(function.decoders or function.transform or self._batch_transform)
+
+    def __call__(
+        self, fields: dict[str, Any], step: int, samples: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        """The batch after decoding and transforms, and the samples it now holds.
+
+        Raises:
+            RunError: a transform failed, or a row did not decode and `on_error` is "raise"; names the sample.
+        """
+        self.at = (step, int(samples[0]) if len(samples) else -1)
+        valid = np.ones(len(samples), dtype=np.bool_)
+        if self._function.decoders or self._function.transform:
+            fields, samples = self._rows(fields, step, samples, slots, valid)
+        if self._on_error == "mask":
+            fields["valid"] = valid
+        if self._batch_transform is not None:
+            generators = LazyGenerators(self._function.seed, step, slots, self._function.cell_size)
+            fields = dict(self._batch_transform(fields, generators))
+        self.at = None
+        return fields, samples
+
+    def take_replaced(self) -> list[dict[str, Any]]:
+        """What was replaced or masked since the last call: for the journal, once the step is handed out."""
+        replaced, self._replaced = self._replaced, []
+        return replaced
+
+    def _rows(
+        self,
+        fields: dict[str, Any],
+        step: int,
+        samples: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        valid: NDArray[np.bool_],
+    ) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        function = self._function
+        # without a transform, columns that are not decoded need no work per row
+        columns = (
+            fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
+        )
+        rows = self._run(columns, step, slots)
+        replaced: dict[int, dict[str, Any]] = {}
+        for position, row in enumerate(rows):
+            if isinstance(row, RowFailure):
+                sample, raw, rows[position] = self._replace(
+                    row, step, int(samples[position]), int(slots[position])
+                )
+                replaced[position] = raw
+                if self._on_error == "mask":
+                    valid[position] = False
+                else:
+                    samples = samples.copy()
+                    samples[position] = sample
+        done = stack_samples(rows)  # type: ignore[arg-type]
+        if function.transform:
+            return done, samples
+        rest = {name: value for name, value in fields.items() if name not in columns}
+        if replaced:
+            readers = {name: row_reader(value) for name, value in rest.items()}
+            all_rows = [
+                replaced.get(i) or {n: read(i) for n, read in readers.items()} for i in range(len(rows))
+            ]
+            rest = columns_of_rows(rest, all_rows)
+        return {
+            name: done[name] if name in done else rest[name]
+            for name in fields
+            if name in done or name in rest
+        }, samples
+
+    def _run(
+        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
+    ) -> list[Mapping[str, Any] | RowFailure]:
+        if self._workers is None or len(slots) < 2:
+            return self._function(columns, step, slots)
+        size = -(-len(slots) // self._parts)
+        spans = [(a, min(a + size, len(slots))) for a in range(0, len(slots), size)]
+        pieces = [
+            ({name: _rows_of(value, a, b) for name, value in columns.items()}, step, slots[a:b])
+            for a, b in spans
+        ]
+        call = _work_here if isinstance(self._workers, ProcessPoolExecutor) else self._function
+        try:
+            futures = [self._workers.submit(call, *piece) for piece in pieces]
+            return [row for future in futures for row in future.result()]
+        except BrokenProcessPool as error:
+            raise RunError(
+                f"a transform process died while it worked on step {step}: killed, out of memory, or the transform "
+                "ended it; look at the system's log, then resume"
+            ) from error
+
+    def _replace(
+        self, failure: RowFailure, step: int, sample: int, slot: int
+    ) -> tuple[int, dict[str, Any], Mapping[str, Any]]:
+        if not failure.decoding:
+            raise RunError(
+                f"the transform failed on sample {sample}: {failure.reason}"
+                + ("" if failure.error else f"\n{failure.details}")
+            ) from failure.error
+        if self._on_error == "raise":
+            raise RunError(
+                f"sample {sample} does not decode: field {failure.decoding!r}: {failure.reason}; its bytes are what "
+                'was written. Leave the sample out with a selection, or pass on_error="substitute"'
+            ) from failure.error
+        one = np.array([slot], dtype=np.int64)
+        for attempt in range(_ATTEMPTS):
+            other, raw = self._substitutes(sample, step, slot, attempt)
+            columns = {name: [value] for name, value in raw.items()}
+            (row,) = self._function(columns, step, one)
+            if not isinstance(row, RowFailure):
+                lane, place = divmod(slot, self._function.cell_size)
+                kind = "substitution" if self._on_error == "substitute" else "mask"
+                self._replaced.append(
+                    {"step": step, "kind": kind, "lane": lane, "slot": place, "sample": sample, "by": other,
+                     "field": failure.decoding, "reason": failure.reason[:200]}
+                )  # fmt: skip
+                return other, raw, row
+            if not row.decoding:
+                return self._replace(row, step, other, slot)
+        raise RunError(
+            f"sample {sample} does not decode ({failure.reason}), and neither do {_ATTEMPTS} others of its stratum; "
+            "is this the right decoder?"
+        )
+
+
+def _rows_of(value: Any, first: int, last: int) -> Any:
+    if isinstance(value, tuple):
+        values, borders = value
+        part = borders[first : last + 1]
+        return values[part[0] : part[-1]], part - part[0]
+    return value[first:last]
+
+
+# ---- workers
+
+
+def open_workers(kind: Workers, number: int, function: RowFunction) -> Executor:
+    """Threads or spawned processes for `function`.
+
+    Processes end with their parent, however it ends: each watches it on a thread.
+    """
+    if kind == "threads":
+        return ThreadPoolExecutor(number, "shardkit-transform")
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(number, context, initializer=_begin_worker, initargs=(function,))
+
+
+def _begin_worker(function: RowFunction) -> None:
+    global _function
+    _function = function
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def _work_here(
+    columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
+) -> list[Mapping[str, Any] | RowFailure]:
+    assert _function is not None
+    rows = _function(columns, step, slots)
+    return [row._replace(error=None) if isinstance(row, RowFailure) else row for row in rows]

@@ -1,0 +1,82 @@
+"""Settings of a loader, and where its rows come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ConfigurationError
+from shardkit.formats import Schema
+from shardkit.loader.decoders import Decoder
+from shardkit.loader.row_work import OnError, Workers
+from shardkit.loader.transforms import BatchTransform, SampleTransform
+from shardkit.loader.watchdog import OnStall
+from shardkit.storage import BlockReader, RowMap
+
+__all__ = ["LoaderConfig", "Sources"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where the rows come from: made by `Dataset.loader`."""
+
+    manifest: str  # "sha256:…"
+    schema: Schema
+    rows: RowMap
+    reader: BlockReader
+    block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes by dataset-wide number
+    row_bytes: Callable[[Sequence[str]], int]  # typical bytes of these fields of a row
+    fetch: Callable[[int], dict[str, Any]]  # one verified sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Settings of a loader; see `Dataset.loader` for their meaning."""
+
+    rank: int | None = None
+    world: int | None = None
+    mesh: Any = None
+    lanes: Sequence[int] | None = None
+    fields: Sequence[str] | None = None
+    by_cell: bool = False
+    uneven: bool = False
+    memory: int = 2 << 30
+    threads: int | None = None
+    prefetch: int | None = None
+    tensors: bool | None = None
+    decode: Mapping[str, str | Decoder] = field(default_factory=dict)
+    transform: SampleTransform | None = None
+    batch_transform: BatchTransform | None = None
+    workers: Workers = "threads"
+    on_error: OnError = "raise"
+    stall_s: float = 60.0
+    on_stall: OnStall | None = None
+    run: Path | None = None
+    stride: int = (
+        1  # hand out every stride-th step from the offset-th on: how DataLoader workers share the steps
+    )
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("memory", 1 << 20),
+            ("threads", 1),
+            ("prefetch", 0),
+            ("stride", 1),
+            ("offset", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigurationError(f"{name}={value}: at least {least} is expected")
+        if not self.stall_s > 0:
+            raise ConfigurationError(f"stall_s={self.stall_s}: more than 0 seconds are expected")
+        for name, known in (
+            ("workers", ("threads", "processes")),
+            ("on_error", ("raise", "substitute", "mask")),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: {' or '.join(map(repr, known))} is expected"
+                )

@@ -1,0 +1,89 @@
+"""Says what a stalled step waits for: rank, step, lane, shard, stage."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from shardkit.loader.block_window import BlockWindow
+from shardkit.loader.events import EventLog
+from shardkit.loader.ranks import Topology
+from shardkit.loader.row_work import RowWork
+from shardkit.loader.schedule import StepGroup
+from shardkit.plan import Plan
+from shardkit.storage import BlockReader, RowMap
+
+__all__ = ["OnStall", "Watchdog"]
+
+OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+class Watchdog:
+    """Called by whichever thread has waited too long; costs nothing while nothing stalls.
+
+    Args:
+        topology: of this process.
+        plan: that is loaded.
+        rows: where blocks lie.
+        reader: names shards.
+        window: knows what is being loaded.
+        work: knows which batch is being transformed.
+        events: gets one record per report.
+        on_stall: gets the same facts; a warning is shown where there is none.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        plan: Plan,
+        rows: RowMap,
+        reader: BlockReader,
+        window: BlockWindow,
+        work: RowWork,
+        events: EventLog,
+        on_stall: OnStall | None,
+    ) -> None:
+        self._topology, self._plan, self._rows, self._reader = topology, plan, rows, reader
+        self._window, self._work, self._events, self._on_stall = window, work, events, on_stall
+
+    def __call__(self, waited: float, stage: str, group: StepGroup | None) -> None:
+        """Report a wait of `waited` seconds in `stage` of `group`."""
+        facts: dict[str, Any] = {"rank": self._topology.rank, "world": self._topology.world,
+                                 "waited_s": round(waited, 1), "stage": stage}  # fmt: skip
+        at, loading = self._work.at, dict(self._window.loading)
+        if at is not None:
+            facts |= {"stage": "transform", "step": at[0], "sample": at[1]}
+        elif loading:
+            block = min(loading, key=loading.__getitem__)
+            shard, inside = self._rows.shard_of_block(block)
+            facts |= {"stage": "load", "shard": self._reader.shard_name(shard), "block": inside,
+                      "loading_s": round(time.perf_counter() - loading[block], 1)}  # fmt: skip
+            facts |= self._needed_by(block, group)
+        elif group is not None:
+            facts["step"] = group.numbers[0]
+        self._tell(facts)
+
+    def _needed_by(self, block: int, group: StepGroup | None) -> dict[str, Any]:
+        if group is None or block not in group.blocks:
+            return {}
+        first = int(np.flatnonzero(group.which == group.blocks.index(block))[0])
+        step = int(np.searchsorted(group.borders, first, side="right")) - 1
+        return {"step": group.numbers[step], "lane": int(group.slots[first]) // self._plan.cell_size}
+
+    def _tell(self, facts: dict[str, Any]) -> None:
+        self._events.record("stall", **{name: value for name, value in facts.items() if name != "rank"})
+        if self._on_stall is not None:
+            self._on_stall(facts)
+            return
+        details = ", ".join(f"{name} {facts[name]}" for name in ("step", "lane", "sample", "shard", "block")
+                            if name in facts)  # fmt: skip
+        warnings.warn(
+            f"shardkit: rank {facts['rank']} of {facts['world']} has waited {facts['waited_s']} s for a batch; stage "
+            f"{facts['stage']}" + (f" ({details})" if details else ""),
+            RuntimeWarning,
+            stacklevel=2,
+        )
