@@ -252,7 +252,7 @@ def test_any_change_may_fail_and_the_next_run_goes_on(tmp_path: Path, number: in
     counting = FaultyOperations(number)
     with substituted(counting):
         expected = build(source, tmp_path / "whole")
-    step = max(1, counting.num_calls // drill_count(200))
+    step = max(1, counting.num_calls // drill_count(100))
     for at in range(random.Random(number + forever).randrange(step), counting.num_calls, step):
         root = tmp_path / str(at)
         error: ShardkitError | None = None
