@@ -69,7 +69,12 @@ def test_a_terminal_gets_short_ids_and_narrow_pages(
 ) -> None:
     classes = [f"class number {number}" for number in range(40)]
     with shardkit.create(
-        tmp_path / "d", {"text": "str", "label": "int64"}, stratify="label", classes=classes, shard_size=8192
+        tmp_path / "d",
+        {"text": "str", "label": "int64"},
+        stratify="label",
+        classes=classes,
+        format="arrow",
+        shard_size=8192,
     ) as writer:
         for number in range(2000):
             label = number % 30 if number < 1990 else 30 + number % 10

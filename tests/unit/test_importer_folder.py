@@ -106,6 +106,15 @@ def test_empty_folders_are_refused(tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
+def test_a_dataset_is_no_source(tmp_path: Path) -> None:
+    source = tree(tmp_path, {"photos/a.png": PNG})
+    assert len(read_all(open_source(source))) == 1
+    tree(tmp_path, {"built/shardkit.json": b"{}", "built/log/1.json": b"{}"})
+    for given in (source, f"{source}/built"):
+        with pytest.raises(SourceError, match="built/?: a dataset, whose shards are no samples"):
+            open_source(given)
+
+
 def test_links_out_of_the_source_and_special_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(PNG)
     source = tree(tmp_path / "s", {"a.png": PNG})

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardkit.errors import UsageError
+from shardkit.manifest import Manifest
 from shardkit_tools.building import BuildResult, Progress
 from shardkit_tools.building import build as build_dataset
 from shardkit_tools.console import (
@@ -311,6 +312,7 @@ def _print(result: BuildResult, root: str, ref: str) -> None:
     rate = bytes_text(int(result.source_bytes / result.seconds)) if result.seconds else "–"
     facts = [("id", manifest.id)] if manifest else []
     facts += [
+        *([("fields", _fields(manifest))] if manifest else []),
         ("samples", count_text(result.rows) + strata),
         (
             "size",
@@ -346,6 +348,12 @@ def _print(result: BuildResult, root: str, ref: str) -> None:
             print_line(f"all of them: {result.skipped_file}")
     if manifest:
         print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+
+
+def _fields(manifest: Manifest) -> str:
+    source = manifest.build.get("source", {})
+    importer = f" (from {source['importer']})" if isinstance(source, dict) and "importer" in source else ""
+    return ", ".join(f"{name} {kind}" for name, kind in manifest.schema.items()) + importer
 
 
 def _split(result: BuildResult, name: str, rows: int) -> str:

@@ -222,6 +222,11 @@ def _walk(root: str) -> Iterator[SourceFile]:
         except OSError as error:
             raise _unreadable(os.path.join(root, below), error) from error
         entries = [entry for entry in entries if not entry.name.startswith(".")]
+        if any(entry.name == "shardkit.json" for entry in entries):
+            raise SourceError(
+                f"{os.path.join(root, below)}: a dataset, whose shards are no samples; build from the files that it "
+                "was made of, or keep it outside of the source"
+            )
         if not entries and below:
             # a class folder whose files did not arrive would otherwise vanish from the dataset without a word
             raise SourceError(
