@@ -84,6 +84,7 @@ if __name__ == "__main__":
             print(forked(source, f"{root}/{where}", at), flush=True)
     else:
         interrupt = mode == "interrupt"
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
         try:
             result = shardkit_tools.build(source, root, **SETTINGS, jobs=2, progress=tell)
         except KeyboardInterrupt as error:

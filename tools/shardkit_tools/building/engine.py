@@ -18,6 +18,7 @@ from shardkit.dataset.committing import (
     MadeVersion,
     NewVersion,
     StratumNumbers,
+    check_about,
     commit_version,
     make_manifest,
     split_rows,
@@ -264,6 +265,7 @@ class Engine:
                 + "; give a source with at least one"
             )
         self._check_keys(rows, found, job)
+        check_about(self._version, rows, self._base)
         index = split_rows(self._version, rows, allow_empty=self._base is not None)
         splits: dict[str, int] = {}
         if self._version.split is not None and index is not None:
@@ -294,7 +296,7 @@ class Engine:
 
     @property
     def _first_ordinal(self) -> int:
-        return self._base.manifest.rows if self._base else 0
+        return self._base.first_ordinal if self._base else 0
 
     def _write(
         self, repository: Repository, job: JobDirectory, found: Sequence[TaskFacts], plan: _Plan

@@ -43,10 +43,12 @@ class JobDirectory:
         with explained(f"make the scratch directory {self.path}", writing=True):
             os.makedirs(self.path, exist_ok=True)
             self._lock = self._take_lock()
-        boot = _boot_id()
-        # A boot record that is torn is of a machine that went down, too.
-        self.may_have_lost_pages = self.read("boot") != boot
-        self.write("boot", boot)
+        try:
+            # A boot record that is torn is of a machine that went down, too.
+            self.may_have_lost_pages = self.read("boot") != _boot_id()
+        except BaseException:
+            self.release()
+            raise
 
     def _take_lock(self) -> Handle:
         root = active().open_root(self.path)
@@ -83,6 +85,11 @@ class JobDirectory:
         """
         write_record(self.path, name, data)
 
+    def note_verified(self) -> None:
+        """What is in the directory now is of this boot, or was verified in it."""
+        self.write("boot", _boot_id())
+        self.may_have_lost_pages = False
+
     def names(self) -> list[str]:
         """Everything in the directory, sorted."""
         return sorted(os.listdir(self.path))
@@ -106,10 +113,13 @@ class JobDirectory:
 
     def release_or_discard(self) -> None:
         """After an error: keep finished work, but leave nothing behind where there is none."""
-        if os.path.isdir(self.path) and any(name.endswith((".rows", ".done")) for name in self.names()):
+        if os.path.isdir(self.path) and self._has_work():
             self.release()
         else:
             self.discard()
+
+    def _has_work(self) -> bool:
+        return any(name.endswith((".rows", ".done")) for name in self.names())
 
     def release(self) -> None:
         """Let another process go on with this build."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from shardkit.dataset.about import given_about
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import LayoutSettings
+from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import parse_split
 from shardkit.errors import ConfigurationError, UsageError
@@ -41,6 +44,8 @@ def build(
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
     append: bool = False,
+    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lookup: str | Sequence[str] = (),
     ref: str = "main",
     message: str = "",
     author: str = "",
@@ -72,6 +77,8 @@ def build(
         split_by: field whose equal values stay in one split.
         append: put the rows behind those of the version that ``ref`` names; the rest must be as it was built.
             Appending the very files that the last version appended changes nothing.
+        about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
+        lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved.
         message: of the commit.
         author: of the commit.
@@ -112,6 +119,8 @@ def build(
         settings=settings,
         split=parsed_split,
         recipe={"source": importer.describe()},
+        about=given_about(about),
+        lookups=parse_lookup(lookup, importer.schema) if lookup else (),
     )
     encoder = RowEncoder(importer.schema, format, stratify=axes, classes=importer.classes, split_by=split_by)
     engine = Engine(

@@ -28,6 +28,7 @@ def finished_tasks(job: JobDirectory, tasks: Sequence[SourceTask]) -> dict[int, 
     for name in job.names():
         if name not in keep and not name.endswith(".done"):
             job.remove(name)
+    job.note_verified()  # only now: a kill before this must not pass unverified parts off as good
     return finished
 
 
