@@ -135,6 +135,45 @@ class BaseOrder:
         before = int(rows[:place][of[:place] == group].sum())
         return group, int(self._by_group[group, chunk]) + before + sample - int(ends[place] - rows[place])
 
+    def segments_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The segment of each sample; scans only the chunks that hold them."""
+        chunk = np.searchsorted(self._samples, samples, side="right") - 1
+        out = np.empty(len(samples), dtype=np.int64)
+        for number in np.unique(chunk).tolist():
+            here = np.flatnonzero(chunk == number)
+            part = slice(number * self._chunk, min(self._num, (number + 1) * self._chunk))
+            ends = self._samples[number] + np.cumsum(self.population.segment_rows[part])
+            out[here] = np.searchsorted(ends, samples[here], side="right") + part.start
+        return out
+
+    def blocks_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Distinct (shard, block in the shard) of samples: (n, 2) int64, ascending."""
+        population = self.population
+        segment, first = np.unique(self.segments_of(samples), return_inverse=True)
+        shard = population.segment_shard[segment]
+        block = np.empty(len(samples), dtype=np.int64)
+        for number, at in enumerate(segment.tolist()):  # segments are few beside their rows
+            begin, before = self._segment_start(at)
+            here = first == number
+            block[here] = before + (samples[here] - begin) // int(population.shard_block_rows[shard[number]])
+        pairs = np.stack([shard[first].astype(np.int64), block], axis=1)
+        distinct: NDArray[np.int64] = np.unique(pairs, axis=0)
+        return distinct
+
+    def _segment_start(self, segment: int) -> tuple[int, int]:
+        """First sample of a segment, and the blocks of its shard before it."""
+        rows, shards = self.population.segment_rows, self.population.segment_shard
+        chunk = segment // self._chunk
+        begin = int(self._samples[chunk]) + int(rows[chunk * self._chunk : segment].sum())
+        shard = int(shards[segment])
+        head = int(np.searchsorted(shards, shard))
+        before = -(-rows[head:segment] // int(self.population.shard_block_rows[shard]))
+        return begin, int(before.sum())
+
+    def strata_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The stratum of each sample."""
+        return self.population.segment_stratum[self.segments_of(samples)].astype(np.int64)
+
     def _ranges(
         self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64], turn: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -68,6 +68,7 @@ class NaturalGrid:
         self.cell_size = global_batch // lanes
         self.rows = groups.total
         self.full_steps, self.left = divmod(self.rows, global_batch)
+        self.remainder = remainder
         self.short = remainder == "short" and self.left > 0
         self.steps_per_epoch = self.full_steps + self.short
         self.windows = window_sizes(groups, global_batch, lanes, window_blocks)
@@ -193,6 +194,17 @@ class NaturalGrid:
 
         None where it is dropped. O(log S) counts and one hand.
         """
+        place = self.place(sample, epoch)
+        if place is None:
+            return None
+        group, lane, number = place
+        step = self._step_of(self.epoch(epoch).deal, lane, group, number)
+        first, _, cells = self._cells_at(epoch, step, lane)
+        slot = int(np.flatnonzero(cells[step - first] == sample)[0])
+        return epoch * self.steps_per_epoch + step, lane, slot
+
+    def place(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
+        """(group, lane, number of the draw in the lane's hand) of a sample in an epoch; None where it is dropped."""
         found = self.order.find(sample)
         if found is None:
             return None
@@ -206,11 +218,12 @@ class NaturalGrid:
         reduced = base - wraps if wraps or base < int(tables.drop_at[group]) else base - gone
         lane = int(np.searchsorted(tables.cut[:, group], reduced, side="right")) - 1
         deck = self.deck(epoch, lane)
-        place = deck.place(sample, group) - int(deck.start[group])
-        step = self._step_of(tables.deal, lane, group, place)
-        cell = self._cells_at(epoch, step, lane)
-        slot = int(np.flatnonzero(cell[2][step - cell[0]] == sample)[0])
-        return epoch * self.steps_per_epoch + step, lane, slot
+        return group, lane, deck.place(sample, group) - int(deck.start[group])
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and end step of the epoch that holds a step."""
+        first = step - step % self.steps_per_epoch
+        return first, first + self.steps_per_epoch
 
     def _step_of(self, deal: Deal, lane: int, group: int, place: int) -> int:
         """The step in which a lane draws its draw number ``place`` of a group.

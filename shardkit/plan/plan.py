@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,12 @@ from numpy.typing import NDArray
 from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
 
-from .natural import NaturalGrid
+from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
 from .population import Population
+from .rest import RestGrid
 from .settings import DEFAULT_WINDOW_BLOCKS, Settings, default_lanes
-from .strata import group_strata, stratum_rows
-from .weighted import WeightedGrid, Weights
+from .strata import stratum_rows
+from .weighted import WeightedGrid
 from .weights import WeightsLike, resolve_stages
 
 __all__ = ["Plan", "make_plan"]
@@ -25,29 +25,44 @@ PLAN_VERSION = 1
 """Part of every digest; a change of the construction that moves a sample must raise it."""
 
 
-class Grid(Protocol):
-    """What a plan is made of."""
-
-    def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
-        """Cells of one lane for steps [start, stop): (steps, m) int64."""
-
-    def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a sample in an epoch or pass."""
-
-
 class Plan:
     """Who reads what, when: ``lanes`` columns by steps, each cell ``cell_size`` sample numbers.
 
-    Steps count over the whole run; epoch ``step // steps_per_epoch``. All methods are pure, cost the same at
-    any step, and may be called by many threads at once. Sample numbers count the manifest's selected rows in
-    manifest order.
+    Steps count over the whole run; epoch ``step // steps_per_epoch``. All methods are pure, cost the same at any step,
+    and may be called by many threads at once. Sample numbers count the manifest's selected rows in manifest order.
+
+    An amended plan is its parent before ``from_step``; its own properties are those that hold from there on.
     """
 
-    def __init__(self, settings: Settings, population: Population, grid: Grid) -> None:
-        self.settings, self.population, self._grid = settings, population, grid
-        self._digest = hashlib.sha256(
-            dumps({"plan": PLAN_VERSION, "manifest": population.identity, "settings": settings.canonical()})
-        ).hexdigest()
+    def __init__(
+        self, leg: Leg, parent: Plan | None = None, change: Mapping[str, object] | None = None
+    ) -> None:
+        self._leg, self.parent = leg, parent
+        identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": leg.population.identity}
+        identity["settings"] = leg.settings.canonical()
+        if parent is not None:
+            identity["parent"], identity["change"] = parent.digest, dict(change or {})
+        self._digest = hashlib.sha256(dumps(identity)).hexdigest()
+
+    @property
+    def settings(self) -> Settings:
+        """What was chosen, resolved."""
+        return self._leg.settings
+
+    @property
+    def population(self) -> Population:
+        """The rows that are planned."""
+        return self._leg.population
+
+    @property
+    def grid(self) -> AnyGrid:
+        """The grid from `from_step` on; for reports."""
+        return self._leg.grid
+
+    @property
+    def from_step(self) -> int:
+        """First step at which the plan differs from its parent; 0 without one."""
+        return self._leg.from_step
 
     def __repr__(self) -> str:
         return f"Plan(global_batch={self.global_batch}, lanes={self.lanes}, digest={self.digest[:12]})"
@@ -70,14 +85,34 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch, the short one included; with explicit weights `epoch_steps`, or None."""
-        return (
-            self._grid.steps_per_epoch if isinstance(self._grid, NaturalGrid) else self.settings.epoch_steps
-        )
+        grid = self._leg.grid
+        if isinstance(grid, WeightedGrid):
+            return self.settings.epoch_steps
+        return (grid.after if isinstance(grid, RestGrid) else grid).steps_per_epoch
 
     @property
     def loop_steps(self) -> int:
         """Steps after which a loop over the plan ends: an epoch, or ceil(N / B) where there is none."""
         return self.steps_per_epoch or -(-self.population.rows // self.global_batch)
+
+    def epoch_bounds(self, step: int) -> tuple[int, int]:
+        """First and end step of the epoch, or the loop, that holds a step; right for amended plans too."""
+        if self.parent is not None and step < self.from_step:
+            first, last = self.parent.epoch_bounds(step)
+            return first, last if last <= self.from_step else self._own_bounds(self.from_step)[1]
+        first, last = self._own_bounds(step)
+        if self.parent is not None and first <= self.from_step:
+            first = self.from_step
+            before = self.parent.epoch_bounds(max(0, first - 1))
+            first = before[0] if before[1] > first else first
+        return first, last
+
+    def _own_bounds(self, step: int) -> tuple[int, int]:
+        if isinstance(self._leg.grid, WeightedGrid):
+            first = step - step % self.loop_steps
+            return first, first + self.loop_steps
+        first, last = self._leg.grid.bounds(step - self._leg.origin)
+        return first + self._leg.origin, last + self._leg.origin
 
     @property
     def digest(self) -> str:
@@ -86,8 +121,7 @@ class Plan:
 
     def cell(self, step: int, lane: int) -> NDArray[np.int64]:
         """Sample numbers of a cell: (m,) int64, -1 last in the empty slots of a short step; read-only."""
-        self._check(step, lane)
-        samples: NDArray[np.int64] = self._grid.cells(step, step + 1, lane)[0]
+        samples: NDArray[np.int64] = self.cells(step, step + 1, lane)[0]
         return samples
 
     def step(self, step: int) -> NDArray[np.int64]:
@@ -96,21 +130,46 @@ class Plan:
         return samples
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
-        """Cells of one lane for steps [start, stop): (stop - start, m) int64, read-only."""
-        self._check(start, lane)
-        if stop < start:
-            raise PlanError(f"plan: steps [{start}, {stop}) end before they begin")
+        """Cells of one lane for steps [start, stop): (stop - start, m) int64, read-only.
+
+        Raises:
+            PlanError: no such step or lane, or an amendment changes the cell size in between.
+        """
+        if self.parent is not None and start < self.from_step:
+            before = self.parent.cells(start, min(stop, self.from_step), lane)
+            if stop <= self.from_step:
+                return before
+            if before.shape[1] != self.cell_size:
+                raise PlanError(
+                    f"plan: steps [{start}, {stop}) cross step {self.from_step}, where cells change from "
+                    f"{before.shape[1]} to {self.cell_size} samples; ask for both sides"
+                )
+            return np.concatenate((before, self.cells(self.from_step, stop, lane)))
+        if not 0 <= start <= stop:
+            raise PlanError(f"plan: steps [{start}, {stop}), expected 0 <= start <= stop")
+        if not 0 <= lane < self.lanes:
+            raise PlanError(f"plan: lane is {lane}, expected 0 <= lane < {self.lanes}")
         if stop == start:
             return np.empty((0, self.cell_size), dtype=np.int64)
-        return self._grid.cells(start, stop, lane)
+        return self._leg.grid.cells(start - self._leg.origin, stop - self._leg.origin, lane)
 
     def steps(self, start: int, stop: int, lanes: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Cells of many lanes for steps [start, stop): (steps, len(lanes), m) int64; all lanes by default."""
+        if self.parent is not None and stop <= self.from_step:
+            return self.parent.steps(start, stop, lanes)
         chosen = range(self.lanes) if lanes is None else lanes
         out = np.empty((max(0, stop - start), len(chosen), self.cell_size), dtype=np.int64)
         for place, lane in enumerate(chosen):
             out[:, place] = self.cells(start, stop, lane)
         return out
+
+    def blocks(self, start: int, stop: int, lanes: Sequence[int] | None = None) -> NDArray[np.int64]:
+        """What steps [start, stop) read: distinct (shard, block in the shard), (n, 2) int64, in order.
+
+        Blocks are numbered as the plan knows them, restarting at every segment; of a selection they are approximate.
+        """
+        samples = self.steps(start, stop, lanes).ravel()
+        return self._leg.grid.order.blocks_of(samples[samples >= 0])
 
     def cell_digest(self, step: int, lane: int) -> str:
         """Hex of the first 16 bytes of SHA-256 over the cell's sample numbers, little-endian int64.
@@ -127,13 +186,76 @@ class Plan:
         """
         if not 0 <= sample < self.population.rows:
             raise PlanError(f"plan: sample is {sample}, expected 0 <= sample < {self.population.rows}")
-        return self._grid.locate(sample, epoch)
+        if self.parent is not None and self.parent.population.identity == self.population.identity:
+            found = self.parent.locate(sample, epoch)
+            if found is not None and found[0] < self.from_step:
+                return found
+        found = self._leg.grid.locate(sample, epoch)
+        if found is None or found[0] + self._leg.origin < self.from_step:
+            return None
+        return found[0] + self._leg.origin, found[1], found[2]
 
-    def _check(self, step: int, lane: int) -> None:
-        if step < 0:
-            raise PlanError(f"plan: step is {step}, expected step >= 0")
-        if not 0 <= lane < self.lanes:
-            raise PlanError(f"plan: lane is {lane}, expected 0 <= lane < {self.lanes}")
+    def accepts(self, digest: str, step: int) -> bool:
+        """A state of this plan, or of one that it amends from no earlier step, may be loaded."""
+        plan: Plan | None = self
+        while plan is not None:
+            if plan.digest == digest:
+                return True
+            if step > plan.from_step:
+                return False
+            plan = plan.parent
+        return False
+
+    def amend(
+        self,
+        *,
+        from_step: int | None = None,
+        weights: WeightsLike | None = None,
+        manifest: Population | None = None,
+        global_batch: int | None = None,
+        lanes: int | None = None,
+        skip: tuple[int, int] | None = None,
+    ) -> Plan:
+        """This plan up to a step, and another from there on; its digest chains on this one's.
+
+        Rows go on where they stood: none recurs in a lane before that lane's pass ends, where the manifest is the same.
+
+        Args:
+            from_step: first step that may differ.
+            weights: as for `make_plan`; a plan without weights goes on without an end then.
+            manifest: other rows; streams begin afresh.
+            global_batch: another B; lanes stay where they divide it.
+            lanes: another L. With another B or L, what the epoch has left is dealt anew.
+            skip: (a, b): steps a to b - 1 of this plan are left out; step a of the new one is step b of this one.
+
+        Raises:
+            PlanError: nothing changes, or steps contradict each other.
+        """
+        start = skip[0] if from_step is None and skip is not None else from_step
+        if start is None or start < self.from_step:
+            raise PlanError(f"plan: amended from step {start}, expected from_step >= {self.from_step}")
+        if skip is not None and (skip[0] != start or skip[1] <= start):
+            raise PlanError(f"plan: skip is {skip} from step {start}, expected ({start}, later step)")
+        if weights is None and manifest is None and global_batch is None and lanes is None and skip is None:
+            raise PlanError(
+                "plan: the amendment changes nothing; name weights, manifest, global_batch, lanes or skip"
+            )
+        change = Change(
+            from_step=start,
+            position=start if skip is None else skip[1],
+            weights=weights,
+            population=manifest,
+            global_batch=global_batch,
+            lanes=lanes,
+        )
+        said = {
+            "from_step": start,
+            "skip": skip,
+            "lanes": lanes,
+            "global_batch": global_batch,
+            "weights": weights is not None,
+        }
+        return Plan(amended(self._leg, change), self, said)
 
 
 def cell_digest(samples: NDArray[np.int64]) -> str:
@@ -191,35 +313,5 @@ def make_plan(
     )
     if not total:
         raise PlanError("plan: the dataset has no selected row")
-    if resolved:
-        return Plan(settings, population, weighted_grid(population, settings))
-    if remainder == "drop" and total < global_batch:
-        raise PlanError(
-            f"plan: {total} rows make no full step of {global_batch}; the largest batch "
-            f'that fits is {total}, or take remainder="short"'
-        )
-    groups = group_strata(population.strata, rows, rows, global_batch)
-    grid = NaturalGrid(
-        population,
-        groups,
-        global_batch=global_batch,
-        lanes=settings.lanes,
-        seed=seed,
-        remainder=remainder,
-        window_blocks=window_blocks,
-        shuffle=shuffle,
-    )
-    return Plan(settings, population, grid)
-
-
-def weighted_grid(population: Population, settings: Settings) -> WeightedGrid:
-    """The grid of settings with explicit weights."""
-    return WeightedGrid(
-        population,
-        [Weights(*stage) for stage in settings.stages],
-        global_batch=settings.global_batch,
-        lanes=settings.lanes,
-        seed=settings.seed,
-        window_blocks=settings.window_blocks,
-        shuffle=settings.shuffle,
-    )
+    grid = weighted_grid(population, settings) if resolved else natural_grid(population, settings, rows)
+    return Plan(Leg(settings, population, grid))

@@ -12,7 +12,7 @@ from .deck import SHUFFLES
 from .population import Population
 from .rounding import divisors
 
-__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "default_lanes"]
+__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "check_rows", "default_lanes", "num_blocks"]
 
 DEFAULT_WINDOW_BLOCKS = 16
 """Blocks that a lane keeps open: 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes,
@@ -67,6 +67,21 @@ def default_lanes(population: Population, global_batch: int) -> int:
     most = max(LEAST_LANES, num_blocks(population) // 4)
     fit = [d for d in divisors(global_batch) if d <= most] or [1]
     return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
+
+
+def check_rows(rows: int, settings: Settings) -> None:
+    """Refuse a plan without a step.
+
+    Raises:
+        PlanError: no row, or no full step where the remainder is dropped.
+    """
+    if not rows:
+        raise PlanError("plan: the dataset has no selected row")
+    if settings.remainder == "drop" and rows < settings.global_batch:
+        raise PlanError(
+            f"plan: {rows} rows make no full step of {settings.global_batch}; the largest batch "
+            f'that fits is {rows}, or take remainder="short"'
+        )
 
 
 def num_blocks(population: Population) -> int:

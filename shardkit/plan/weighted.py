@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from .population import Population
 from .recent import Recent
 from .stage import Stage, StageGroup, first_step, plan_groups, whole_turn
 from .strata import Groups, stratum_rows
-from .tapes import Tapes
+from .tapes import Leftover, Tapes
 from .tree import Tree
 
 __all__ = ["WeightedGrid", "Weights"]
@@ -28,10 +29,11 @@ _HAND = 8  # fewest rows per lane of a stratum that is handed out
 
 @dataclass(frozen=True)
 class Weights:
-    """From a step of the run on, these integer weights of strata."""
+    """From a step on, these integer weights of strata; and another global batch, where one is given."""
 
     from_step: int
     masses: tuple[int, ...]
+    global_batch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,8 @@ class WeightedGrid:
         seed: int,
         window_blocks: int,
         shuffle: str,
+        head: Leftover | None = None,
+        first_pass: int = 0,
     ) -> None:
         self.population, self.weights = population, tuple(stages)
         self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
@@ -72,12 +76,14 @@ class WeightedGrid:
         self.shared = self._shared_strata(stages)
         masses = stages[0].masses
         windows = [_window(m, sum(masses), global_batch, lanes, window_blocks) for m in masses]
-        self.tapes = Tapes(self.order, self.rows, lanes, seed, np.array(windows, dtype=np.int64), shuffle)
+        self.tapes = Tapes(
+            self.order, self.rows, lanes, seed, np.array(windows, dtype=np.int64), shuffle, first_pass, head
+        )
         self._legs: list[_Leg] = []
         for weights in stages:
-            groups, phase = self._dealt(weights, self.shared, len(stages))
-            self._append(Stage(weights.from_step, groups, phase, global_batch, lanes))
-        self._chunk = chunk_steps(global_batch, lanes, -(-int(self.rows.sum()) // global_batch))
+            self._append(weights, len(stages))
+        self.loop_steps = -(-int(self.rows.sum()) // global_batch)
+        self._chunk = chunk_steps(global_batch, lanes, self.loop_steps)
         self._cells: Recent[tuple[int, int, int], Numbers] = Recent(3 * lanes)
 
     def _target(self, masses: Sequence[int], stages: int) -> int:
@@ -107,22 +113,63 @@ class WeightedGrid:
     def _dealt(
         self, weights: Weights, shared: NDArray[np.bool_], stages: int
     ) -> tuple[list[StageGroup], tuple[int, list[int]]]:
-        groups = plan_groups(weights.masses, self.population.strata, shared, self.global_batch)
-        return groups, whole_turn(groups, self.global_batch, self._target(weights.masses, stages))
+        batch = weights.global_batch or self.global_batch
+        groups = plan_groups(weights.masses, self.population.strata, shared, batch)
+        return groups, whole_turn(groups, batch, self._target(weights.masses, stages))
 
-    def _append(self, stage: Stage) -> None:
+    def extended(self, weights: Weights) -> WeightedGrid:
+        """This grid up to a step, and from there other weights or another batch; tapes go on where they stand."""
+        return copy(self).go_on(weights)
+
+    def go_on(self, weights: Weights) -> WeightedGrid:
+        """`extended` in place; only for a grid that nobody else holds."""
+        first = self._legs[0]
+        self._legs = [leg for leg in self._legs if leg.stage.start < weights.from_step]
+        self.weights = (*(w for w in self.weights if w.from_step < weights.from_step), weights)
+        self._append(weights, len(self.weights), first)
+        self._cells = Recent(3 * self.lanes)
+        return self
+
+    def weights_at(self, step: int) -> tuple[Weights, ...]:
+        """The weights in force at a step, and those that follow."""
+        now = max(i for i, w in enumerate(self.weights) if w.from_step <= step or i == 0)
+        return self.weights[now:]
+
+    def last_pass(self, step: int) -> int:
+        """The highest number of a pass that a tape has reached before a step."""
+        handed, shared = self.drawn(step)
+        rows = np.maximum(1, self.rows)
+        done = np.where(self.shared, shared // rows, (handed.max(axis=0) * self.lanes) // rows + 1)
+        return self.tapes.first_pass + int(done[self.rows > 0].max(initial=0))
+
+    def drawn(self, step: int) -> tuple[Numbers, Numbers]:
+        """Where all tapes stand before a step: (lanes, strata) of handed strata, (strata,) of shared ones."""
+        return self._drawn(self._legs[self._leg_of(step)], step)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Begin and end of the loop that holds a step, where loops are as long as a pass over all rows."""
+        first = step - step % self.loop_steps
+        return first, first + self.loop_steps
+
+    def _append(self, weights: Weights, stages: int, instead: _Leg | None = None) -> None:
+        batch = weights.global_batch or self.global_batch
+        groups, phase = self._dealt(weights, self.shared, stages)
+        stage = Stage(weights.from_step, groups, phase, batch, self.lanes)
         trees = {
-            i: Tree([self.weights[len(self._legs)].masses[s] for s in g.strata])
+            i: Tree([weights.masses[s] for s in g.strata])
             for i, g in enumerate(stage.groups)
             if len(g.strata) > 1
         }
         if not self._legs:
             zeros = np.zeros((self.lanes, len(self.rows)), dtype=np.int64)
-            self._legs.append(_Leg(stage, trees, zeros, zeros[0].copy()))
-            return
-        last = self._legs[-1]
+            handed, shared = (zeros, zeros[0].copy()) if instead is None else (instead.handed, instead.shared)
+        else:
+            handed, shared = self._drawn(self._legs[-1], stage.start)
+        self._legs.append(_Leg(stage, trees, handed, shared))
+
+    def _drawn(self, last: _Leg, step: int) -> tuple[Numbers, Numbers]:
         handed, shared = last.handed.copy(), last.shared.copy()
-        steps = np.full(self.lanes, stage.start - last.stage.start, dtype=np.int64)
+        steps = np.full(self.lanes, step - last.stage.start, dtype=np.int64)
         for i, group in enumerate(last.stage.groups):
             chosen, strata = np.array([i]), list(group.strata)
             drawn = last.stage.lane_counts(steps, np.arange(self.lanes), chosen)[:, 0]
@@ -133,7 +180,7 @@ class WeightedGrid:
                 shared[strata] += split[0]
             else:
                 handed[:, strata] += split
-        self._legs.append(_Leg(stage, trees, handed, shared))
+        return handed, shared
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:
         """Cells of one lane for steps [start, stop): (steps, m) int64, a view of kept memory where it can be."""
@@ -181,10 +228,11 @@ class WeightedGrid:
         for i, g in enumerate(active.tolist()):
             if draws[i] is None:
                 draws[i] = self._pool(leg, g, lane, steps[:-1], np.arange(lo[i], hi[i], dtype=np.int64))
-        cells = assemble(np.concatenate([d for d in draws if d is not None]), counts, self.cell_size)
+        size = stage.batch // self.lanes
+        cells = assemble(np.concatenate([d for d in draws if d is not None]), counts, size)
         if self.shuffle != "none":
             keys = derive_each(derive(self.seed, _CELLS, lane), np.arange(first, last, dtype=np.int64))
-            cells = permute_cells(cells, keys, self.cell_size)
+            cells = permute_cells(cells, keys, size)
         cells.flags.writeable = False
         return cells
 
@@ -217,8 +265,14 @@ class WeightedGrid:
         if found is None:
             return None
         stratum, base = found
+        number -= self.tapes.first_pass
         lane = -1
-        if self.shared[stratum]:
+        if number < 0:
+            head = self.tapes.place_head(sample, shared=bool(self.shared[stratum]))
+            if head is None or number < -1:
+                return None
+            _, lane, place = head
+        elif self.shared[stratum]:
             place = self.tapes.place_shared(stratum, number, base)
         else:
             lane = self.tapes.holder(stratum, number, base)
@@ -271,7 +325,7 @@ class WeightedGrid:
         if self.shuffle == "none":
             return before
         key = derive(self.seed, _CELLS, lane, step + stage.start)
-        return int(np.flatnonzero(order(key, self.cell_size) == before)[0])
+        return int(np.flatnonzero(order(key, stage.batch // self.lanes) == before)[0])
 
 
 def _each_alone(rows: Numbers) -> Groups:

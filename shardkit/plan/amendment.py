@@ -1,0 +1,189 @@
+"""How a plan goes on from a step under other settings (SPEC.md §6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardkit.errors import PlanError
+
+from .leftover import NaturalLeftover, StratumLeftover, WeightedLeftover
+from .natural import NaturalGrid
+from .population import Population
+from .rest import RestGrid
+from .settings import Settings, check_rows
+from .strata import group_strata, stratum_rows
+from .weighted import WeightedGrid, Weights
+from .weights import WeightsLike, resolve_weights
+
+__all__ = ["AnyGrid", "Change", "Leg", "amended", "natural_grid", "weighted_grid"]
+
+AnyGrid = NaturalGrid | WeightedGrid | RestGrid
+
+
+@dataclass(frozen=True, eq=False)
+class Leg:
+    """Settings, rows and grid that hold from a step on; the grid's step is the run's minus ``origin``."""
+
+    settings: Settings
+    population: Population
+    grid: AnyGrid
+    from_step: int = 0
+    origin: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What an amendment changes; None leaves it as it was.
+
+    Attributes:
+        from_step: first step of the run that it holds for.
+        position: the step of the parent that it goes on from: ``from_step``, or later where steps are skipped.
+    """
+
+    from_step: int
+    position: int
+    weights: WeightsLike | None = None
+    population: Population | None = None
+    global_batch: int | None = None
+    lanes: int | None = None
+
+
+def amended(leg: Leg, change: Change) -> Leg:
+    """The leg that follows ``leg``.
+
+    Raises:
+        PlanError: the change cannot start where it should.
+    """
+    settings = replace(
+        leg.settings,
+        global_batch=change.global_batch or leg.settings.global_batch,
+        lanes=_lanes(leg.settings, change),
+    )
+    if change.population is not None and change.population.identity != leg.population.identity:
+        return _anew(leg, settings, change.population, change)
+    if isinstance(leg.grid, WeightedGrid):
+        return _after_weighted(leg, leg.grid, settings, change)
+    return _after_natural(leg, settings, change)
+
+
+def _lanes(settings: Settings, change: Change) -> int:
+    if change.lanes is not None:
+        return change.lanes
+    batch = change.global_batch or settings.global_batch
+    fit = [lanes for lanes in range(settings.lanes, 0, -1) if batch % lanes == 0]
+    return fit[0]
+
+
+def _anew(leg: Leg, settings: Settings, population: Population, change: Change) -> Leg:
+    """Other rows: streams begin afresh, under the same kind of weights."""
+    rows = stratum_rows(population)
+    weights = change.weights
+    if weights is None and isinstance(leg.grid, WeightedGrid):
+        known = leg.grid.weights_at(change.position - leg.origin)[0].masses
+        weights = {n: m for n, m in zip(leg.population.strata, known, strict=True) if n in population.strata}
+    if weights is None:
+        settings = replace(settings, stages=())
+        grid: AnyGrid = natural_grid(population, settings, rows)
+    else:
+        settings = replace(settings, stages=((0, resolve_weights(weights, population.strata, rows)),))
+        grid = weighted_grid(population, settings)
+    return Leg(settings, population, grid, change.from_step, change.from_step)
+
+
+def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Change) -> Leg:
+    position = change.position - leg.origin
+    origin = change.from_step - position
+    ahead = list(grid.weights_at(position))
+    if change.weights is not None:
+        ahead = [
+            Weights(position, resolve_weights(change.weights, leg.population.strata, grid.rows.tolist()))
+        ]
+    ahead[0] = replace(ahead[0], from_step=position)
+    batch = settings.global_batch
+    stages = [replace(w, global_batch=batch) for w in ahead]
+    settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in stages))
+    if settings.lanes == grid.lanes:
+        for weights in stages:
+            grid = grid.extended(weights)
+        return Leg(settings, leg.population, grid, change.from_step, origin)
+    head = WeightedLeftover(grid, position)
+    moved = [replace(w, from_step=w.from_step - position) for w in stages]
+    settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in moved))
+    fresh = weighted_grid(leg.population, settings, head, grid.last_pass(position) + 1)
+    return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
+
+
+def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
+    grid, position = leg.grid, change.position - leg.origin
+    if change.weights is None and (settings.global_batch, settings.lanes) == (
+        leg.settings.global_batch,
+        leg.settings.lanes,
+    ):
+        return Leg(settings, leg.population, grid, change.from_step, change.from_step - position)
+    if isinstance(grid, RestGrid):
+        if position < grid.steps:
+            raise PlanError(
+                f"plan: step {change.from_step} lies in an epoch whose rest was dealt anew already; "
+                f"amend from step {leg.origin + grid.steps} on, where the next epoch begins"
+            )
+        position, grid = position + grid.ahead, grid.after
+    assert isinstance(grid, NaturalGrid)
+    epoch, step = divmod(position, grid.steps_per_epoch)
+    rows = stratum_rows(leg.population)
+    if change.weights is not None:
+        masses = resolve_weights(change.weights, leg.population.strata, rows)
+        settings = replace(settings, stages=((0, masses),))
+        head = StratumLeftover(NaturalLeftover(grid, epoch, step), len(rows)) if step else None
+        fresh = weighted_grid(leg.population, settings, head, epoch + bool(step))
+        return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
+    after = natural_grid(leg.population, settings, rows)
+    if not step:
+        return Leg(
+            settings,
+            leg.population,
+            after,
+            change.from_step,
+            change.from_step - epoch * after.steps_per_epoch,
+        )
+    rest = RestGrid(NaturalLeftover(grid, epoch, step), after)
+    return Leg(settings, leg.population, rest, change.from_step, change.from_step)
+
+
+def natural_grid(population: Population, settings: Settings, rows: Sequence[int]) -> NaturalGrid:
+    """The grid of settings without weights.
+
+    Raises:
+        PlanError: an epoch has no full step and drops its remainder.
+    """
+    check_rows(sum(rows), settings)
+    return NaturalGrid(
+        population,
+        group_strata(population.strata, rows, rows, settings.global_batch),
+        global_batch=settings.global_batch,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        remainder=settings.remainder,
+        window_blocks=settings.window_blocks,
+        shuffle=settings.shuffle,
+    )
+
+
+def weighted_grid(
+    population: Population,
+    settings: Settings,
+    head: StratumLeftover | WeightedLeftover | None = None,
+    first_pass: int = 0,
+) -> WeightedGrid:
+    """The grid of settings with explicit weights; ``head`` comes before the first whole pass."""
+    return WeightedGrid(
+        population,
+        [Weights(*stage) for stage in settings.stages],
+        global_batch=settings.global_batch,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        window_blocks=settings.window_blocks,
+        shuffle=settings.shuffle,
+        head=head,
+        first_pass=first_pass,
+    )
