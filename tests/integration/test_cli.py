@@ -451,7 +451,7 @@ def test_export(call: Call, built: Path, tmp_path: Path) -> None:
         (["build", "{source}", "{root}", "--from", "excel"], 2, "no such importer; expected one of"),
         (["build", "{source}", "{root}", "--schema", "image"], 2, "expected field=type"),
         (["build", "{source}", "{root}", "--schema", "image=complex"], 1, "'complex' is unknown"),
-        (["build", "{source}", "{root}", "--stratify", "lable"], 2, "lable"),
+        (["build", "{source}", "{root}", "--stratify", "lbl"], 2, "lbl"),
         (["build", "{source}", "{root}", "--split", "a"], 2, "expected names and shares"),
         (["build", "{source}", "{root}", "--split", "a=2"], 2, "share"),
         (["build", "{source}", "{root}", "--compression", "rar"], 1, "rar"),

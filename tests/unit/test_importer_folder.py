@@ -111,7 +111,7 @@ def test_a_dataset_is_no_source(tmp_path: Path) -> None:
     assert len(read_all(open_source(source))) == 1
     tree(tmp_path, {"built/shardkit.json": b"{}", "built/log/1.json": b"{}"})
     for given in (source, f"{source}/built"):
-        with pytest.raises(SourceError, match="built/?: a dataset, whose shards are no samples"):
+        with pytest.raises(SourceError, match=r"built/?: a dataset, whose shards are no samples"):
             open_source(given)
 
 

@@ -1,0 +1,128 @@
+"""What `shardkit build` tells: progress, the result as a page and as a document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardkit.manifest import Manifest
+from shardkit_tools.building import BuildResult, Progress
+from shardkit_tools.console import (
+    bytes_text,
+    clean,
+    count_text,
+    duration_text,
+    print_facts,
+    print_heading,
+    print_line,
+    print_table,
+    share_text,
+    short_id,
+)
+
+__all__ = ["document", "print_result", "progress_text"]
+
+_STRATA_SHOWN = 15
+_VERBS = {"read": "reading", "write": "writing", "commit": "committing"}
+
+
+def progress_text(now: Progress) -> str:
+    """One line that says how far a build is."""
+    if now.phase == "commit":
+        return "committing …"
+    left = f", {duration_text(now.seconds_left)} left" if now.seconds_left is not None else ""
+    scratch = (
+        f", scratch {bytes_text(now.scratch_bytes)}" if now.phase == "read" and now.scratch_bytes else ""
+    )
+    return (
+        f"{_VERBS[now.phase]} {count_text(now.rows, 'sample')}, {bytes_text(now.done_bytes)} of "
+        f"{bytes_text(now.total_bytes)} ({share_text(now.done_bytes, now.total_bytes)}), "
+        f"{bytes_text(int(now.rate))}/s{left}{scratch}"
+    )
+
+
+def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "root": root,
+        "ref": ref,
+        "id": result.manifest.id if result.manifest else None,
+        "commit": result.commit.n if result.commit else None,
+        "samples": result.rows,
+        "raw_bytes": result.raw_bytes,
+        "stored_bytes": result.manifest.stored_bytes if result.manifest else None,
+        "shards": result.shards,
+        "strata": dict(result.strata),
+        "pooled_strata": result.pooled,
+        "splits": {
+            name: {"id": manifest.id, "samples": manifest.selected}
+            for name, manifest in result.splits.items()
+        },
+        "split_samples": dict(result.split_rows),
+        "skipped": [
+            {"source": row.source_name, "row": row.source_row, "error": row.message} for row in result.skipped
+        ],
+        "skipped_file": result.skipped_file,
+        "source_bytes": result.source_bytes,
+        "scratch_bytes": result.scratch_bytes,
+        "reused_tasks": result.reused_tasks,
+        "reused_shards": result.reused_shards,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def print_result(result: BuildResult, root: str, ref: str) -> None:
+    """Print what a build did, or would do."""
+    manifest = result.manifest
+    print_line(f"{root}@{ref}" if manifest else f"would build {root}@{ref}; nothing was written", "bold")
+    strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
+    strata += f", {result.pooled} of them pooled: too rare for every shard" if result.pooled else ""
+    rate = bytes_text(int(result.source_bytes / result.seconds)) if result.seconds else "–"
+    facts = [("id", manifest.id)] if manifest else []
+    facts += [
+        *([("fields", _fields(manifest))] if manifest else []),
+        ("samples", count_text(result.rows) + strata),
+        (
+            "size",
+            bytes_text(manifest.stored_bytes)
+            if manifest
+            else f"{bytes_text(result.raw_bytes)} before compression",
+        ),
+        ("shards", count_text(result.shards)),
+        ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
+    ]
+    facts += [(f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()]
+    if manifest and result.commit is None:
+        facts.append(("commit", "none: the same version was there already"))
+    if result.reused_tasks or result.reused_shards:
+        facts.append(
+            ("reused", f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run")
+        )
+    print_facts(facts)
+    if not manifest and len(result.strata) > 1:
+        print_heading("Strata")
+        largest = sorted(result.strata.items(), key=lambda item: (-item[1], item[0]))
+        print_table(
+            ["*stratum", ">samples", ">share"],
+            [(clean(name), count_text(n), share_text(n, result.rows)) for name, n in largest[:_STRATA_SHOWN]],
+        )
+        if len(largest) > _STRATA_SHOWN:
+            print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")
+    if result.skipped:
+        print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
+        for row in result.skipped[:5]:
+            print_line(f"  {clean(row.message)}")
+        if result.skipped_file:
+            print_line(f"all of them: {result.skipped_file}")
+    if manifest:
+        print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+
+
+def _fields(manifest: Manifest) -> str:
+    source = manifest.build.get("source", {})
+    importer = f" (from {source['importer']})" if isinstance(source, dict) and "importer" in source else ""
+    return ", ".join(f"{name} {kind}" for name, kind in manifest.schema.items()) + importer
+
+
+def _split(result: BuildResult, name: str, rows: int) -> str:
+    text = f"{count_text(rows)} samples, {share_text(rows, result.rows)}"
+    return f"{text}, {short_id(result.splits[name].id)}" if name in result.splits else text
