@@ -1,4 +1,6 @@
-"""What torch programs use of shardkit: checkpoints in shardkit's own store.
+"""What torch programs use of shardkit: datasets for its DataLoader, checkpoints in shardkit's own store.
+
+``dataset(ds, plan)`` is an ``IterableDataset`` whose stream is the same for any number of workers.
 
 ``CheckpointWriter`` and ``CheckpointReader`` are storage plug-ins for ``torch.distributed.checkpoint`` (DCP), so any
 trainer that saves through DCP (DDP, FSDP, tensor parallel) can use them::
@@ -12,5 +14,13 @@ the manifest names them by SHA-256 and is written after them, and the ref under 
 
 from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
 from .checkpointing import CheckpointReader, CheckpointWriter
+from .datasets import PlanDataset, dataset
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "checkpoint_names", "read_checkpoint_manifest"]
+__all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
+    "PlanDataset",
+    "checkpoint_names",
+    "dataset",
+    "read_checkpoint_manifest",
+]

@@ -45,9 +45,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 
 
 CASES = {
-    1: ("gradients", "exact_hashes", "load"),
-    2: ("gradients", "exact_hashes", "save", "bytes_held", "fallback"),
-    3: ("gradients", "exact_hashes", "load"),
+    1: ("gradients", "exact_hashes", "load", "unsent"),
+    2: ("gradients", "exact_hashes", "save", "bytes_held", "fallback", "reductions", "unsent", "local_steps"),
+    3: ("gradients", "exact_hashes", "load", "unsent"),
     4: ("gradients", "exact_hashes", "bytes_held"),
 }
 
@@ -102,3 +102,27 @@ def test_bytes_per_rank_are_what_theory_says(ranks: Any, nproc: int) -> None:
         assert found["parameters"] == pytest.approx(parameters, rel=0.01), strategy
         assert found["gradients"] == pytest.approx(gradients, rel=0.01), strategy
         assert found["optimizer"] == pytest.approx(optimizer, rel=0.01), strategy
+
+
+def test_compressed_reductions_train_and_send_less(ranks: Any) -> None:
+    fp32, *compressed = ranks(2)["reductions"]
+    # with two ranks each sends its own part once; fp32 is counted once as well
+    shares = [found["bytes"] / fp32["bytes"] for found in compressed]
+    assert shares == pytest.approx([0.5, 0.258, 0.217, 0.2, 0.2], abs=0.01)
+    for found in (fp32, *compressed):
+        assert found["same"], "replicas have drifted apart"
+        assert found["loss"] < 3.66, "started at 3.70"
+        assert found["loss"] == pytest.approx(fp32["loss"], abs=0.02)
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_what_compression_has_not_sent_survives_a_change_of_ranks(ranks: Any, nproc: int) -> None:
+    before, after = ranks(2)["unsent"], ranks(nproc)["unsent"]
+    assert before["size"] > 0.1
+    assert after == pytest.approx(before, rel=1e-6)
+
+
+def test_local_steps_meet_and_can_be_saved(ranks: Any) -> None:
+    found = ranks(2)["local_steps"]
+    assert found["same"] == [False, False, False, True] * 2
+    assert found["loaded"]

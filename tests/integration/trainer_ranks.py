@@ -267,6 +267,76 @@ def fallback(world: World) -> dict[str, Any]:
     }  # fmt: skip
 
 
+REDUCTIONS: list[dict[str, Any]] = [
+    {"parallel.reduction": "fp32"}, {"parallel.reduction": "bf16"}, {"parallel.reduction": "int8"},
+    {"parallel.reduction": "powersgd", "parallel.rank": 2},
+    {"parallel.reduction": "topk", "parallel.density": 0.1},
+    {"parallel.reduction": "topk", "parallel.density": 0.1, "parallel.correction": 0.9, "optimizer.beta1": 0.0},
+]  # fmt: skip
+
+
+def reductions(world: World) -> list[dict[str, float]]:
+    """Twenty-four steps with each: the last losses, and the bytes that went out."""
+    found = []
+    for settings in REDUCTIONS:
+        # SGD: AdamW hides gradients that are wrong by a factor
+        strategy, task = made(
+            world, "ddp", "off", **{"optimizer.name": "sgd", "optimizer.beta1": 0.9, **settings}
+        )
+        before = world.bytes_moved
+        for number in range(24):
+            step(strategy, task, world, number % 4, lane_share(world, number), 1.0)
+        moved = world.bytes_moved - before
+        evaluation = [task.prepare(cell(number, lane), 0) for number in range(4) for lane in range(LANES)]
+        total = sum(float(task.loss(task.model, one.tensors)[0].detach()) for one in evaluation)
+        whole = parameters_sha256(strategy)
+        same = len({row[0] for row in world.gather_integers([int(whole[:15], 16)])}) == 1
+        found.append({"loss": total / sum(one.valid for one in evaluation), "bytes": moved, "same": same})
+    return found
+
+
+def unsent(world: World) -> dict[str, float]:
+    """What compression has not sent: saved by each rank, loaded by any number of ranks."""
+    config = {"parallel.reduction": "topk", "parallel.density": 0.05, "optimizer.name": "sgd"}
+    strategy, task = made(world, "ddp", "off", **config)
+    for number in range(3):
+        step(strategy, task, world, number, lane_share(world, number), 0.1)
+    name = "unsent-of-2"
+    if world.size == 2:
+        checkpointer(world, name).save(3, strategy, {"updates": 3}, wait=True)
+    fresh, _ = made(world, "ddp", "off", **config)
+    keeper = checkpointer(world, name)
+    assert keeper.load_newest(fresh) is not None
+    fresh.after_load(3)
+    # plain strategies load the same checkpoint and leave the rest aside
+    assert keeper.load_newest(made(world, "zero2", "off", **{"optimizer.name": "sgd"})[0]) is not None
+    line = fresh.compression._lines["error"].double()
+    total = world.all_reduce(line.clone()) / world.size
+    return {"size": float(total.norm()), "first": float(total[:64].sum())}
+
+
+def local_steps(world: World) -> dict[str, Any]:
+    """Four local steps between meetings: replicas differ, meet, are saved, go on."""
+    settings = {"parallel.sync_every": 4, "parallel.outer_lr": 1.0, "parallel.outer_momentum": 0.0,
+                "optimizer.name": "sgd", "optimizer.beta1": 0.0}  # fmt: skip
+    strategy, task = made(world, "ddp", "off", **settings)
+    same = []
+    for number in range(8):
+        inputs = [task.prepare(cell(number, lane), 0) for lane in lane_share(world, number)]
+        own = sum(i.valid for i in inputs)
+        for one in strategy.passes(inputs, [], CELL):
+            loss, _ = task.loss(strategy.forward, one.tensors)
+            torch.autograd.backward(loss / max(1, strategy.divisor(own, 0)))
+        strategy.update(0.1)
+        strategy.clear()
+        rows = world.gather_integers([int(parameters_sha256(strategy)[:15], 16)])
+        same.append(len({row[0] for row in rows}) == 1)
+    checkpointer(world, f"local-{world.size}").save(8, strategy, {"updates": 8}, wait=True)
+    other, _ = made(world, "ddp", "off", **settings)
+    assert checkpointer(world, f"local-{world.size}").load_newest(other) is not None
+    return {"same": same, "loaded": parameters_sha256(other) == parameters_sha256(strategy)}
+
+
 def main() -> None:
     world = join_world(configuration())
     results = {}

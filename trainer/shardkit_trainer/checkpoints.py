@@ -169,9 +169,9 @@ class Checkpointer:
         names = self._agree_on_names()
         failures: list[str] = []
         for name in reversed(names):
-            state = strategy.state()
             reader = CheckpointReader(self._store, name)
             try:
+                state = strategy.loading_state(self._saved_tensors(name))
                 load_state(state, storage_reader=reader, process_group=self._group)
             except CheckpointException as error:
                 first = reader.failure or _first(error)
@@ -190,6 +190,14 @@ class Checkpointer:
         if failures:
             raise IntegrityError("every checkpoint is damaged; " + "; ".join(failures))
         return None
+
+    def _saved_tensors(self, name: str) -> dict[str, Any]:
+        """The manifest's tensors; nothing where it is damaged, which the load itself then finds on all ranks."""
+        try:
+            tensors: dict[str, Any] = read_checkpoint_manifest(self._store, name)["tensors"]
+        except DAMAGE:
+            return {}
+        return tensors
 
     def _agree_on_names(self) -> list[str]:
         """Rank 0's list, so that all ranks try the same ones."""

@@ -156,6 +156,9 @@ class ParallelConfig:
     reduction: str = "fp32"  # what travels: fp32, bf16, int8, powersgd, topk
     rank: int = 4  # powersgd: of the factors
     density: float = 0.05  # topk: share of the gradient that is sent
+    correction: float = (
+        0.0  # topk: momentum correction; the optimizer's own momentum (beta1) should be 0 then
+    )
     sync_every: int = (
         1  # steps between averagings; > 1 is local SGD with the outer optimizer below (ddp only)
     )

@@ -32,7 +32,8 @@ def carry_over(world: World, before: Strategy | None, strategy: Strategy, *, ste
     source = max(range(world.size), key=lambda rank: (rows[rank][0], -rank))
     if rows[source][0] < 0:
         return None
-    mine, other = strategy.state(), before.state() if before is not None else None
+    # without what compression has not sent: it is each rank's own, and starts anew
+    mine, other = strategy.loading_state({}), before.state() if before is not None else None
     for part, tensors in mine.items():
         for name, tensor in tensors.items():
             if world.rank == source:

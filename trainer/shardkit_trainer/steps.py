@@ -102,7 +102,7 @@ class Stepper:
         self._world.report(step, "compute")
         with timeline.stage("compute"):
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self._cell_size)
-            results = self._compute(passes, targets)
+            results = self._compute(passes, self._strategy.divisor(mine[0], targets))
         self._world.report(step, "reduce")
         with timeline.stage("reduce"):
             norm = self._strategy.reduce() / self.loss_scale
@@ -117,9 +117,9 @@ class Stepper:
         mean = math.nan if bad else loss / 2**LOSS_BITS / max(1, targets)
         return StepResult(mean, right, targets, samples, norm, rate, any(row[3] for row in rows))
 
-    def _compute(self, passes: list[Inputs], targets: int) -> torch.Tensor:
+    def _compute(self, passes: list[Inputs], divisor: int) -> torch.Tensor:
         """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
-        factor = self._strategy.loss_scale * self.loss_scale / max(1, targets)
+        factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
         loss_sum, right, bad = 0, 0, 0
         for number, inputs in enumerate(passes):
             torch.manual_seed(inputs.seed)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from .compression import Compression
 from .configuration import Configuration
 from .distributed import World
 from .optimizers import LocalOptimizer, OwnedTensor, check_floating
@@ -89,6 +90,13 @@ class Strategy:
         # torch's reductions are collective: a rank without cells takes part with a loss of zero
         return joined or [self.task.empty()]
 
+    def divisor(self, own: int, everyone: int) -> int:
+        """Targets that the loss is divided by, of this rank's and the step's: the step's."""
+        return everyone
+
+    def settle(self) -> None:
+        """Before the state is saved or looked at as a whole: make it the same on every rank; collective."""
+
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Around one forward and backward; gradients leave this rank only in the last of a step."""
         return nullcontext()
@@ -135,8 +143,12 @@ class Strategy:
     def _optimizer_state(self) -> dict[str, Tensor]:
         return {f"{n}.{m}": t for n, moments in self.optimizer.moments().items() for m, t in moments.items()}
 
+    def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Tensors to load into, given the manifest's ``saved`` ones by name."""
+        return {part: tensors for part, tensors in self.state().items() if part != "reduction"}
+
     def after_load(self, updates: int) -> None:
-        """Take over what was loaded into `state`."""
+        """Take over what was loaded into `loading_state`."""
         self.optimizer.resume(updates)
 
     def whole_parameters(self) -> dict[str, Tensor]:
@@ -169,10 +181,16 @@ class Replicated(Strategy):
         self.state_is_whole = not sharded
         self.line = self._lay_out() if sharded else None
         self.exact: ExactSum | None = None
+        self.compression: Compression | None = None
         if config.parallel.exact != "off":
             self.exact = ExactSum(self.parameters, self.layout, config.parallel.exact, world, cells)
         else:
             self.forward = _distributed_data_parallel(self.module)
+            if config.parallel.reduction != "fp32":
+                self.compression = Compression(self.names, self.parameters, config.parallel, world)
+                hook = self.compression.hook
+                # DDP reads the annotations of what it is given, so it gets a function without any
+                self.forward.register_comm_hook(None, lambda _state, bucket: hook(bucket))
             self.loss_scale = float(world.size)
         self.keeps_whole_gradients = self.exact is None or config.parallel.strategy != "zero2"
         self.cuts = self.layout.owned(self.shard)
@@ -216,7 +234,8 @@ class Replicated(Strategy):
         """DDP has reduced in the backward; the exact sum is reduced here. Hands each owned tensor its gradient."""
         if self.exact is None:
             norm = super().reduce()
-            self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
+            if self.compression is None:
+                self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
         else:
             norm = self.exact.reduce()
             whole = ((i, 0, length) for i, length in enumerate(self.layout.lengths))
@@ -259,6 +278,26 @@ class Replicated(Strategy):
             owned.tensor.grad = None
         if self.exact is not None:
             self.exact.clear()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """As everywhere, with what compression has not sent yet."""
+        found = super().state()
+        return found if self.compression is None else {**found, "reduction": self.compression.state()}
+
+    def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """What compression has not sent can come from another number of ranks."""
+        found = super().loading_state(saved)
+        return (
+            found
+            if self.compression is None
+            else {**found, "reduction": self.compression.loading_state(saved)}
+        )
+
+    def after_load(self, updates: int) -> None:
+        """Take over what was loaded."""
+        super().after_load(updates)
+        if self.compression is not None:
+            self.compression.after_load()
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         if self.line is None:
@@ -309,6 +348,10 @@ class FullySharded(Strategy):
 
 def make_strategy(task: Task, config: Configuration, world: World, cells: int) -> Strategy:
     """The strategy that the configuration names; ``cells``, those of a whole step, bound the sums of exact mode."""
+    if config.parallel.sync_every > 1:
+        from .local_steps import LocalSteps
+
+        return LocalSteps(task, config, world)
     sharded = config.parallel.strategy in {"zero2", "zero3"} and config.parallel.exact == "off"
     return FullySharded(task, config, world) if sharded else Replicated(task, config, world, cells)
 

@@ -256,6 +256,7 @@ class _Run:
     def _save(self, *, wait: bool = False) -> None:
         assert self.strategy is not None
         self.world.report(self.step, "checkpoint")
+        self.strategy.settle()
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": self.loader.state_dict(),
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.dataset.manifest.id}  # fmt: skip
@@ -263,6 +264,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         assert self.strategy is not None
+        self.strategy.settle()
         try:
             result = evaluate(self.config, self.world, self.task, self.strategy)
         except NotFoundError as error:

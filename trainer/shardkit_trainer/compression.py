@@ -1,0 +1,208 @@
+"""Smaller gradients on the wire: hooks for DDP's buckets; what was not sent goes into the next step (SPEC.md §6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from .configuration import ParallelConfig
+from .distributed import World
+from .slices import FlatLayout, FlatSlice
+
+__all__ = ["Compression"]
+
+BLOCK = 256  # int8: elements that share a scale
+
+
+class Compression:
+    """One rank's compressed reduction of DDP's buckets; every variant returns the mean over ranks, as DDP does.
+
+    What a rank did not send is its *error*, one number per element; it is added to the next gradient. Errors lie on a
+    line by parameter, not by bucket, because DDP changes its buckets after the first step.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], config: ParallelConfig, world: World
+    ):
+        self._config, self._world = config, world
+        self._layout = FlatLayout.of(parameters, 1)
+        self._place = {
+            id(p): (name, offset)
+            for name, p, offset in zip(names, parameters, self._layout.offsets, strict=True)
+        }
+        self._lines: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._loaded: dict[str, tuple[Tensor, float]] = {}
+        if config.reduction != "bf16":
+            self._lines["error"] = torch.zeros(self._layout.total, device=world.device)
+        if config.reduction == "topk" and config.correction:
+            self._lines["momentum"] = torch.zeros(self._layout.total, device=world.device)
+        if config.reduction == "powersgd":
+            generator = torch.Generator().manual_seed(0)
+            for name, parameter in zip(names, parameters, strict=True):
+                rows, columns = matrix_shape(parameter)
+                if config.rank * (rows + columns) < rows * columns:
+                    start = torch.randn(columns, config.rank, generator=generator)
+                    self._factors[name] = start.to(world.device)
+        self._reduce = {
+            "bf16": self._bf16,
+            "int8": self._int8,
+            "topk": self._topk,
+            "powersgd": self._powersgd,
+        }[config.reduction]
+
+    def hook(self, bucket: Any) -> Future[Tensor]:
+        """Reduce one bucket (`torch.distributed.GradBucket`)."""
+        return self._reduce(bucket.buffer(), bucket.parameters())
+
+    # --- the variants ------------------------------------------------------------------------------------------------
+
+    def _bf16(self, gradient: Tensor, _parameters: Sequence[Tensor]) -> Future[Tensor]:
+        half = gradient.to(torch.bfloat16).div_(self._world.size)
+        self._world.bytes_moved += half.nbytes
+        work = dist.all_reduce(half, async_op=True)
+        assert work is not None
+        done: Future[Tensor] = work.get_future().then(lambda future: gradient.copy_(future.value()[0]))
+        return done
+
+    def _int8(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """Blocks of 256 values as 8-bit integers with a scale each."""
+        wanted = gradient + self._read("error", parameters)
+        blocks = torch.nn.functional.pad(wanted, (0, -wanted.numel() % BLOCK)).view(-1, BLOCK)
+        scale = blocks.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        sent = (blocks / scale).round_().to(torch.int8)
+        self._write("error", parameters, wanted - (sent * scale).view(-1)[: wanted.numel()])
+        total = torch.zeros_like(blocks)
+        for values, scales in zip(self._gather(sent), self._gather(scale), strict=True):
+            total += values * scales
+        return _done(gradient.copy_(total.view(-1)[: wanted.numel()] / self._world.size))
+
+    def _topk(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """The largest values with their places; momentum correction after Lin et al. 2018 (DGC)."""
+        correction = self._config.correction
+        if correction:
+            gradient = self._read("momentum", parameters).mul_(correction).add_(gradient)
+        wanted = gradient + self._read("error", parameters)
+        count = max(1, math.ceil(self._config.density * wanted.numel()))
+        places = wanted.abs().topk(count, sorted=False).indices
+        values = wanted[places]
+        wanted[places] = 0.0
+        self._write("error", parameters, wanted)
+        if correction:
+            gradient[places] = 0.0
+            self._write("momentum", parameters, gradient)
+        total = torch.zeros_like(wanted)
+        for others_places, others in zip(
+            self._gather(places.to(torch.int32)), self._gather(values), strict=True
+        ):
+            total.index_add_(0, others_places.to(torch.int64), others)
+        return _done(total.div_(self._world.size))
+
+    def _powersgd(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """One power iteration per matrix, started from the step before (Vogels et al. 2019); vectors go whole."""
+        wanted = gradient + self._read("error", parameters)
+        names = [self._place[id(p)][0] for p in parameters]
+        parts = dict(zip(names, _split(wanted, parameters), strict=True))
+        shapes = {name: matrix_shape(p) for name, p in zip(names, parameters, strict=True)}
+        matrices = {name: part.view(shapes[name]) for name, part in parts.items() if name in self._factors}
+        left = {name: matrix @ self._factors[name] for name, matrix in matrices.items()}
+        whole = {name: part for name, part in parts.items() if name not in matrices}
+        means = self._mean({**left, **whole})
+        left = {name: torch.linalg.qr(means[name]).Q for name in matrices}
+        right = self._mean({name: matrix.T @ left[name] for name, matrix in matrices.items()})
+        self._factors.update(right)
+        result = [(left[n] @ right[n].T).view(-1) if n in matrices else means[n] for n in names]
+        total = torch.cat(result)
+        sent = [r if n in matrices else parts[n] for n, r in zip(names, result, strict=True)]
+        self._write("error", parameters, wanted - torch.cat(sent))
+        return _done(gradient.copy_(total))
+
+    # --- what they share ---------------------------------------------------------------------------------------------
+
+    def _mean(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Means over ranks, in one collective."""
+        if not tensors:
+            return {}
+        joined = (
+            self._world.all_reduce(torch.cat([t.reshape(-1) for t in tensors.values()])) / self._world.size
+        )
+        parts = _split(joined, tensors.values())
+        return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank."""
+        self._world.bytes_moved += mine.nbytes
+        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(everyone, mine)
+        return everyone
+
+    def _read(self, line: str, parameters: Sequence[Tensor]) -> Tensor:
+        """A copy of the elements of a line that belong to a bucket."""
+        places = [(self._place[id(p)][1], p.numel()) for p in parameters]
+        return torch.cat([self._lines[line][offset : offset + length] for offset, length in places])
+
+    def _write(self, line: str, parameters: Sequence[Tensor], values: Tensor) -> None:
+        for parameter, part in zip(parameters, _split(values, parameters), strict=True):
+            offset = self._place[id(parameter)][1]
+            self._lines[line][offset : offset + parameter.numel()] = part
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors to save: lines as rows (ranks, elements) of which this rank has one; factors are equal everywhere."""
+        rank, size, total = self._world.rank, self._world.size, self._layout.total
+        lines = {name: FlatSlice(line, (size, total), rank * total) for name, line in self._lines.items()}
+        return {**lines, **{f"factor.{name}": factor for name, factor in self._factors.items()}}
+
+    def loading_state(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to load into, from a checkpoint of any number of ranks or of another reduction.
+
+        Args:
+            saved: the manifest's tensors; those that it lacks start anew.
+        """
+        target: dict[str, Tensor] = {}
+        for name in self._lines:
+            if f"reduction.{name}" in saved:
+                old = saved[f"reduction.{name}"]["shape"][0]
+                first = self._world.rank * old // self._world.size
+                last = (self._world.rank + 1) * old // self._world.size
+                rows = torch.zeros((last - first) * self._layout.total, device=self._world.device)
+                self._loaded[name] = (rows.view(-1, self._layout.total), self._world.size / old)
+                target[name] = FlatSlice(rows, (old, self._layout.total), first * self._layout.total)
+        for name, factor in self._factors.items():
+            if f"reduction.factor.{name}" in saved:
+                target[f"factor.{name}"] = factor
+        return target
+
+    def after_load(self) -> None:
+        """Take over the rows of other ranks: what was never sent is shared out, its mean over ranks kept."""
+        for name, (rows, ratio) in self._loaded.items():
+            self._lines[name].copy_(rows.sum(0) * ratio)
+        self._loaded = {}
+
+    def nbytes(self) -> int:
+        """Bytes of errors and factors."""
+        return sum(t.nbytes for t in (*self._lines.values(), *self._factors.values()))
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a parameter seen as a matrix; a vector has one column."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return rows, parameter.numel() // max(1, rows)
+
+
+def _split(line: Tensor, like: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Views of a line, one per tensor, of its length."""
+    return torch.split(line, [t.numel() for t in like])
+
+
+def _done(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future
