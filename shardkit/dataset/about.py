@@ -7,6 +7,7 @@ may hold URLs: they say where data came from, nothing is ever read from them.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -20,7 +21,16 @@ from shardkit.formats import canonical_json
 from shardkit.manifest.json_fields import Fields, read_document
 from shardkit.storage import Repository, Version
 
-__all__ = ["About", "Terms", "about_of", "check_strata", "load_about", "parse_about", "read_about"]
+__all__ = [
+    "About",
+    "Terms",
+    "about_of",
+    "check_strata",
+    "given_about",
+    "load_about",
+    "parse_about",
+    "read_about",
+]
 
 MAX_ABOUT_BYTES: Final = 4 * 2**20
 
@@ -170,6 +180,17 @@ def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
     texts = _texts(given, where)
     head = {name: texts.pop(name) for name in _HEAD if name in texts}
     return About(**head, terms=Terms(**texts), strata=tuple(parsed))
+
+
+def given_about(about: Mapping[str, Any] | str | os.PathLike[str] | None) -> About | None:
+    """An about as callers give it: a file, or what one would say.
+
+    Raises:
+        SourceError, ConfigurationError: see `read_about`, `parse_about`.
+    """
+    if about is None:
+        return None
+    return parse_about(about) if isinstance(about, Mapping) else read_about(Path(about))
 
 
 def check_strata(about: About, strata: Collection[str], where: str = "about") -> None:

@@ -42,6 +42,11 @@ class Base:
         return self.version.manifest
 
     @property
+    def first_ordinal(self) -> int:
+        """Of the rows that are appended: rows that were erased have had ordinals, and so keys, of their own."""
+        return self.manifest.rows + int(self.manifest.build.get("erased", 0))
+
+    @property
     def expected(self) -> dict[str, str | None]:
         """Where the refs must still stand when the longer version is committed."""
         refs: dict[str, str | None] = {name: split.manifest.id for name, split in self.splits.items()}

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.about import About, check_strata
 from shardkit.dataset.appending import Base
 from shardkit.dataset.layout import Layout, LayoutSettings
+from shardkit.dataset.lookups import put_lookups
 from shardkit.dataset.row_table import AllRows
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.dataset.shard_writing import WrittenShard
@@ -20,6 +22,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
 from shardkit.manifest import (
     POOL,
+    Lookup,
     Manifest,
     PageRef,
     ShardRecord,
@@ -28,9 +31,17 @@ from shardkit.manifest import (
     check_against,
     paginate,
 )
-from shardkit.storage import LogEntry, Repository, Version, put_manifest
+from shardkit.storage import BlockReader, LogEntry, Repository, Version, put_manifest
 
-__all__ = ["MadeVersion", "NewVersion", "StratumNumbers", "commit_version", "make_manifest", "split_rows"]
+__all__ = [
+    "MadeVersion",
+    "NewVersion",
+    "StratumNumbers",
+    "check_about",
+    "commit_version",
+    "make_manifest",
+    "split_rows",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +56,8 @@ class NewVersion:
         split: named shares, or None.
         recipe: more settings that decide the bytes: JSON of texts, integers and booleans.
         sources: digest of the object that lists the source files, or None.
+        about: licence, source and contact; None: what the base says.
+        lookups: fields of which sidecars are made; of a base its own are carried on.
     """
 
     schema: Schema
@@ -56,6 +69,8 @@ class NewVersion:
     split: Split | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     sources: str | None = None
+    about: About | None = None
+    lookups: tuple[str, ...] = ()
 
     def build_settings(self) -> dict[str, Any]:
         """What the manifest says of how it was built."""
@@ -181,6 +196,11 @@ def make_manifest(
     table = ShardTable.from_records(_record(shard, numbers) for shard in shards)
     pages = paginate(table)
     manifest = _root(version, numbers.counted(rows, before), table, [ref for ref, _ in pages], base)
+    manifest = dataclasses.replace(
+        manifest,
+        about=_put_about(repository, version, base),
+        lookups=_put_lookups(repository, version, table, base),
+    )
     if base is not None:
         table = ShardTable.concatenate([base.version.table, table])
     Manifest.from_bytes(manifest.to_bytes())  # nobody may write what nobody will read
@@ -188,6 +208,38 @@ def make_manifest(
     put_manifest(repository, manifest, [data for _, data in pages])
     splits = _put_splits(repository, version, rows, layout, numbers, manifest, table, base)
     return MadeVersion(manifest, splits, base.expected if base else None)
+
+
+def check_about(version: NewVersion, rows: AllRows, base: Base | None) -> None:
+    """Refuse an ``about`` that speaks of strata which the version will not have.
+
+    Raises:
+        ConfigurationError: names the nearest stratum.
+    """
+    if version.about is not None:
+        names = {Stratum(values, 0, 0).name for values in rows.strata}
+        names |= {stratum.name for stratum in base.manifest.strata if not stratum.pooled} if base else set()
+        check_strata(version.about, names)
+
+
+def _put_about(repository: Repository, version: NewVersion, base: Base | None) -> str | None:
+    if version.about is None:
+        return base.manifest.about if base else None
+    return repository.put_object(version.about.to_bytes(), "about").digest
+
+
+def _put_lookups(
+    repository: Repository, version: NewVersion, table: ShardTable, base: Base | None
+) -> tuple[Lookup, ...]:
+    """The sidecars: new pieces of the new shards, behind those of the base."""
+    held = base.manifest.lookups if base else ()
+    fields = tuple(lookup.field for lookup in held) if base else version.lookups
+    if not fields:
+        return ()
+    reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
+    new = put_lookups(repository, reader, table, fields)
+    before = {lookup.field: lookup.pieces for lookup in held}
+    return tuple(Lookup(lookup.field, before.get(lookup.field, ()) + lookup.pieces) for lookup in new)
 
 
 def _root(

@@ -6,11 +6,21 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
+from shardkit.dataset.about import given_about
 from shardkit.dataset.appending import Base, load_base, pooling_of
-from shardkit.dataset.committing import NewVersion, StratumNumbers, commit_version, make_manifest, split_rows
+from shardkit.dataset.committing import (
+    NewVersion,
+    StratumNumbers,
+    check_about,
+    commit_version,
+    make_manifest,
+    split_rows,
+)
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity
 from shardkit.dataset.layout import LayoutSettings, lay_out
+from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.row_table import check_unique_keys, describe_row, join_parts, rows_of_shards
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.shard_writing import write_shard
@@ -41,6 +51,8 @@ def create(
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
     append: bool = False,
+    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lookup: str | Sequence[str] = (),
     ref: str = "main",
     message: str = "",
     scratch: str | os.PathLike[str] | None = None,
@@ -66,6 +78,8 @@ def create(
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
         split_by: field whose equal values stay in one split.
         append: put the samples behind those of the version that ``ref`` names; the rest must be as it was built.
+        about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
+        lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved to the new version.
         message: of the commit.
         scratch: directory for what does not fit in memory; by default inside ``root``.
@@ -90,6 +104,8 @@ def create(
             seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
         ),
         split=parse_split(split, split_by, ref=ref) if split is not None else None,
+        about=given_about(about),
+        lookups=parse_lookup(lookup, parsed) if lookup else (),
     )
     encoder = RowEncoder(parsed, format, stratify=axes, classes=version.classes, split_by=split_by)
     repository = Repository.open(root) if append else Repository.create(root)
@@ -99,7 +115,7 @@ def create(
 
 def load_base_of(repository: Repository, version: NewVersion, ref: str) -> Base:
     """The version that ``version`` is appended to; see `load_base`."""
-    return load_base(
+    base = load_base(
         repository,
         ref,
         schema=version.schema,
@@ -109,6 +125,13 @@ def load_base_of(repository: Repository, version: NewVersion, ref: str) -> Base:
         classes=version.classes,
         split=version.split,
     )
+    held = tuple(lookup.field for lookup in base.manifest.lookups)
+    if version.lookups and version.lookups != held:
+        raise UsageError(
+            f"cannot append to {ref} with lookups of {', '.join(version.lookups)}: it has "
+            f"{', '.join(held) or 'none'}; leave them out, or rebuild it with others first"
+        )
+    return base
 
 
 class Writer:
@@ -135,7 +158,7 @@ class Writer:
         self._ref = ref
         self._message = message
         self._base = base
-        self._first = base.manifest.rows if base else 0
+        self._first = base.first_ordinal if base else 0
         self._lock = threading.Lock()
         self._spool: RowSpool | None = RowSpool(
             scratch_folder(repository, scratch),
@@ -229,7 +252,8 @@ class Writer:
             first_ordinal=self._first,
             held=self._base.keys if self._base else None,
         )
-        # What cannot be split is known before anything is written.
+        # What cannot be split, or is said of strata that are not there, is known before anything is written.
+        check_about(self._version, rows, self._base)
         split_rows(self._version, rows, allow_empty=self._base is not None)
         pooling = pooling_of(rows.strata, self._base)
         layout = lay_out(rows.table, len(rows.strata), self._version.settings, pooling)

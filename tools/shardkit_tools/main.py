@@ -23,7 +23,7 @@ __all__ = ["COMMANDS", "make_app", "run"]
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build",)),
-    ("Look at it", ("ls", "show", "log", "diff", "cat")),
+    ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
     ("Make versions of it", ("tag", "select", "merge")),
     ("Check it, hand it on", ("verify", "export")),
     ("Train on it", ("plan", "train")),

@@ -10,6 +10,7 @@ import typer
 
 import shardkit
 from shardkit.dataset import Dataset
+from shardkit.dataset.about import about_of
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.storage import LogEntry, Repository
 from shardkit_tools.console import (
@@ -30,6 +31,7 @@ from shardkit_tools.versions import load_root, named_versions, parse_url, stratu
 __all__ = ["show"]
 
 _STRATA_SHOWN = 25
+_TERMS_SHOWN = ("licence", "source", "contact")
 
 
 def show(
@@ -54,6 +56,7 @@ def show(
     print_table(["field", "type"], list(document["schema"].items()))
     _print_strata(document, all_strata)
     _print_splits(document)
+    _print_about(document)
     if document["build"]:
         print_heading("Built with")
         print_facts([(name, _setting(name, value)) for name, value in sorted(document["build"].items())])
@@ -83,6 +86,15 @@ def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
         "parts": [{"name": name, "id": part} for name, part in manifest.parts],
         "splits": _splits(dataset.repository, log, manifest),
         "sources": manifest.sources,
+        "about": about_of(dataset.version).to_json(),
+        "lookups": [
+            {
+                "field": lookup.field,
+                "entries": sum(piece.entries for piece in lookup.pieces),
+                "bytes": sum(piece.size for piece in lookup.pieces),
+            }
+            for lookup in manifest.lookups
+        ],
         "build": dict(manifest.build),
     }
 
@@ -167,8 +179,11 @@ def _print_facts(document: Mapping[str, Any]) -> None:
         said = f": {clean(commit['message'])}" if commit["message"] else ""
         facts.append(("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}"))
     if document["parent"] is not None:
-        facts.append(("selected from", document["parent"]))
+        facts.append(("made from", document["parent"]))
     facts += [("part", f"{clean(part['name'])} {part['id']}") for part in document["parts"]]
+    if document["lookups"]:
+        held = [f"{lookup['field']} ({bytes_text(lookup['bytes'])})" for lookup in document["lookups"]]
+        facts.append(("found by", ", ".join(held)))
     print_facts(facts)
 
 
@@ -212,6 +227,23 @@ def _print_splits(document: Mapping[str, Any]) -> None:
                     short_id(split["id"]),
                 )
                 for split in document["splits"]
+            ],
+        )
+
+
+def _print_about(document: Mapping[str, Any]) -> None:
+    about = dict(document["about"])
+    strata = about.pop("stratum", {})
+    if about:
+        print_heading("About")
+        print_facts([(name, clean(text)) for name, text in about.items()])
+    if strata:
+        print_heading("About strata")
+        print_table(
+            ["*stratum", "*licence", "*source", "*contact"],
+            [
+                tuple(clean(text) for text in (name, *(terms.get(key, "") for key in _TERMS_SHOWN)))
+                for name, terms in strata.items()
             ],
         )
 

@@ -1,0 +1,366 @@
+"""Finding rows by value without reading samples: sorted hash sidecars that the manifest names (SPEC.md §9)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError, NotFoundError, UsageError
+from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
+from shardkit.manifest import Lookup, LookupPiece, Manifest, ShardTable
+from shardkit.storage import BlockReader, Repository
+
+if TYPE_CHECKING:
+    from shardkit.dataset.dataset import Dataset
+
+__all__ = ["KEY", "Entries", "Matches", "find_samples", "hash_values", "parse_lookup", "put_lookups"]
+
+KEY: Final = "key"
+"""The lookup of sample keys, as the source and as the shard has them."""
+
+PIECE_ROWS: Final = 2**22
+"""Rows after which a piece ends: some 100 MB, read in one go by whoever looks something up."""
+
+_KIND: Final = "lookup"
+_HASH_BYTES: Final = 16
+_READERS: Final = 4
+_SHA256: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+_COLUMNS: Final = {"high": np.uint64, "low": np.uint64, "shard": np.uint32, "row": np.uint32}
+
+Hashes = NDArray[np.uint64]
+"""(n, 2) the first 16 bytes of SHA-256 as two big-endian words: high, low."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """What one piece holds, sorted by (high, low, shard, row); (n,) each.
+
+    `shard` counts from the first shard of the piece, `row` inside the shard.
+    """
+
+    high: NDArray[np.uint64]
+    low: NDArray[np.uint64]
+    shard: NDArray[np.uint32]
+    row: NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.high)
+
+    @classmethod
+    def sort(cls, hashes: Hashes, shard: NDArray[np.uint32], row: NDArray[np.uint32]) -> Entries:
+        """Entries in any order, sorted."""
+        order = np.lexsort((row, shard, hashes[:, 1], hashes[:, 0]))
+        return cls(hashes[order, 0], hashes[order, 1], shard[order], row[order])
+
+    def take(self, kept: NDArray[np.bool_], shard: NDArray[np.uint32], row: NDArray[np.uint32]) -> Entries:
+        """Some of them under new (shard, row), whose order is that of the old ones."""
+        return Entries(self.high[kept], self.low[kept], shard[kept], row[kept])
+
+    def search(self, wanted: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(index into `wanted`, index into the entries) of every pair that is equal."""
+        first = np.searchsorted(self.high, wanted[:, 0], side="left")
+        counts = np.searchsorted(self.high, wanted[:, 0], side="right") - first
+        query = np.repeat(np.arange(len(wanted)), counts)
+        before = np.cumsum(counts) - counts
+        entry = np.arange(len(query)) - before[query] + first[query]
+        equal = self.low[entry] == wanted[query, 1]
+        return query[equal].astype(np.int64), entry[equal].astype(np.int64)
+
+    def to_bytes(self, field: str, shards: int) -> bytes:
+        """The lookup object: the same for the same entries."""
+        meta = {"field": field, "shards": shards, "entries": len(self)}
+        return pack_columns(_KIND, meta, {name: getattr(self, name) for name in _COLUMNS})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, field: str, rows: NDArray[np.int64]) -> Entries:
+        """Read an object whose digest has been checked.
+
+        Args:
+            data: the object.
+            field: that it must be of.
+            rows: (shards,) rows of the shards that it covers.
+
+        Raises:
+            FormatError: not what `to_bytes` writes, or not of these shards.
+        """
+        columns = unpack_columns(data, _KIND)
+        arrays = columns.arrays
+        count = len(arrays.get("high", ()))
+        if columns.meta != {"field": field, "shards": len(rows), "entries": count}:
+            raise FormatError(
+                f"lookup of {field!r}: its header says {str(columns.meta)[:100]}, expected {len(rows)} shards and "
+                f"{count} entries; do not trust it"
+            )
+        if list(arrays) != list(_COLUMNS) or any(
+            arrays[name].dtype != dtype or arrays[name].shape != (count,) for name, dtype in _COLUMNS.items()
+        ):
+            raise FormatError(
+                f"lookup of {field!r}: columns {list(arrays)[:6]} are not its own; do not trust it"
+            )
+        entries = cls(**arrays)
+        if (entries.high[1:] < entries.high[:-1]).any():
+            raise FormatError(f"lookup of {field!r} is not sorted; do not trust it")
+        if count and (entries.shard.max() >= len(rows) or (entries.row >= rows[entries.shard]).any()):
+            raise FormatError(f"lookup of {field!r} names a row that is not there; do not trust it")
+        return entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matches:
+    """Samples of a version that have the values asked for; (n,) int64 each, by value, then by sample.
+
+    Attributes:
+        value: index into the values asked for; one that several samples have appears several times.
+        sample: number of the sample in the version.
+        shard, row: where it lies.
+    """
+
+    value: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    shard: NDArray[np.int64]
+    row: NDArray[np.int64]
+
+
+def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
+    """The fields of ``"key,url,image:sha256"``, sorted.
+
+    ``:sha256`` says that the field will be asked for by the SHA-256 of its bytes; the sidecar is the same.
+
+    Raises:
+        UsageError: a field that is not there, or one that nobody could ask for.
+    """
+    names = [name.strip() for name in text.split(",")] if isinstance(text, str) else list(text)
+    fields = set()
+    for name in names:
+        field, colon, mode = name.partition(":")
+        if colon and (mode != "sha256" or field == KEY):
+            raise UsageError(f"lookup {name!r}: expected a field, field:sha256, or key")
+        if field != KEY:
+            _check_askable(schema, field, by_digest=bool(colon))
+        fields.add(field)
+    return tuple(sorted(fields))
+
+
+def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, Hashes]:
+    """The field and the hashes of values as people write them.
+
+    Args:
+        schema: of the samples.
+        asked: ``key``, a field, or ``field:sha256``.
+        texts: values; of a ``:sha256`` field the digests in hex, as ``sha256sum`` prints them.
+
+    Raises:
+        UsageError: no such field, or a text that is no value of it.
+    """
+    field, colon, mode = asked.partition(":")
+    if colon and (mode != "sha256" or field == KEY):
+        raise UsageError(f"field {asked!r}: expected key, a field, or field:sha256")
+    if field != KEY:
+        _check_askable(schema, field, by_digest=bool(colon))
+    if colon:
+        digests = b"".join(_digest(field, text) for text in texts)
+    else:
+        kind = None if field == KEY else schema[field]
+        digests = b"".join(_hash(_payload(field, kind, text)) for text in texts)
+    return field, _words(digests)
+
+
+def put_lookups(
+    repository: Repository, reader: BlockReader, table: ShardTable, fields: Sequence[str]
+) -> tuple[Lookup, ...]:
+    """Make the sidecars of the shards of a table durable, for a manifest to name.
+
+    The shards are read back, block by block, each verified; of the keys only the indexes.
+
+    Args:
+        repository: where to.
+        reader: of the shards of `table`.
+        table: the shards, all of them or those that an append adds.
+        fields: ``key`` and names of fields.
+    """
+    lookups = []
+    for field in sorted(fields):
+        pieces = []
+        for first, last in _cuts(table.rows):
+            entries = _collect(reader, range(first, last), field)
+            placed = repository.put_object(entries.to_bytes(field, last - first), "lookup")
+            pieces.append(LookupPiece(placed.digest, placed.size, last - first, len(entries)))
+        lookups.append(Lookup(field, tuple(pieces)))
+    return tuple(lookups)
+
+
+def find_samples(dataset: Dataset, field: str, wanted: Hashes, *, scan: bool = False) -> Matches:
+    """The samples of a version whose field has one of the hashes.
+
+    Args:
+        dataset: the version; samples that it does not hold are not found, though its shards may.
+        field: ``key``, or a field.
+        wanted: of `hash_values`.
+        scan: read all shards where there is no lookup of the field. (Keys are always looked up in the indexes then.)
+
+    Raises:
+        NotFoundError: there is no lookup of the field.
+        IntegrityError, FormatError: a lookup is damaged.
+    """
+    queries, shards, rows = [], [], []
+    for part in dataset.version.parts:
+        shard_rows = dataset.table.rows[part.first_shard : part.first_shard + part.manifest.shards]
+        for first, load in _pieces(
+            dataset, part.repository, part.manifest, part.first_shard, shard_rows, field, scan
+        ):
+            entries = load()
+            query, entry = entries.search(wanted)
+            queries.append(query)
+            shards.append(entries.shard[entry].astype(np.int64) + first)
+            rows.append(entries.row[entry].astype(np.int64))
+    empty = np.zeros(0, dtype=np.int64)
+    query, shard, row = (np.concatenate([empty, *found]) for found in (queries, shards, rows))
+    sample, held = _sample_numbers(dataset, shard, row)
+    query, sample, shard, row = query[held], sample[held], shard[held], row[held]
+    order = np.lexsort((sample, query))
+    # One row may be found twice: by the key of the source and by that of the shard.
+    twice = (np.diff(query[order], prepend=-1) == 0) & (np.diff(sample[order], prepend=-1) == 0)
+    order = order[~twice]
+    return Matches(query[order], sample[order], shard[order], row[order])
+
+
+def _pieces(
+    dataset: Dataset,
+    repository: Repository,
+    manifest: Manifest,
+    first_shard: int,
+    shard_rows: NDArray[np.int64],
+    field: str,
+    scan: bool,
+) -> Iterator[tuple[int, Callable[[], Entries]]]:
+    """(first shard, what loads the entries) of each piece of a part; one per shard where it is scanned."""
+    lookup = next((lookup for lookup in manifest.lookups if lookup.field == field), None)
+    if lookup is None:
+        if not scan and field != KEY:
+            known = ", ".join(lookup.field for lookup in manifest.lookups) or "none"
+            raise NotFoundError(
+                f"there is no lookup of {field!r} (there are: {known}); run: shardkit rebuild ROOT --lookup {field}, "
+                "or read all samples: --scan"
+            )
+        for shard in range(first_shard, first_shard + manifest.shards):
+            yield shard, lambda shard=shard: _collect(dataset.reader, range(shard, shard + 1), field)  # type: ignore[misc]
+        return
+    first = 0
+    for piece in lookup.pieces:
+        rows = shard_rows[first : first + piece.shards]
+
+        def load(piece: LookupPiece = piece, rows: NDArray[np.int64] = rows) -> Entries:
+            return Entries.from_bytes(repository.get_object(piece.digest, "lookup", piece.size), field, rows)
+
+        yield first_shard + first, load
+        first += piece.shards
+
+
+def _sample_numbers(
+    dataset: Dataset, shard: NDArray[np.int64], row: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Sample numbers of rows, and whether the version holds each of them."""
+    table = dataset.table
+    starts = np.cumsum(table.selected) - table.selected
+    sample = starts[shard] + row
+    held = np.ones(len(shard), dtype=np.bool_)
+    for number in np.unique(shard[table.has_selection[shard]]).tolist():
+        mine = np.flatnonzero(shard == number)
+        selection = dataset.rows.selection(number)
+        held[mine] = selection.mask()[row[mine]]
+        sample[mine] = starts[number] + selection.rank(row[mine])
+    return sample, held
+
+
+def _cuts(rows: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """(first, last) shards of each piece."""
+    first = held = 0
+    for shard, count in enumerate(rows.tolist()):
+        if held and held + count > PIECE_ROWS:
+            yield first, shard
+            first, held = shard, 0
+        held += count
+    if first < len(rows):
+        yield first, len(rows)
+
+
+def _collect(reader: BlockReader, shards: Sequence[int], field: str) -> Entries:
+    """Hashes of all rows of some shards; their numbers count from the first of them."""
+
+    def one(shard: int) -> tuple[Hashes, NDArray[np.uint32]]:
+        return _key_hashes(reader, shard) if field == KEY else _field_hashes(reader, shard, field)
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="shardkit-lookup") as pool:
+        found = list(pool.map(one, shards))
+    numbers = np.repeat(np.arange(len(found), dtype=np.uint32), [len(rows) for _, rows in found])
+    hashes = np.concatenate([hashes for hashes, _ in found])
+    return Entries.sort(hashes, numbers, np.concatenate([rows for _, rows in found]))
+
+
+def _key_hashes(reader: BlockReader, shard: int) -> tuple[Hashes, NDArray[np.uint32]]:
+    index = reader.index(shard)
+    texts = index.keys()
+    rows = np.arange(index.rows, dtype=np.uint32)
+    if index.original_rows is not None and index.original_texts is not None:
+        texts = texts + index.original_texts.to_list()
+        rows = np.concatenate([rows, index.original_rows.astype(np.uint32)])
+    return _words(b"".join(_hash(text.encode("utf-8", "surrogatepass")) for text in texts)), rows
+
+
+def _field_hashes(reader: BlockReader, shard: int, field: str) -> tuple[Hashes, NDArray[np.uint32]]:
+    index = reader.index(shard)
+    digests: list[bytes] = []
+    for number in range(index.blocks):
+        block = reader.read(shard, number)
+        column = block.column(field)
+        if isinstance(column, VariableColumn):
+            view = np.ascontiguousarray(column.data).data
+            borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
+            digests += [_hash(view[start:end]) for start, end in borders]
+        else:
+            digests += [_hash(column.payload(row)) for row in range(block.rows)]
+    return _words(b"".join(digests)), np.arange(index.rows, dtype=np.uint32)
+
+
+def _hash(payload: bytes | memoryview) -> bytes:
+    return hashlib.sha256(payload).digest()[:_HASH_BYTES]
+
+
+def _words(digests: bytes) -> Hashes:
+    return np.frombuffer(digests, dtype=">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def _check_askable(schema: Schema, field: str, *, by_digest: bool) -> None:
+    if field not in schema:
+        raise UsageError(f"there is no field {field!r} to look up; there are key, {', '.join(schema)}")
+    if not by_digest and schema[field].kind in ("bytes", "array", "ragged"):
+        raise UsageError(
+            f"field {field!r} is {schema[field]}: nobody can type its value; look it up by its digest: {field}:sha256"
+        )
+
+
+def _digest(field: str, text: str) -> bytes:
+    match = _SHA256.fullmatch(text.strip().lower())
+    if match is None:
+        raise UsageError(f"{field}:sha256={text[:80]!r}: expected 64 hex digits, as sha256sum prints them")
+    return bytes.fromhex(match[1])[:_HASH_BYTES]
+
+
+def _payload(field: str, kind: FieldType | None, text: str) -> bytes:
+    """Canonical bytes of a value as somebody typed it."""
+    if kind is None or kind.kind == "str":
+        return text.encode("utf-8", "surrogatepass")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise UsageError(f"{field}={text[:80]!r} is not {kind}; expected it as JSON has it") from None
+    (payload,) = Schema.parse({field: str(kind)}).encode({field: value}, where=f"value {text[:80]!r}")
+    return payload

@@ -1,0 +1,131 @@
+"""`shardkit find`: which samples have a value, from the look-ups alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import shardkit
+from shardkit.dataset import Dataset
+from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
+from shardkit.errors import UsageError
+from shardkit_tools.console import JsonFlag, clean, count_text, print_json, print_line, print_table
+from shardkit_tools.row_lists import read_lines
+
+__all__ = ["find"]
+
+_NOT_FOUND = 3
+_SHOWN_MISSING = 10
+
+
+def find(
+    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--field",
+            metavar="FIELD[=VALUE]",
+            help="url=https://…, key=cat-17 or image:sha256=HEX; may be repeated. Without a value: what --list holds.",
+        ),
+    ] = None,
+    listed: Annotated[
+        Path | None,
+        typer.Option(
+            "--list", metavar="FILE", help="A file of values, one a line; of keys where no --field says."
+        ),
+    ] = None,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="Read all samples where there is no look-up of the field.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find samples by key, by the value of a field, or by the SHA-256 of its bytes.
+
+    Look-ups are made by build, create and rebuild (--lookup key,url,image:sha256); keys need none. Exit code 3:
+    some values were not found.
+
+    Example: shardkit find data/web --field url --list takedown.txt
+    """
+    dataset = shardkit.open(root)
+    asked = _asked(field or [], listed)
+    found: list[dict[str, Any]] = []
+    missing: list[tuple[str, str]] = []
+    for name, values in asked.items():
+        looked_up, hashes = hash_values(dataset.schema, name, values)
+        matches = find_samples(dataset, looked_up, hashes, scan=scan)
+        found += _rows(dataset, name, values, matches)
+        hit = set(matches.value.tolist())
+        missing += [(name, value) for place, value in enumerate(values) if place not in hit]
+    if as_json:
+        print_json(
+            {"root": root, "found": found, "missing": [{"field": name, "value": v} for name, v in missing]}
+        )
+    else:
+        _print(found, missing)
+    if missing:
+        raise typer.Exit(_NOT_FOUND)
+
+
+def _asked(fields: list[str], listed: Path | None) -> dict[str, list[str]]:
+    """Field → values, in the order given."""
+    asked: dict[str, list[str]] = {}
+    for pair in fields:
+        name, equals, value = pair.partition("=")
+        if equals:
+            asked.setdefault(name, []).append(value)
+    bare = [pair for pair in fields if "=" not in pair]
+    if listed is None and (bare or not asked):
+        raise UsageError("find needs values: --field FIELD=VALUE, or --field FIELD --list FILE")
+    if len(bare) > 1:
+        raise UsageError(f"find: --list holds values of one field, not of {' and '.join(bare)}")
+    if listed is not None:
+        asked.setdefault(bare[0] if bare else KEY, []).extend(read_lines(listed))
+    return asked
+
+
+def _rows(dataset: Dataset, name: str, values: list[str], matches: Matches) -> list[dict[str, Any]]:
+    rows = []
+    for value, sample, shard, row in zip(
+        matches.value.tolist(),
+        matches.sample.tolist(),
+        matches.shard.tolist(),
+        matches.row.tolist(),
+        strict=True,
+    ):
+        index = dataset.reader.index(shard)
+        source = index.source(row)
+        rows.append(
+            {
+                "field": name,
+                "value": values[value],
+                "sample": sample,
+                "key": index.original_key(row),
+                "source": None if source is None else {"name": source[0], "row": source[1]},
+            }
+        )
+    return rows
+
+
+def _print(found: list[dict[str, Any]], missing: list[tuple[str, str]]) -> None:
+    if found:
+        print_table(
+            [">sample", "key", "field", "*value", "*source"],
+            [
+                (
+                    str(row["sample"]),
+                    clean(row["key"]),
+                    row["field"],
+                    clean(row["value"]),
+                    clean(f"{row['source']['name']}:{row['source']['row']}") if row["source"] else "",
+                )
+                for row in found
+            ],
+        )
+    if missing:
+        print_line(f"not found: {count_text(len(missing), 'value')}")
+        for name, value in missing[:_SHOWN_MISSING]:
+            print_line(f"  {name}={clean(value)}")
+        if len(missing) > _SHOWN_MISSING:
+            print_line(f"  … and {count_text(len(missing) - _SHOWN_MISSING)} more (--json lists all)")

@@ -1,0 +1,44 @@
+"""Files that list values, keys or sample numbers, one a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import SourceError
+
+__all__ = ["read_lines", "read_numbers"]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file without their ends; empty ones are left out.
+
+    Raises:
+        SourceError: it cannot be read, or holds no line.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(
+            f"{path}: cannot be read ({error}); give a text file with one value a line"
+        ) from error
+    if not lines:
+        raise SourceError(f"{path}: holds no line; give a text file with one value a line")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def read_numbers(path: Path, count: int) -> NDArray[np.int64]:
+    """Sample numbers below ``count``, ascending, each once.
+
+    Raises:
+        SourceError: a line is no such number.
+    """
+    numbers = set()
+    for line in read_lines(path):
+        text = line.strip()
+        if not text.isascii() or not text.isdecimal() or int(text) >= count:
+            raise SourceError(f"{path}: {text[:40]!r} is not a sample number; expected 0 to {count - 1}")
+        numbers.add(int(text))
+    return np.array(sorted(numbers), dtype=np.int64)
