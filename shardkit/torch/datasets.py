@@ -59,7 +59,7 @@ class PlanDataset(IterableDataset[Batch]):
             "rank": topology.rank,
             "world": topology.world,
         }
-        self._cursor = torch.zeros(1, dtype=torch.int64).share_memory_()  # step at which the next loop begins
+        self._cursor = _shared_number()  # step at which the next loop begins
         self._own: tuple[int, int] | None = (
             None  # (step, end of its epoch) at which this process goes on alone
         )
@@ -129,6 +129,12 @@ class PlanDataset(IterableDataset[Batch]):
         self._own = (step, until)
         if step >= until:
             self._cursor.fill_(until)  # should this epoch be over for all, the next begins there
+
+
+def _shared_number() -> torch.Tensor:
+    """(1,) int64 zero in memory that worker processes share; unnamed, freed with its last holder."""
+    number: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    return number
 
 
 def _worker() -> tuple[int, int]:

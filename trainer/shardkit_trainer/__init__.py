@@ -2,14 +2,15 @@
 
 ::
 
-    launch         ranks on this machine: torchrun as a child, or in process
+    launch         ranks on this machine: torchrun (agent) as a child, the supervisor, or this process
     configuration  typed sections, TOML, overrides
-    training       a run: open, resume, step by step, evaluate, save
+    training       a run: open, resume, step by step, evaluate, save;  steps: one optimizer step
       tasks        from cells to tensors to a loss;  models: a GPT, a residual network
       strategies   ddp, zero1, zero2, zero3 behind one interface
         slices     parameters laid end to end and cut;  optimizers: AdamW, SGD, schedules
-        reductions sums of gradients: exact
-      checkpoints  save, resume, prune, on shardkit's own store
+        reductions sums of gradients: exact;  compression: smaller ones;  local_steps: rarer ones
+      checkpoints  save, resume, prune, on shardkit's own store;  export: safetensors
+      recovery     who has the state when ranks have died;  membership, supervisor: who the ranks are
       evaluation   one exact pass
       reporting    console, metrics;  run_directory: run.json, events
       distributed  process group, small collectives, who is late

@@ -20,6 +20,7 @@ import torch
 
 import shardkit
 from shardkit.errors import NotFoundError, RunError
+from shardkit.ledger import ledger_head
 from shardkit.storage import parse_dataset_url
 
 from .checkpoints import Checkpointer
@@ -260,6 +261,11 @@ class _Run:
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": self.loader.state_dict(),
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.dataset.manifest.id}  # fmt: skip
+        if (
+            self.world.rank == 0
+        ):  # it writes the checkpoint's manifest, and every rank has been handed these steps
+            assert self.directory is not None
+            meta["ledger"] = ledger_head(self.directory.path, self.step)
         self.checkpointer.save(self.step, self.strategy, meta, wait=wait)
 
     def _evaluate(self) -> None:
