@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from shardkit.errors import CommitConflict, UsageError
@@ -17,18 +17,25 @@ _NOTHING: Final[Mapping[str, str]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Refs to set or drop, tags to add, and what must hold before."""
+    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
 
     refs: Mapping[str, str | None]
     """Name → manifest id, None to drop the ref."""
     tags: Mapping[str, str]
     expected: Mapping[str, str | None]
     """Name → what the ref must point at when the commit lands, None for "must not exist"."""
+    withdraw: Mapping[str, str] = field(default_factory=dict)
+    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
 
     def __post_init__(self) -> None:
-        for name in (*self.refs, *self.tags, *self.expected):
+        for name in (*self.refs, *self.tags, *self.expected, *self.withdraw):
             check_ref_name(name)
-        for manifest in (*self.refs.values(), *self.tags.values(), *self.expected.values()):
+        for manifest in (
+            *self.refs.values(),
+            *self.tags.values(),
+            *self.expected.values(),
+            *self.withdraw.values(),
+        ):
             if manifest is not None:
                 parse_digest(manifest)
         both = sorted(self.refs.keys() & self.tags.keys())
@@ -50,7 +57,8 @@ class Changes:
             head: The head now: the commit is rebased onto it where it touches other refs.
 
         Raises:
-            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists.
+            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or the
+                name is that of a withdrawn one.
         """
         base_refs = base.refs if base else _NOTHING
         refs = dict(head.refs if head else _NOTHING)
@@ -68,8 +76,33 @@ class Changes:
             else:
                 refs[name] = manifest
         self._add_tags(tags)
+        gone = self.withdrawn(head)
+        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
+        if again:
+            raise CommitConflict(
+                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
+                "another name"
+            )
+        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
         _check_tables(refs, tags)
         return refs, tags
+
+    def withdrawn(self, head: LogEntry | None) -> dict[str, str]:
+        """All withdrawn tags after this commit.
+
+        Raises:
+            CommitConflict: A tag that is to go does not name what it should.
+        """
+        gone = dict(head.withdrawn if head else _NOTHING)
+        tags = head.tags if head else _NOTHING
+        for name, manifest in self.withdraw.items():
+            if tags.get(name, gone.get(name)) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} names {tags.get(name)}, expected {manifest}; look at it (shardkit log), then try "
+                    "again"
+                )
+            gone[name] = manifest
+        return gone
 
     def _check_expected(self, refs: Mapping[str, str]) -> None:
         for name, manifest in self.expected.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -71,8 +71,10 @@ class LogEntry:
     refs: Mapping[str, str]
     """All refs after this commit: name → manifest id."""
     tags: Mapping[str, str]
-    """All tags after this commit; never moved, never removed."""
+    """All tags after this commit; never moved, and removed only by being withdrawn."""
     software: str
+    withdrawn: Mapping[str, str] = field(default_factory=dict)
+    """All tags that were ever withdrawn, because what they named was erased: name → manifest id."""
 
     @property
     def digest(self) -> str:
@@ -91,7 +93,7 @@ class LogEntry:
             FormatError: Not a log entry that this version reads.
             IntegrityError: The digest inside does not match.
         """
-        fields = read_document(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES)
+        fields = read_document(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, ("withdrawn",))
         entry = cls(
             n=fields.integer("n", minimum=1),
             repository=fields.text("repository", maximum=36),
@@ -103,6 +105,7 @@ class LogEntry:
             refs=_names(fields, "refs"),
             tags=_names(fields, "tags"),
             software=fields.text("software", maximum=1_000),
+            withdrawn=_names(fields, "withdrawn") if fields.has("withdrawn") else {},
         )
         if entry.to_bytes() != data:
             raise IntegrityError(
@@ -113,6 +116,8 @@ class LogEntry:
 
     def _body(self) -> dict[str, object]:
         return {
+            # Written only where there are some: an entry without has one spelling, the one of old.
+            **({"withdrawn": dict(self.withdrawn)} if self.withdrawn else {}),
             "format": _FORMAT,
             "n": self.n,
             "repository": self.repository,
@@ -156,7 +161,8 @@ def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, w
     """Whether `later` may follow `earlier`.
 
     Raises:
-        IntegrityError: The chain is broken: an entry was changed, replaced or removed, or a tag was moved.
+        IntegrityError: The chain is broken: an entry was changed, replaced or removed, or a tag was moved, or removed
+            without a record of it.
     """
     found = sha256_digest(earlier_bytes)
     if later.previous != found or later.n != earlier.n + 1:
@@ -164,7 +170,17 @@ def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, w
             f"log of {where}: entry {later.n} follows one with digest {later.previous}, "
             f"entry {earlier.n} has {found}; restore the log from a copy of the root"
         )
-    moved = [tag for tag, manifest in earlier.tags.items() if later.tags.get(tag) != manifest]
+    # A withdrawn name stays withdrawn, so that no tag ever names a second manifest.
+    moved = [
+        tag
+        for tag, manifest in earlier.tags.items()
+        if {later.tags.get(tag), later.withdrawn.get(tag)} != {manifest, None}
+    ]
+    moved += [
+        tag
+        for tag, manifest in earlier.withdrawn.items()
+        if later.withdrawn.get(tag) != manifest or tag in later.tags
+    ]
     if moved:
         raise IntegrityError(
             f"log of {where}: entry {later.n} moves or removes the tag {moved[0]!r}, which cannot be; "
