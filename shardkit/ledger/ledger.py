@@ -256,7 +256,7 @@ class Ledger:
         if any(read_file(self.directory / name) for name in ("steps", "events", "heads")):
             raise IntegrityError(
                 f"{self.directory} has records and no state.json, which is written before them: somebody removed it; "
-                "restore it from a copy"
+                "restore it from a copy, or move ledger/ and journal/ aside to begin a new record"
             )
         state = LedgerState()
         if writing:
@@ -276,7 +276,8 @@ class Ledger:
             found = path.stat().st_size if path.exists() else 0
             if found < size:
                 raise IntegrityError(
-                    f"{path} was cut: {found} bytes, expected at least {size}; restore it from a copy of the run"
+                    f"{path} was cut: {found} bytes, expected at least {size}; restore it from a copy, or "
+                    "move ledger/ and journal/ aside to begin a new record"
                 )
             if found > size and writing:  # appended by a commit that never happened
                 with explained(f"write {path}", writing=True):

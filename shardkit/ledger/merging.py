@@ -81,6 +81,10 @@ class Merge:
         """Numbers of the recorded steps that are not in the tree, ascending."""
         return sorted({step for _, _, step in self.pending})
 
+    def complete_behind_gap(self) -> list[int]:
+        """Complete steps that cannot extend the tree, since one before them is missing."""
+        return sorted(self._ready)
+
     def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
         """(plan, step, lane, digest in hex) of the recorded cells that no record of the ledger stands for."""
         for (_, plan, number), step in sorted(self.pending.items(), key=lambda item: item[0]):
@@ -139,7 +143,8 @@ class Merge:
             number = newest.get("number", -1) + 1
             newest = self.ledger.state.start = {
                 "number": number, "shape": shape, "lanes": header.lanes, "members": [],
-                "told": newest.get("told", -1), "owners": newest.get("owners", []), "reached": [*newest.get("reached", []), 0],
+                "told": newest.get("told", -1), "owners": newest.get("owners", []),
+                "reached": [*newest.get("reached", []), 0],
             }  # fmt: skip
         newest["members"].append(place)
         return int(newest["number"])

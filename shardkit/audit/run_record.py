@@ -1,0 +1,324 @@
+"""Everything a run directory says of what was consumed, read without trusting any of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from shardkit.audit.findings import Finding, Severity
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.formats.digest import sha256_digest
+from shardkit.ledger import Ledger, Merge
+from shardkit.ledger.ledger import read_file
+from shardkit.ledger.merkle import Tree, leaf_hash
+from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records
+from shardkit.storage import Store, object_name, open_store
+
+__all__ = ["CheckpointRecord", "RunRecord", "load_run"]
+
+_MAX_REF: Final = 1 << 16
+_MAX_CHECKPOINT: Final = 1 << 30
+_SHOWN: Final = 10
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint's claim: which steps it had consumed, and the ledger's head at that time."""
+
+    name: str
+    step: int
+    manifest: str
+    plan: str
+    head: dict[str, Any] | None
+
+
+@dataclass
+class RunRecord:
+    """A run as its directory tells it.
+
+    Attributes:
+        path: of the run directory.
+        settings: run.json; empty where the run has none.
+        ledger: what is committed and what the journals add to it; None where the ledger is damaged.
+        merge: what the journals hold beyond the tree.
+        records: all step records, in file order, abandoned branches included.
+        branch: those that are leaves of the tree of steps.
+        events: in order.
+        heads: as committed.
+        checkpoints: by step.
+        reached: the most steps that the trainer's own logs speak of.
+        findings: what was wrong with any of it.
+        roots: every head that the records ever had; None where the ledger is damaged.
+    """
+
+    path: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    ledger: Ledger | None = None
+    merge: Merge | None = None
+    records: StepRecords = field(default_factory=lambda: parse_records(b""))
+    branch: StepRecords = field(default_factory=lambda: parse_records(b""))
+    events: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    reached: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    roots: Roots | None = None
+
+    def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
+        """Note a finding."""
+        self.findings.append(Finding(severity, kind, subject, text))
+
+    @property
+    def plans(self) -> list[dict[str, Any]]:
+        """The plans that the run followed, by number: the events that introduced them."""
+        return [event for event in self.events if event.get("kind") == "plan"]
+
+
+def load_run(path: Path) -> RunRecord:
+    """Read a run directory; what is wrong with it becomes findings.
+
+    Raises:
+        NotFoundError: there is no run.
+    """
+    if not (path / "ledger").is_dir() and not (path / "journal").is_dir():
+        raise NotFoundError(f"{path} is no run directory: it has neither a ledger/ nor a journal/")
+    run = RunRecord(path)
+    run.settings = _read_settings(run)
+    _read_ledger(run)
+    _read_checkpoints(run)
+    run.reached = _logged_steps(path)
+    return run
+
+
+def _read_settings(run: RunRecord) -> dict[str, Any]:
+    data = read_file(run.path / "run.json")
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        run.add("violated", "settings", "run.json", f"is no JSON any more: {error}")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+# ---- ledger
+
+
+def _read_ledger(run: RunRecord) -> None:
+    before = len(run.findings)
+    _read_files(run)
+    if len(run.findings) > before:
+        _find_sequence(run, run.records)
+        run.branch = run.records
+        return
+    try:
+        run.ledger = Ledger(run.path)
+        run.merge = Merge(run.ledger)
+    except (IntegrityError, FormatError) as error:
+        run.add("violated", "ledger", "ledger/" if run.ledger is None else "journal/", str(error))
+        _find_sequence(run, run.records)
+        run.branch = run.records if run.ledger is None else Ledger(run.path).branch_records()
+        return
+    run.records, run.branch = run.ledger.records(), run.ledger.branch_records()
+    run.events = run.ledger.event_documents()
+    _find_sequence(run, run.records)
+    _check_trees(run)
+    for name, count in run.merge.torn:
+        run.add(
+            "note", "torn", f"journal/{name}", f"its last {count} bytes were torn by a kill and do not count"
+        )
+
+
+def _read_files(run: RunRecord) -> None:
+    folder = run.path / "ledger"
+    try:
+        run.records = parse_records(read_file(folder / "steps") or b"")
+    except FormatError as error:
+        run.add("violated", "ledger", "ledger/steps", str(error))
+    committed = _committed_records(run)
+    bad = [index for index in damaged_records(run.records) if index < committed]
+    for index in bad[:_SHOWN]:
+        run.add(
+            "violated", "ledger", f"ledger/steps record {index}",
+            f"the record for step {int(run.records[index]['step'])} is damaged, or is not the one that was written "
+            "there: its checksum does not go on from the record before",
+        )  # fmt: skip
+    if len(bad) > _SHOWN:
+        run.add("violated", "ledger", "ledger/steps", f"{len(bad) - _SHOWN} more records are damaged")
+    for name in ("events", "heads"):
+        lines: list[dict[str, Any]] = []
+        try:
+            lines.extend(
+                document for document, _ in parse_lines(read_file(folder / name) or b"", f"ledger/{name}")
+            )
+        except FormatError as error:
+            run.add("violated", "ledger", f"ledger/{name}", str(error))
+        if name == "events":
+            run.events = lines
+        else:
+            run.heads = lines
+
+
+def _committed_records(run: RunRecord) -> int:
+    """How many records are committed; what an interrupted commit left behind them does not count."""
+    try:
+        return Ledger(run.path).state.records
+    except ShardkitError:
+        return len(run.records)
+
+
+def _find_sequence(run: RunRecord, records: StepRecords) -> None:
+    """Every record's step follows the one before, but where an event says that the run forked."""
+    steps = records["step"].astype(np.int64)
+    forks = {event.get("record"): event.get("step") for event in run.events if event.get("kind") == "fork"}
+    for index in (np.flatnonzero(np.diff(steps) != 1) + 1).tolist():
+        before, step = int(steps[index - 1]), int(steps[index])
+        if forks.get(index) == step:
+            continue
+        if step == before:
+            what = f"step {step} is recorded twice in a row"
+        elif step > before + 1:
+            missing = f"step {before + 1}" if step == before + 2 else f"steps {before + 1} to {step - 1}"
+            what = f"{missing} missing between steps {before} and {step}"
+        else:
+            what = f"step {step} comes after step {before}, and no event says that the run forked there"
+        run.add("violated", "ledger", f"ledger/steps record {index}", what)
+
+
+def _check_trees(run: RunRecord) -> None:
+    """Recompute both trees and compare every head that was ever committed or put into a checkpoint."""
+    assert run.ledger is not None
+    state = run.ledger.state
+    roots = Roots(run.records, run.events)
+    for number, head in enumerate(run.heads, 1):
+        if head["records"] > len(run.records):
+            continue  # of a commit that never happened
+        if not roots.holds(head):
+            run.add("violated", "ledger", f"ledger/heads line {number}", _unequal(head, "was committed"))
+    if run.ledger.head()["steps"]["root"] != roots.step_root(run.ledger.steps.size):
+        run.add(
+            "violated",
+            "ledger",
+            "ledger/state.json",
+            f"its tree of {state.size} steps has another root than the records",
+        )
+    run.roots = roots
+
+
+class Roots:
+    """Which heads the recorded steps and events ever had."""
+
+    def __init__(self, records: StepRecords, events: list[dict[str, Any]]) -> None:
+        self._events = Tree(leaf_hash(dumps(event)) for event in events)
+        self._branches: list[
+            tuple[int, Tree]
+        ] = []  # (first step, tree) of every branch, the current one last
+        digests = [leaf_hash(bytes(one)) for one in records["digest"].reshape(-1, 32)]
+        steps = records["step"].astype(np.int64).tolist()
+        borders = [0, *(at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]), len(steps)]
+        first, leaves = 0, list[bytes]()
+        for begin, end in itertools.pairwise(borders):
+            if begin == end:
+                continue
+            if not leaves or steps[begin] <= first:
+                first, leaves = steps[begin], []
+            leaves = leaves[: steps[begin] - first] + digests[begin:end]
+            self._branches.append((first, Tree(leaves)))
+
+    def step_root(self, size: int) -> str:
+        """Root of the current branch."""
+        return self._branches[-1][1].root(size).hex() if self._branches else Tree().root().hex()
+
+    def holds(self, head: dict[str, Any]) -> bool:
+        """Whether some branch once had this head."""
+        steps, events = head["steps"], head["events"]
+        if events["size"] > len(self._events) or self._events.root(events["size"]).hex() != events["root"]:
+            return False
+        if not steps["size"]:
+            return bool(steps["root"] == Tree().root().hex())
+        return any(
+            first == steps["first"]
+            and steps["size"] <= len(tree)
+            and tree.root(steps["size"]).hex() == steps["root"]
+            for first, tree in self._branches
+        )
+
+
+def _unequal(head: dict[str, Any], what: str) -> str:
+    steps, events = head["steps"], head["events"]
+    return (
+        f"a head of {steps['size']} steps (root {steps['root'][:12]}…) and {events['size']} events {what}, and the "
+        "recorded steps and events do not give it: they were changed since"
+    )
+
+
+# ---- checkpoints and logs
+
+
+def _read_checkpoints(run: RunRecord) -> None:
+    store = open_store(run.path)
+    for name in sorted(store.list_after("checkpoints/")):
+        try:
+            meta = _checkpoint_meta(store, name)
+            head = meta.get("ledger")
+            one = CheckpointRecord(
+                name.removeprefix("checkpoints/").removesuffix(".json"), int(meta["step"]), str(meta.get("manifest")),
+                str(meta.get("plan")), head if isinstance(head, dict) else None,
+            )  # fmt: skip
+        except (ShardkitError, KeyError, TypeError, ValueError) as error:
+            run.add("violated", "checkpoint", name, f"cannot be read: {error}")
+            continue
+        run.checkpoints.append(one)
+    run.checkpoints.sort(key=lambda one: one.step)
+
+
+def _checkpoint_meta(store: Store, name: str) -> dict[str, Any]:
+    """The meta of a checkpoint: its ref and its manifest are checked against their digests."""
+    body = loads(store.get(name, max_bytes=_MAX_REF), _MAX_REF)
+    claimed = body.pop("digest", None)
+    if claimed != sha256_digest(dumps(body)):
+        raise IntegrityError("the ref is damaged: its digest does not fit")
+    size = int(body["size"])
+    data = store.get(object_name(body["checkpoint"], "checkpoint"), max_bytes=min(size, _MAX_CHECKPOINT))
+    if sha256_digest(data) != body["checkpoint"]:
+        raise IntegrityError(f"its manifest is not the object {body['checkpoint']}")
+    meta = loads(data, size)["meta"]
+    decoded = _decoded(meta)
+    return decoded if isinstance(decoded, dict) else {}
+
+
+def _decoded(value: Any) -> Any:
+    """A checkpoint's values spell their types out, as ``{"dict": [[key, value], …]}`` (the trainer's SPEC.md §4)."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    ((kind, body),) = value.items()
+    if kind == "dict":
+        return {_decoded(name): _decoded(item) for name, item in body}
+    if kind in ("list", "tuple"):
+        return [_decoded(item) for item in body]
+    return float.fromhex(body) if kind == "float" else value
+
+
+def _logged_steps(path: Path) -> int:
+    """The most steps that events.jsonl and metrics/train.jsonl speak of: these files are no evidence, but hints."""
+    reached = 0
+    for name in ("events.jsonl", "metrics/train.jsonl"):
+        for line in (read_file(path / name) or b"").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
+            if "event" not in record:
+                reached = max(reached, record["step"] + 1)
+            elif record["event"] in ("checkpoint", "stop", "end"):
+                reached = max(reached, record["step"])
+    return reached
