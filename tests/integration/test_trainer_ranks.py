@@ -45,9 +45,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 
 
 CASES = {
-    1: ("gradients", "exact_hashes", "load", "unsent"),
-    2: ("gradients", "exact_hashes", "save", "bytes_held", "fallback", "reductions", "unsent", "local_steps"),
-    3: ("gradients", "exact_hashes", "load", "unsent"),
+    1: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp"),
+    2: (
+        "gradients",
+        "exact_hashes",
+        "save",
+        "bytes_held",
+        "fallback",
+        "reductions",
+        "unsent",
+        "local_steps",
+        "foreign_fsdp",
+    ),
+    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp"),
     4: ("gradients", "exact_hashes", "bytes_held"),
 }
 
@@ -126,3 +136,12 @@ def test_local_steps_meet_and_can_be_saved(ranks: Any) -> None:
     found = ranks(2)["local_steps"]
     assert found["same"] == [False, False, False, True] * 2
     assert found["loaded"]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_any_fsdp_program_can_save_and_load_elsewhere(ranks: Any, nproc: int) -> None:
+    found = ranks(nproc)["foreign_fsdp"]
+    assert found["weights"] < 1e-5
+    assert found["moments"] < 1e-6
+    assert found["lr"] == 0.01
+    assert found["betas"] == [0.9, 0.999]

@@ -13,9 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.fsdp import fully_shard
 
 from shardkit.storage import open_store
-from shardkit.torch import checkpoint_names, read_checkpoint_manifest
+from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration
 from shardkit_trainer.distributed import World, join_world, leave_world
@@ -335,6 +339,47 @@ def local_steps(world: World) -> dict[str, Any]:
     other, _ = made(world, "ddp", "off", **settings)
     assert checkpointer(world, f"local-{world.size}").load_newest(other) is not None
     return {"same": same, "loaded": parameters_sha256(other) == parameters_sha256(strategy)}
+
+
+def parts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """(model, optimizer) state as torch gives it, of any type."""
+    return get_state_dict(model, optimizer)
+
+
+def foreign_fsdp(world: World) -> dict[str, Any]:
+    """A plain fully_shard program with torch's own state_dict functions: saved by two ranks, loaded by any number."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5))
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(2)
+    for _ in range(2):
+        torch.autograd.backward(model(torch.randn(8, 7)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = Path(sys.argv[1]).parent / "fsdp"
+    weights, moments = parts(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    if world.size == 2:
+        save_state(state, storage_writer=CheckpointWriter(folder, "step-2"))
+    whole = {name: value.full_tensor().clone() for name, value in weights.items()}
+    moment = moments["state"]["0.weight"]["exp_avg"].full_tensor().clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer.param_groups[0]["lr"] = 0.5
+    weights, moments = parts(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    load_state(state, storage_reader=CheckpointReader(folder))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    again = parts(model, optimizer)[1]["state"]["0.weight"]["exp_avg"].full_tensor()
+    distance = max(float((found[n] - whole[n]).abs().max()) for n in whole)
+    return {
+        "weights": distance, "moments": float((again - moment).abs().max()), "lr": optimizer.param_groups[0]["lr"],
+        "betas": list(optimizer.param_groups[0]["betas"]),
+    }  # fmt: skip
 
 
 def main() -> None:
