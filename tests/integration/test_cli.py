@@ -107,6 +107,10 @@ def test_overview_and_help_pages(call: Call) -> None:
         assert call(name, "-h")[1] == page
 
 
+def test_the_version(call: Call) -> None:
+    assert call("--version") == (0, f"shardkit {shardkit.__version__}\n", "")
+
+
 def test_build_reports_what_it_did(call: Call, source: Path, tmp_path: Path) -> None:
     code, out, err = call("build", source, tmp_path / "a", "--stratify", "label")
     assert (code, err) == (0, "")
@@ -443,7 +447,7 @@ def test_export(call: Call, built: Path, tmp_path: Path) -> None:
         (["show", "{root}@a b"], 2, "ref or tag 'a b'"),
         (["cat", "{root}", "40"], 1, "sample 40 does not exist: this dataset has samples 0 to 39"),
         (["cat", "{root}", "many"], 2, "Invalid value for 'ROW'"),
-        (["show", "s3://bucket/x"], 1, "no store for s3://"),
+        (["show", "nosuch://bucket/x"], 1, "cannot open the root in nosuch://"),
         (["verify", "{root}@nope"], 1, "no ref or tag 'nope'"),
         (["sho", "{root}"], 2, "No such command 'sho'"),
         (["ls"], 2, "Missing argument 'ROOT'"),

@@ -13,9 +13,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+import shardkit
 from shardkit.errors import ShardkitError
 from shardkit_tools.help_pages import CommandPage, GroupPage
 
@@ -69,9 +71,14 @@ def make_app(only: str | None = None) -> typer.Typer:
     return app
 
 
-def _overview(context: typer.Context) -> None:
+def _overview(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version of shardkit.")] = False,
+) -> None:
     """Show the page of all commands when none is given."""
-    if context.invoked_subcommand is None:
+    if version:
+        typer.echo(f"shardkit {shardkit.__version__}")
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
