@@ -110,9 +110,10 @@ class RowWork:
         replaced: dict[int, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             if isinstance(row, RowFailure):
-                sample, raw, rows[position] = self._replace(
-                    row, step, int(samples[position]), int(slots[position])
+                sample, raw, row = self._replace(
+                    row, step, int(samples[position]), int(slots[position]), list(fields)
                 )
+                rows[position] = row if function.transform else {name: row[name] for name in columns}
                 replaced[position] = raw
                 if self._on_error == "mask":
                     valid[position] = False
@@ -157,7 +158,7 @@ class RowWork:
             ) from error
 
     def _replace(
-        self, failure: RowFailure, step: int, sample: int, slot: int
+        self, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
     ) -> tuple[int, dict[str, Any], Mapping[str, Any]]:
         if not failure.decoding:
             raise RunError(
@@ -172,6 +173,7 @@ class RowWork:
         one = np.array([slot], dtype=np.int64)
         for attempt in range(_ATTEMPTS):
             other, raw = self._substitutes(sample, step, slot, attempt)
+            raw = {name: raw[name] for name in fields}
             columns = {name: [value] for name, value in raw.items()}
             (row,) = self._function(columns, step, one)
             if not isinstance(row, RowFailure):
@@ -183,7 +185,7 @@ class RowWork:
                 )  # fmt: skip
                 return other, raw, row
             if not row.decoding:
-                return self._replace(row, step, other, slot)
+                return self._replace(row, step, other, slot, fields)
         raise RunError(
             f"sample {sample} does not decode ({failure.reason}), and neither do {_ATTEMPTS} others of its stratum; "
             "is this the right decoder?"
