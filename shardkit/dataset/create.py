@@ -29,9 +29,9 @@ from shardkit.dataset.splits import parse_split
 from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.manifest import Manifest
-from shardkit.storage import Repository
+from shardkit.storage import LocalStore, Repository
 from shardkit.storage.os_errors import explained
-from shardkit.storage.temporaries import FOLDER, temporary_name
+from shardkit.storage.temporaries import FOLDER, private_folder, temporary_name
 
 __all__ = ["Writer", "create"]
 
@@ -286,7 +286,8 @@ def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | Non
         if not os.path.isdir(folder):
             raise UsageError(f"scratch directory {folder} does not exist; make it, or name another")
         return folder
-    folder = os.path.join(repository.url, FOLDER)
+    store = repository.store
+    folder = os.path.join(store.url, FOLDER) if isinstance(store, LocalStore) else private_folder(store.url)
     with explained(f"make {folder}", writing=True):
         os.makedirs(folder, exist_ok=True)
     return folder

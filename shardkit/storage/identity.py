@@ -12,14 +12,16 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import read_document
 
-__all__ = ["IDENTITY_NAME", "MAX_IDENTITY_BYTES", "Identity"]
+__all__ = ["IDENTITY_NAME", "MAX_IDENTITY_BYTES", "SINGLE_WRITER", "Identity"]
 
 IDENTITY_NAME: Final = "shardkit.json"
 MAX_IDENTITY_BYTES: Final = 64 * 1024
 
 _FORMAT: Final = "shardkit-repository/1"
 _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_FEATURES: Final[tuple[str, ...]] = ()
+SINGLE_WRITER: Final = "single-writer"
+"""Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
+_FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,9 @@ class Identity:
     features: tuple[str, ...] = ()
 
     @classmethod
-    def new(cls) -> Identity:
+    def new(cls, features: tuple[str, ...] = ()) -> Identity:
         """An identity that no other repository has."""
-        return cls(str(uuid.uuid4()))
+        return cls(str(uuid.uuid4()), features)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with the digest of the rest of it inside."""

@@ -18,10 +18,12 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.storage.changes import Changes
 from shardkit.storage.commit_log import CommitLog
-from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
+from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, SINGLE_WRITER, Identity
+from shardkit.storage.local import LocalStore
 from shardkit.storage.log import LogEntry, check_ref_name
 from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.storage.objects import Descriptor, object_name
+from shardkit.storage.remote import ObjectStore, check_writers
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
 
@@ -52,18 +54,36 @@ class Repository:
         return f"Repository({self._store.url!r}, id={self.id}, read_only={self._read_only})"
 
     @classmethod
-    def create(cls, url: str | os.PathLike[str], *, exist_ok: bool = True) -> Repository:
+    def create(
+        cls, url: str | os.PathLike[str], *, exist_ok: bool = True, single_writer: bool = False
+    ) -> Repository:
         """Make a root into a repository, or open the one that is there.
+
+        A new root that is no local directory is tried out first: see `shardkit.storage.remote.probe`.
+
+        Args:
+            url: See `open_store`.
+            exist_ok: Open what is there.
+            single_writer: The caller promises that no two writers ever use the root at once; needed on stores that
+                do not keep put-if-absent.
 
         Raises:
             UsageError: There is one, and not `exist_ok`.
-            StoreError: The root cannot be written.
+            StoreError: The root cannot be written, or must not be shared by several writers.
         """
         store = open_store(url)
-        created = store.put_new(IDENTITY_NAME, Identity.new().to_bytes())
+        created = False
+        # What lies on a store that may not keep put-if-absent is looked for before anything is put over it.
+        if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:
+            if single_writer:
+                store = _for_one_writer(store)
+            elif not isinstance(store, LocalStore):
+                check_writers(store)
+            features = (SINGLE_WRITER,) if single_writer else ()
+            created = store.put_new(IDENTITY_NAME, Identity.new(features).to_bytes())
         if not created and not exist_ok:
             raise UsageError(f"{store.url} holds a repository already; open it, or choose another root")
-        return cls(store, _read_identity(store), read_only=False)
+        return cls._opened(store, read_only=False)
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], *, read_only: bool = False) -> Repository:
@@ -73,8 +93,14 @@ class Repository:
             NotFoundError: There is no repository at `url`.
             FormatError, IntegrityError: ``shardkit.json`` is damaged or of a newer version.
         """
-        store = open_store(url, read_only=read_only)
-        return cls(store, _read_identity(store), read_only=read_only)
+        return cls._opened(open_store(url, read_only=read_only), read_only=read_only)
+
+    @classmethod
+    def _opened(cls, store: Store, *, read_only: bool) -> Repository:
+        identity = _read_identity(store)
+        if SINGLE_WRITER in identity.features:
+            store = _for_one_writer(store)
+        return cls(store, identity, read_only=read_only)
 
     @property
     def store(self) -> Store:
@@ -170,6 +196,11 @@ class Repository:
         check_ref_name(name)
         head = self.head()
         names = {**head.tags, **head.refs} if head else {}
+        if head is not None and name in head.withdrawn:
+            raise NotFoundError(
+                f"tag {name!r} of {self.url} was withdrawn: rows of {head.withdrawn[name]} were erased; "
+                "shardkit log says when and why"
+            )
         if name not in names:
             raise NotFoundError(f"{self.url} has no ref or tag {name!r}; {_there_is(name, names)}")
         return names[name]
@@ -184,6 +215,7 @@ class Repository:
         message: str,
         author: str = "",
         expected: Mapping[str, str | None] | None = None,
+        withdraw: Mapping[str, str] | None = None,
     ) -> LogEntry:
         """Move refs and add tags, all or nothing, durably.
 
@@ -196,6 +228,8 @@ class Repository:
             message: Why.
             author: Who, as they want to be named.
             expected: Ref → manifest id (None: no such ref) that must hold when the commit lands.
+            withdraw: Tag → the manifest id that it names: the tag is removed, its name never used again, and the log
+                keeps record of it. For versions that were erased, and nothing else.
 
         Raises:
             CommitConflict: A ref was moved meanwhile or is not as expected, or a tag exists.
@@ -204,13 +238,16 @@ class Repository:
             StoreError: The store refused; nothing was committed.
         """
         self._check_writable()
-        changes = Changes(dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}))
+        changes = Changes(
+            dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}), dict(withdraw or {})
+        )
         self._check_manifests(changes)
         base = head = self.head()
         txn = uuid.uuid4().hex
         for attempt in range(_ATTEMPTS):
             refs, tags = changes.apply(base, head)
-            entry = self._next_entry(head, txn, refs, tags, message, author)
+            gone = changes.withdrawn(head)
+            entry = self._next_entry(head, txn, refs, tags, gone, message, author)
             if self._log.append(entry):
                 return entry
             time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
@@ -226,6 +263,7 @@ class Repository:
         txn: str,
         refs: dict[str, str],
         tags: dict[str, str],
+        withdrawn: dict[str, str],
         message: str,
         author: str,
     ) -> LogEntry:
@@ -240,6 +278,7 @@ class Repository:
             refs=refs,
             tags=tags,
             software=f"shardkit {_version()}",
+            withdrawn=withdrawn,
         )
         try:
             LogEntry.from_bytes(entry.to_bytes(), "this commit")  # nobody may write what nobody will read
@@ -258,6 +297,11 @@ class Repository:
     def _check_writable(self) -> None:
         if self._read_only:
             raise StoreReadOnlyError(f"{self.url} was opened for reading only; open it for writing")
+
+
+def _for_one_writer(store: Store) -> Store:
+    """The store as one writer at a time may use it; a local directory needs no other use."""
+    return store.for_one_writer() if isinstance(store, ObjectStore) else store
 
 
 def _read_identity(store: Store) -> Identity:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import secrets
+import stat
+import tempfile
 import time
 from pathlib import Path
 from typing import Final
 
+from shardkit.errors import StoreError
 from shardkit.storage.file_operations import FileOperations, Handle
+from shardkit.storage.os_errors import explained
 
-__all__ = ["FOLDER", "temporary_name", "writer_is_dead"]
+__all__ = ["FOLDER", "private_folder", "temporary_name", "writer_is_dead"]
 
 FOLDER: Final = "tmp"
 """Folder of a local root that holds temporaries; on the same file system as the objects, so that `link`
@@ -33,6 +38,22 @@ def temporary_name(suffix: str = "") -> str:
     pid = os.getpid()
     tail = f".{suffix}" if suffix else ""
     return f"{_boot()}-{_pid_namespace()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(8)}{tail}"
+
+
+def private_folder(url: str) -> str:
+    """A local folder for scratch files of work on a remote root: the same one each time, nobody else's.
+
+    Raises:
+        StoreError: Its place is taken by something that another user could write to.
+    """
+    parent = os.path.join(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
+    with explained(f"make {parent}", writing=True):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(parent, 0o700)
+        found = os.lstat(parent)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StoreError(f"{parent} is not a private directory of this user; remove it, or name a scratch directory")
+    return os.path.join(parent, hashlib.sha256(url.encode()).hexdigest()[:16])
 
 
 def writer_is_dead(operations: FileOperations, folder: Handle, name: str) -> bool:

@@ -7,10 +7,11 @@ import re
 from typing import Final
 from urllib.parse import unquote
 
-from shardkit.errors import StoreError, UsageError
+from shardkit.errors import UsageError
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.storage.local import LocalStore
 from shardkit.storage.log import check_ref_name
+from shardkit.storage.remote import OBJECT_SCHEMES, FsspecStore, ObjectStore, parse_address
 from shardkit.storage.store import Store
 
 __all__ = ["open_store", "parse_dataset_url"]
@@ -48,11 +49,13 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
     """The store at a root.
 
     Args:
-        url: A local path or ``file://`` URL.
+        url: A local path or ``file://`` URL; ``s3://``, ``gs://`` or ``az://`` bucket and prefix, with endpoint,
+            region and credentials from the environment; or any other URL that fsspec knows.
         read_only: Refuse every change.
 
     Raises:
-        StoreError: No store for this kind of URL.
+        UsageError: The URL is malformed or holds a credential.
+        MissingDependency: A package is not installed that this kind of URL needs.
     """
     text = os.fspath(url)
     match = _SCHEME.match(text)
@@ -64,7 +67,7 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
         if host not in ("", "localhost") or not slash:
             raise UsageError(f"{text!r}: expected file:///absolute/path")
         return LocalStore(unquote(slash + path), read_only=read_only)
-    # The rest of the URL is not printed: it may hold a credential.
-    raise StoreError(
-        f"no store for {scheme}:// yet: expected a local path or file:// URL; copy the root to a local path"
-    )
+    address = parse_address(text)
+    if address.scheme in OBJECT_SCHEMES:
+        return ObjectStore(address, read_only=read_only)
+    return FsspecStore(address, read_only=read_only)

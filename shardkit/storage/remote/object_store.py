@@ -1,0 +1,333 @@
+"""A store in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+
+from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
+from shardkit.storage.remote.addresses import Address
+from shardkit.storage.remote.backoff import Patience, pauses
+from shardkit.storage.remote.clients import Buffer, Client, Found, open_client
+from shardkit.storage.remote.failures import Failure
+from shardkit.storage.remote.ranges import Range, check_ranges, coalesce
+from shardkit.storage.remote.spooled_stage import SpooledStage, spooled
+from shardkit.storage.store import ObjectStat, check_name, check_prefix
+
+__all__ = ["ObjectStore"]
+
+_Result = TypeVar("_Result")
+
+_MAX_PUT_BYTES: Final = 5 * 2**30
+_PARALLEL_RANGES: Final = 16
+_MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time that one more request takes
+_MAX_JOINED_BYTES: Final = 8 * 2**20
+
+
+class ObjectStore:
+    """Objects of a bucket below a prefix; implements `shardkit.storage.store.Store`.
+
+    May be used from any thread, after a fork, and pickled: clients are made per process when they are first needed,
+    and credentials are read by them from the environment, never kept here.
+
+    Args:
+        address: Of the root.
+        read_only: Refuse every change.
+        patience: How long each operation may take. With ``deadline_s=0`` nothing is tried twice.
+        conditional: Whether the bucket keeps put-if-absent; where it does not, a put looks first, which is safe
+            for one writer at a time only.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        read_only: bool = False,
+        patience: Patience | None = None,
+        conditional: bool = True,
+    ) -> None:
+        self._address = address
+        self._read_only = read_only
+        self._patience = patience or Patience()
+        self._conditional = conditional
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[int, str], Any] = {}
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, read_only={self._read_only})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_address", "_read_only", "_patience", "_conditional")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        """``s3://bucket/prefix``."""
+        return self._address.url
+
+    @property
+    def read_only(self) -> bool:
+        """Whether changes are refused."""
+        return self._read_only
+
+    def with_patience(self, patience: Patience) -> ObjectStore:
+        """The same root, more or less patient."""
+        return ObjectStore(
+            self._address, read_only=self._read_only, patience=patience, conditional=self._conditional
+        )
+
+    def for_one_writer(self) -> ObjectStore:
+        """The same root for a bucket that does not keep put-if-absent, and one writer at a time."""
+        return ObjectStore(
+            self._address, read_only=self._read_only, patience=self._patience, conditional=False
+        )
+
+    # Reading
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """The whole object; see `Store.get`."""
+        check_name(name)
+        size, data = self._try(name, "read", lambda client: client.get(name, max_bytes))
+        if size > max_bytes:
+            raise IntegrityError(
+                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
+            )
+        self._check_length(name, data, size)
+        return bytes(data)
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        """Part of an object; see `Store.get_range`."""
+        return bytes(self.read_range(name, offset, length))
+
+    def read_range(self, name: str, offset: int, length: int) -> Buffer:
+        """`get_range` without the copy: whatever the client has the bytes in."""
+        check_name(name)
+        check_ranges(name, [(offset, length)])
+        if length == 0:
+            return self._empty_range(name, offset)
+        data = self._try(name, "read", lambda client: client.get_range(name, offset, length))
+        self._check_length(name, data, length)
+        return data
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, near ones in one request, the others side by side; see `Store.get_ranges`."""
+        check_name(name)
+        check_ranges(name, ranges)
+        wanted = [Range(offset, length) for offset, length in ranges]
+        for empty in (one for one in wanted if not one.length):
+            self._empty_range(name, empty.offset)
+        groups = coalesce(wanted, max_gap=_MAX_GAP_BYTES, max_joined=_MAX_JOINED_BYTES)
+        if len(groups) <= 1:
+            read = [self.read_range(name, *group.span) for group in groups]
+        else:
+            with ThreadPoolExecutor(min(_PARALLEL_RANGES, len(groups))) as pool:
+                read = list(pool.map(lambda group: self.read_range(name, *group.span), groups))
+        parts = [b""] * len(wanted)
+        for group, data in zip(groups, read, strict=True):
+            view = memoryview(data)
+            for i in group.members:
+                start = wanted[i].offset - group.span.offset
+                parts[i] = bytes(view[start : start + wanted[i].length])
+        return parts
+
+    def head(self, name: str) -> ObjectStat | None:
+        """Size, and the SHA-256 that S3 took when the object was put; see `Store.head`."""
+        check_name(name)
+
+        def look(client: Any) -> ObjectStat | None:
+            try:
+                if hasattr(client, "sha256"):
+                    return ObjectStat(*client.sha256(name))
+                return ObjectStat(client.stat(name).size, None)
+            except Failure as failure:
+                if failure.kind == "absent":
+                    return None
+                raise
+
+        attested = self._address.scheme == "s3" and importlib.util.find_spec("boto3") is not None
+        return self._try(name, "look at", look, role="boto3" if attested else "data")
+
+    def local_path(self, name: str) -> Path | None:
+        """None: nothing here is a local file."""
+        check_name(name)
+        return None
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        """Names in byte order; see `Store.list_after`."""
+        check_prefix(prefix)
+        last = after
+        for _ in pauses(self._patience):
+            try:
+                for found in self._client("data").list(prefix, last):
+                    if found.name > last and found.name.startswith(prefix) and _is_ours(found.name):
+                        yield found.name
+                        last = found.name
+                return
+            except Failure as failure:
+                if not failure.passing:
+                    self._refuse(prefix or "objects", "list", failure)
+                problem = failure
+                self._renew(failure)
+        self._refuse(prefix or "objects", "list", problem)
+
+    # Writing
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create, never over another; see `Store.put_new`.
+
+        A put whose answer was lost may have landed, or may land yet. It is therefore repeated, with the same mark in
+        the object's metadata, until it is answered; the mark then tells whether the object that exists is ours.
+        """
+        check_name(name)
+        self._check_put(name, len(data))
+        if not self._conditional:
+            if self.head(name) is not None:
+                return False
+            self._try(name, "write", lambda client: client.put(name, data, write_id=None))
+            return True
+        return self._put_if_absent(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put good bytes over bad ones; see `Store.replace`."""
+        check_name(name)
+        self._check_put(name, len(data))
+        self._try(name, "write", lambda client: client.put(name, data, write_id=None))
+
+    def delete(self, name: str) -> None:
+        """Remove; see `Store.delete`."""
+        check_name(name)
+        self._check_writable(name)
+        self._try(name, "delete", lambda client: client.delete(name))
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[SpooledStage]:
+        """A large object, collected in a local temporary file and put in one piece; see `Store.stage`."""
+        self._check_writable(suffix or "an object")
+        return spooled(self, _MAX_PUT_BYTES)
+
+    def _put_if_absent(self, name: str, data: bytes) -> bool:
+        write_id = uuid.uuid4().hex
+        unclear = False
+        problem = Failure("no-answer", "no attempt was made")
+        for _ in pauses(self._patience):
+            try:
+                self._client("data").put(name, data, write_id=write_id)
+                return True
+            except Failure as failure:
+                if failure.kind == "exists":
+                    return unclear and self._is_mine(name, write_id)
+                if not failure.passing:
+                    self._refuse(name, "write", failure)
+                unclear = unclear or failure.kind == "no-answer"
+                problem = failure
+                self._renew(failure)
+        return self._refuse(name, "write", problem)
+
+    def _is_mine(self, name: str, write_id: str) -> bool:
+        found: Found = self._try(name, "look at", lambda client: client.stat(name))
+        return found.write_id == write_id
+
+    # Requests
+
+    def _client(self, role: str) -> Client:
+        """The client of this process: "data" for bytes, "boto3" for stored checksums."""
+        key = (os.getpid(), role)
+        found = self._clients.get(key)
+        if found is None:
+            made: Any
+            if role == "boto3":
+                from shardkit.storage.remote.boto3_client import Boto3Client
+
+                made = Boto3Client(self._address, self._patience)
+            else:
+                made = open_client(self._address, self._patience)
+            found = self._clients.setdefault(key, made)
+        return found  # type: ignore[no-any-return]
+
+    def _renew(self, failure: Failure) -> None:
+        """Drop clients whose credentials the store no longer takes; the next ones read them anew."""
+        if failure.kind in ("expired", "denied"):
+            self._clients.clear()
+
+    def _try(
+        self, name: str, doing: str, request: Callable[[Any], _Result], *, role: str = "data"
+    ) -> _Result:
+        """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
+        problem: Failure | None = None
+        for _ in pauses(self._patience):
+            denied_before = problem is not None and problem.kind == "denied"
+            try:
+                return request(self._client(role))
+            except Failure as failure:
+                problem = failure
+                self._renew(failure)
+                # A request without a body is denied without saying that a token has expired: new credentials, once.
+                if not failure.passing and (failure.kind != "denied" or denied_before):
+                    break
+        assert problem is not None
+        return self._refuse(name, doing, problem)
+
+    def _refuse(self, name: str, doing: str, failure: Failure) -> NoReturn:
+        """Turn a failure into the error that the protocol asks for."""
+        if failure.kind == "absent":
+            raise NotFoundError(
+                f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
+            )
+        if failure.kind == "range":
+            raise IntegrityError(
+                f"{name} in {self.url}: it is shorter than expected; run: shardkit repair {self.url}"
+            )
+        text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {failure.advice}"
+        if failure.kind == "denied" and doing in ("write", "delete"):
+            raise StoreReadOnlyError(text)
+        raise StoreError(text)
+
+    def _empty_range(self, name: str, offset: int) -> bytes:
+        stat = self.head(name)
+        if stat is None:
+            self._refuse(name, "read", Failure("absent", ""))
+        if offset > stat.size:
+            self._refuse(name, "read", Failure("range", ""))
+        return b""
+
+    def _check_length(self, name: str, data: Buffer, expected: int) -> None:
+        found = memoryview(data).nbytes
+        if found != expected:
+            raise IntegrityError(
+                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
+            )
+
+    def _check_put(self, name: str, size: int) -> None:
+        self._check_writable(name)
+        if size > _MAX_PUT_BYTES:
+            raise UsageError(
+                f"{name}: {size} bytes, a bucket takes {_MAX_PUT_BYTES} in one piece; use smaller samples"
+            )
+
+    def _check_writable(self, name: str) -> None:
+        if self._read_only:
+            raise StoreReadOnlyError(
+                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
+            )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a listed name is an object's: foreign objects below the prefix are not ours to show."""
+    try:
+        check_name(name)
+    except UsageError:
+        return False
+    return True

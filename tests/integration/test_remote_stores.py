@@ -1,0 +1,265 @@
+"""Stores beyond the local disk do what the protocol says, settle lost answers, and print no credential."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit.errors import IntegrityError, MissingDependency, NotFoundError, StoreError, UsageError
+from shardkit.storage import LocalStore, Repository, Store, open_store
+from shardkit.storage.remote import ObjectStore, Patience, parse_address, probe
+from shardkit.testing.servers import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Unavailable,
+    localstack,
+    moto,
+    rclone,
+    s3_environment,
+)
+from shardkit.testing.store_conformance import StoreConformance
+
+BUCKET = "shards"
+
+
+@pytest.fixture(scope="module")
+def moto_endpoint() -> Iterator[str]:
+    try:
+        with moto(BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def localstack_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    try:
+        with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def rclone_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    try:
+        with rclone(tmp_path_factory.mktemp("rclone"), BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    for name, value in s3_environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+
+
+def new_url() -> str:
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}/deep"
+
+
+class TestMoto(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, monkeypatch: pytest.MonkeyPatch, moto_endpoint: str) -> None:
+        use(monkeypatch, moto_endpoint)
+
+    def new_store(self, tmp_path: Path) -> Store:
+        return open_store(new_url())
+
+
+class TestLocalStack(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, monkeypatch: pytest.MonkeyPatch, localstack_endpoint: str) -> None:
+        use(monkeypatch, localstack_endpoint)
+
+    def new_store(self, tmp_path: Path) -> Store:
+        return open_store(new_url())
+
+    def test_heads_are_attested(self, store: Store) -> None:
+        """The store's own SHA-256 of the whole object is what the name of an object says: no byte is fetched."""
+        data = os.urandom(3_000_000)
+        store.put_new("objects/x", data)
+        with store.stage() as stage:
+            stage.write(data)
+            digest = stage.digest
+            stage.publish("objects/y")
+        for name in ("objects/x", "objects/y"):
+            stat = store.head(name)
+            assert stat is not None
+            assert stat == (len(data), digest)
+
+
+class TestFsspecMemory(StoreConformance):
+    def new_store(self, tmp_path: Path) -> Store:
+        return open_store(f"memory://{uuid.uuid4().hex}/deep")
+
+
+class TestFsspecFiles(StoreConformance):
+    """A real file system behind fsspec, where directories exist."""
+
+    def new_store(self, tmp_path: Path) -> Store:
+        return open_store(f"local://{tmp_path}/deep")
+
+
+class TestProbe:
+    """Sixteen racing writers: who keeps put-if-absent, and who is refused."""
+
+    def test_local(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path / "root")
+        assert probe(store, rounds=2).holds
+        assert list(store.list_after("")) == [], "nothing is left behind"
+
+    def test_moto(self, monkeypatch: pytest.MonkeyPatch, moto_endpoint: str) -> None:
+        use(monkeypatch, moto_endpoint)
+        store = open_store(new_url())
+        assert probe(store).holds
+        assert list(store.list_after("")) == []
+
+    def test_localstack(self, monkeypatch: pytest.MonkeyPatch, localstack_endpoint: str) -> None:
+        use(monkeypatch, localstack_endpoint)
+        found = probe(open_store(new_url()))
+        assert found.winners == (1, 1, 1, 1, 1)
+        assert found.holds
+
+    def test_rclone_is_refused(self, monkeypatch: pytest.MonkeyPatch, rclone_endpoint: str) -> None:
+        use(monkeypatch, rclone_endpoint)
+        url = new_url()
+        assert not probe(open_store(url)).holds
+        with pytest.raises(StoreError, match=r"put-if-absent does not hold.*single_writer=True"):
+            Repository.create(url)
+        with pytest.raises(NotFoundError):
+            Repository.open(url)
+        alone = Repository.create(url, single_writer=True)
+        manifest = alone.put_object(b"manifest", "manifest").digest
+        alone.commit({"main": manifest}, message="alone")
+        again = Repository.open(url)
+        assert again.id == alone.id == Repository.create(url).id
+        assert again.resolve() == manifest
+        assert again.store.put_new("log/00000000000000000001.json", b"") is False, "it looks before it puts"
+
+    def test_fsspec_is_refused(self) -> None:
+        url = f"memory://{uuid.uuid4().hex}"
+        with pytest.raises(StoreError, match="put-if-absent does not hold"):
+            Repository.create(url)
+        assert Repository.create(url, single_writer=True).id == Repository.open(url).id
+
+
+def test_addresses() -> None:
+    assert parse_address("S3://bucket/a%20b".replace("%20", "_")).url == "s3://bucket/a_b"
+    assert parse_address("gcs://bucket/").url == "gs://bucket"
+    assert parse_address("sftp://me@host:22/data").url == "sftp://me@host:22/data"
+    for secret in (
+        "s3://key:hidden@bucket/x",
+        "s3://hidden@bucket/x",
+        "sftp://me:hidden@host/x",
+        "https://host/x?X-Amz-Signature=hidden",
+        "az://box/x#hidden",
+        "s3://bucket/x hidden",
+    ):
+        with pytest.raises(UsageError) as caught:
+            parse_address(secret)
+        assert "hidden" not in str(caught.value)
+    for bad in ("s3://", "s3:///x", "s3://bucket/../x", "s3://bucket/a//b"):
+        with pytest.raises(UsageError):
+            parse_address(bad)
+
+
+def test_a_missing_bucket_is_no_empty_one(monkeypatch: pytest.MonkeyPatch, moto_endpoint: str) -> None:
+    use(monkeypatch, moto_endpoint)
+    store = open_store("s3://never-made/x")
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        store.get("shardkit.json", max_bytes=10)
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        store.put_new("shardkit.json", b"")
+
+
+FORKED = """
+import os, sys
+from shardkit.storage import open_store
+store = open_store(sys.argv[1])
+assert store.get("x", max_bytes=9) == b"before"
+child = os.fork()
+if not child:
+    code = 1
+    try:
+        assert store.get("x", max_bytes=9) == b"before"
+        assert store.get_ranges("x", [(0, 1), (5, 1)]) == [b"b", b"e"]
+        assert store.put_new("y", b"child") is True
+        assert store.put_new("x", b"child") is False
+        assert list(store.list_after("")) == ["x", "y"]
+        code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(child, 0)[1] == 0
+assert store.get("y", max_bytes=9) == b"child"
+"""
+
+
+def test_a_forked_child_goes_on(monkeypatch: pytest.MonkeyPatch, moto_endpoint: str) -> None:
+    """obstore's own threads do not live in the child, where its calls hang for ever."""
+    use(monkeypatch, moto_endpoint)
+    url = new_url()
+    open_store(url).put_new("x", b"before")
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", FORKED, url], check=True, timeout=120)
+
+
+def test_errors_and_pickles_hold_no_credential(monkeypatch: pytest.MonkeyPatch, moto_endpoint: str) -> None:
+    use(monkeypatch, moto_endpoint)
+    store = open_store(new_url())
+    store.put_new("x", b"1")
+    assert SECRET_KEY.encode() not in pickle.dumps(store)
+    assert ACCESS_KEY.encode() not in pickle.dumps(store)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
+    dead = ObjectStore(parse_address(store.url), patience=Patience(deadline_s=0.2, attempt_s=1))
+    for action in (
+        lambda: dead.get("x", max_bytes=1),
+        lambda: dead.put_new("x", b""),
+        lambda: dead.head("x"),
+        lambda: list(dead.list_after("")),
+    ):
+        with pytest.raises(StoreError, match=r"no connection|no answer|timed out") as caught:
+            action()
+        told = "".join(traceback.format_exception(caught.value)) + repr(dead)
+        assert SECRET_KEY not in told
+        assert ACCESS_KEY not in told
+
+
+def test_a_dataset_in_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, localstack_endpoint: str, tmp_path: Path
+) -> None:
+    """create, open, sample, loader: as on a disk, and the same manifest."""
+    use(monkeypatch, localstack_endpoint)
+    ids = []
+    for root in (new_url(), str(tmp_path / "local")):
+        with shardkit.create(root, {"image": "bytes", "label": "int64"}, stratify="label", shard_size=40_000,
+                             block_size=4_000) as writer:  # fmt: skip
+            for number in range(200):
+                writer.add({"image": b"%d " % number * 100, "label": number % 3}, key=f"k{number}")
+        dataset = shardkit.open(root)
+        ids.append(dataset.manifest.id)
+        plan = dataset.plan(global_batch=10, seed=1)
+        with contextlib.closing(dataset.loader(plan, rank=0, world=1, tensors=False)) as loader:
+            seen = [
+                (batch["samples"].tolist(), [bytes(one)[:9] for one in batch["image"]]) for batch in loader
+            ]
+        ids.append(repr((seen, dataset[17])))
+    assert ids[:2] == ids[2:]
+    assert dataset.manifest.shards > 1
+    with pytest.raises(IntegrityError):
+        Repository.open(root).store.get_range(dataset.reader.shard_name(0), 0, 2**30)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"shardkit\[s3\]"):
+        open_store("s3://bucket/x").put_new("x", b"")
