@@ -39,7 +39,7 @@ from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskFacts, TaskRows, digest_file
 from shardkit_tools.building.resuming import finished_tasks
-from shardkit_tools.building.workers import run_all
+from shardkit_tools.building.workers import Processes
 from shardkit_tools.building.writing import WriteWorker, finished_shard
 from shardkit_tools.importers.protocol import Importer, SourceTask
 
@@ -151,6 +151,7 @@ class Engine:
         self._tasks = list(importer.tasks())
         self._started = time.monotonic()
         self._base: Base | None = None
+        self._processes = Processes(settings.jobs)
 
     def count(self) -> BuildResult:
         """The dry run: everything but writing.
@@ -160,7 +161,8 @@ class Engine:
         """
         if self._settings.append:
             self._load_base(Repository.open(self._settings.root, read_only=True))
-        found, columns = self._read("", {})
+        with self._processes:
+            found, columns = self._read("", {})
         plan = self._plan(found, columns, None)
         return self._result(found, plan, None, None, None, 0, 0)
 
@@ -179,7 +181,8 @@ class Engine:
         parent = scratch_folder(repository, self._settings.scratch)
         job = JobDirectory(parent, self._digest())
         try:
-            result = self._build(repository, parent, job)
+            with self._processes:
+                result = self._build(repository, parent, job)
         except KeyboardInterrupt:
             job.release()
             raise KeyboardInterrupt(
@@ -248,7 +251,7 @@ class Engine:
             skip=self._settings.skip,
             run_bytes=self._settings.run_bytes,
         )
-        for rows in run_all(make, todo, self._jobs(len(todo), left), self._meter.add):
+        for rows in self._processes.run(make, todo, self._meter.add, here=left < SMALL_BYTES):
             found[rows.facts.number] = rows
         self._meter.end()
         tasks = [found.pop(number) for number in range(len(self._tasks))]
@@ -327,7 +330,7 @@ class Engine:
             self._settings.gather_bytes,
         )
         try:
-            for shard in run_all(make, unfinished(), self._jobs(plan.layout.shards, total), self._meter.add):
+            for shard in self._processes.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
                 written[shard.number] = shard
         except IntegrityError:
             job.discard()  # damaged scratch must not be used again
@@ -379,9 +382,6 @@ class Engine:
         with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
             stream.writelines(lines)
         return path
-
-    def _jobs(self, items: int, size: int) -> int:
-        return 1 if size < SMALL_BYTES else max(1, min(self._settings.jobs, items))
 
     def _digest(self) -> str:
         """What must be equal for the work of an earlier run to be of use."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from shardkit.errors import RunError, ShardkitError
 
-__all__ = ["Report", "Worker", "run_all"]
+__all__ = ["Processes", "Report", "Worker"]
 
 Report = Callable[[int, int], None]
 """Called by work with (rows, bytes) done since the last call."""
@@ -41,96 +41,113 @@ class Worker(Protocol):
 class _Running:
     process: SpawnProcess
     connection: Connection
+    make: Callable[[], Worker] | None = None
     item: Any = None
 
 
-def run_all(make: Callable[[], Worker], items: Iterable[Any], jobs: int, report: Report) -> Iterator[Any]:
-    """Work off all items and yield the results as they come, in no particular order.
+class Processes:
+    """Up to ``jobs`` processes, started when there is work for them and kept for the next list; a context manager.
 
-    Args:
-        make: makes the worker; picklable (a class, or a `functools.partial` of one).
-        items: picklable, drawn only when a process is free.
-        jobs: number of processes; 1 works here, without a process.
-        report: takes what workers report.
-
-    Raises:
-        RunError: a process died, or failed with an error that is not shardkit's own.
+    Results are durable or worthless, so that leaving simply kills what is still at work.
     """
-    if jobs <= 1:
-        worker = make()
-        try:
-            for item in items:
-                yield worker.work(item, report)
-        finally:
-            worker.close()
-        return
-    yield from _in_processes(make, iter(items), jobs, report)
 
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._context = multiprocessing.get_context("spawn")
+        self._running: list[_Running] = []
 
-def _in_processes(
-    make: Callable[[], Worker], items: Iterator[Any], jobs: int, report: Report
-) -> Iterator[Any]:
-    context = multiprocessing.get_context("spawn")
-    running: list[_Running] = []
-    try:
-        for item in items:
-            if len(running) < jobs:
-                running.append(_start(context, make, len(running)))
-                _give(running[-1], item)
-                continue
-            yield from _until_free(running, report)
-            free = next(one for one in running if one.item is None)
-            _give(free, item)
-        while any(one.item is not None for one in running):
-            yield from _until_free(running, report)
-    finally:
-        # Results are durable or worthless: nothing is lost with a process.
-        for one in running:
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._running:
             one.process.kill()
-        for one in running:
+        for one in self._running:
             one.process.join()
             one.connection.close()
+        self._running = []
+
+    def run(
+        self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
+    ) -> Iterator[Any]:
+        """Work off all items and yield the results as they come, in no particular order.
+
+        Args:
+            make: makes the worker; picklable (a class, or a `functools.partial` of one).
+            items: picklable, drawn only when a process is free.
+            report: takes what workers report.
+            here: work in this process; always so with one job.
+
+        Raises:
+            RunError: a process died, or failed with an error that is not shardkit's own.
+        """
+        if here or self._jobs <= 1:
+            yield from _run_here(make, items, report)
+            return
+        pending = iter(items)
+        drawn = True
+        while True:
+            while drawn and self._has_free():
+                item = next(pending, None)
+                drawn = item is not None
+                if drawn:
+                    _give(self._free(), make, item)
+            busy = {one.connection: one for one in self._running if one.item is not None}
+            if not busy:
+                return
+            for ready in wait(list(busy)):
+                yield from _take(busy[ready], report)  # type: ignore[index]
+
+    def _has_free(self) -> bool:
+        return len(self._running) < self._jobs or any(one.item is None for one in self._running)
+
+    def _free(self) -> _Running:
+        for one in self._running:
+            if one.item is None:
+                return one
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_serve, args=(theirs,), name=f"build-{len(self._running)}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._running.append(_Running(process, ours))
+        return self._running[-1]
 
 
-def _start(context: Any, make: Callable[[], Worker], number: int) -> _Running:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, make), name=f"build-{number}", daemon=True)
-    process.start()
-    theirs.close()
-    return _Running(process, ours)
+def _run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -> Iterator[Any]:
+    worker = make()
+    try:
+        for item in items:
+            yield worker.work(item, report)
+    finally:
+        worker.close()
 
 
-def _give(one: _Running, item: Any) -> None:
+def _give(one: _Running, make: Callable[[], Worker], item: Any) -> None:
     one.item = item
     try:
+        if one.make is not make:
+            one.make = make
+            one.connection.send(("make", make))
         one.connection.send(("work", item))
     except OSError:
         raise _died(one) from None
 
 
-def _until_free(running: list[_Running], report: Report) -> Iterator[Any]:
-    """Results until a process is free; at least one process is at work."""
-    while all(one.item is not None for one in running) or _any_ready(running):
-        busy = {one.connection: one for one in running if one.item is not None}
-        for ready in wait(list(busy)):
-            one = busy[ready]  # type: ignore[index]
-            try:
-                kind, value = one.connection.recv()
-            except (EOFError, OSError):
-                raise _died(one) from None
-            if kind == "report":
-                report(*value)
-            elif kind == "failed":
-                raise value
-            else:
-                one.item = None
-                yield value
-    if all(one.item is None for one in running):
-        return
-
-
-def _any_ready(running: list[_Running]) -> bool:
-    return bool(wait([one.connection for one in running if one.item is not None], timeout=0))
+def _take(one: _Running, report: Report) -> Iterator[Any]:
+    """What a process has to say; the result, if it is one."""
+    try:
+        kind, value = one.connection.recv()
+    except (EOFError, OSError):
+        raise _died(one) from None
+    if kind == "report":
+        report(*value)
+    elif kind == "failed":
+        raise value
+    else:
+        one.item = None
+        yield value
 
 
 def _died(one: _Running) -> RunError:
@@ -151,10 +168,11 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _serve(connection: Connection, make: Callable[[], Worker]) -> None:
+def _serve(connection: Connection) -> None:
     """The life of a process: until the parent closes the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    make: Callable[[], Worker] | None = None
     worker: Worker | None = None
 
     def report(rows: int, size: int) -> None:
@@ -162,17 +180,23 @@ def _serve(connection: Connection, make: Callable[[], Worker]) -> None:
 
     try:
         while True:
-            _, item = connection.recv()
+            kind, value = connection.recv()
+            if kind == "make":
+                if worker is not None:
+                    worker.close()
+                make, worker = value, None
+                continue
             try:
                 if worker is None:
+                    assert make is not None, "a worker is made before it works"
                     worker = make()
-                answer = ("done", worker.work(item, report))
+                answer = ("done", worker.work(value, report))
             except ShardkitError as error:
                 answer = ("failed", error)
-            except OSError:
+            except BrokenPipeError:
                 raise  # the parent is gone: nobody is left to tell
             except BaseException as error:  # noqa: BLE001 (told to the parent)
-                answer = ("failed", RunError(f"{item}: {error!r}\n{traceback.format_exc()}"))
+                answer = ("failed", RunError(f"{value}: {error!r}\n{traceback.format_exc()}"))
             connection.send(answer)
     except (EOFError, OSError):
         return
