@@ -78,6 +78,18 @@ def test_exact_mode_gives_one_hash_on_any_number_of_ranks(ranks: Any) -> None:
     assert len({result["ddp/fp64"] for result in hashes.values()}) == 1, hashes
 
 
+def test_exact_mode_gives_the_hash_of_the_record(ranks: Any) -> None:
+    """Bits depend on torch's kernels, so the record has an entry per torch version and CPU capability."""
+    import torch
+
+    key = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    record = json.loads(SCRIPT.with_name("trainer_golden.json").read_text())
+    found = ranks(2)["exact_hashes"]["ddp/int64"]
+    if key not in record:
+        pytest.skip(f"no golden hash for {key}; found {found}: add it once it has been seen on two machines")
+    assert found == record[key]
+
+
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_checkpoints_load_into_every_strategy_and_world(ranks: Any, nproc: int) -> None:
     distances = ranks(nproc)["load"]

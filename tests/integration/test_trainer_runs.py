@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 import shardkit
 from shardkit.errors import RunError, StateError
 from shardkit.torch import CheckpointReader, checkpoint_names
-from shardkit_trainer import load_configuration
 from shardkit_trainer.run_directory import RunDirectory, read_lines
 
 STEPS, BATCH = 30, 24
@@ -177,7 +179,51 @@ def test_torn_lines_are_closed_and_skipped(tmp_path: Path) -> None:
     assert read_lines(path) == [{"a": 1}, {"a": 3}]
 
 
-def test_examples_are_valid_configurations() -> None:
-    folder = Path(__file__).parents[2] / "examples"
-    for name in ("stdlib_gpt.toml", "digits.toml"):
-        load_configuration(folder / name, ["run.steps=1"])
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, *settings: str, nproc: int) -> str:
+    """The output of ``shardkit train`` on an example."""
+    command = [
+        sys.executable,
+        "-m",
+        "shardkit_tools",
+        "train",
+        str(EXAMPLES / name),
+        *settings,
+        "--nproc",
+        str(nproc),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_digits_example_learns(tmp_path: Path, digits: dict[str, str]) -> None:
+    settings = (f"run.directory={tmp_path / 'run'}", f"data.dataset={digits['train']}", "run.epochs=6")
+    output = run_example("digits.toml", *settings, f"evaluation.dataset={digits['val']}", nproc=1)
+    assert "over 360 samples" in output
+    accuracy = float(evaluation_line(output).partition("accuracy ")[2].split()[0])
+    assert accuracy > 95.0
+
+
+def test_the_language_example_learns(tmp_path: Path) -> None:
+    root = tmp_path / "stdlib"
+    schema = {"text": "str", "package": "str"}
+    with shardkit.create(
+        str(root), schema=schema, stratify="package", shard_size="256KiB", block_size="16KiB"
+    ) as writer:
+        for package in ("json", "email", "asyncio"):
+            for source in sorted((Path(sysconfig.get_path("stdlib")) / package).glob("*.py")):
+                text = source.read_text(encoding="utf-8")
+                for at in range(0, len(text), 1000):
+                    writer.add({"text": text[at : at + 1000], "package": package})
+    smaller = ["model.width=64", "model.layers=2", "model.context=64", "data.global_batch=16"]
+    quick = [*smaller, "run.steps=60", "log.every=10"]
+    output = run_example(
+        "stdlib_gpt.toml", f"run.directory={tmp_path / 'run'}", f"data.dataset={root}", *quick, nproc=2
+    )
+    losses = [line["loss"] for line in read_lines(tmp_path / "run" / "metrics" / "train.jsonl")]
+    assert len(losses) == 60
+    assert losses[0] > 5.0
+    assert sum(losses[-5:]) / 5 < 3.3, output

@@ -81,7 +81,8 @@ class LocalOptimizer:
         for item in owned:
             state = self._optimizer.state[item.tensor]
             if config.name == "adamw":
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                where = item.tensor.device if fused else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=where)
             for moment in self._moments:
                 state[moment] = torch.zeros_like(item.tensor)
 

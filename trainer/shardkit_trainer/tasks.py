@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,6 +82,10 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
     if config.kind == "classifier":
         return ClassifierTask(config, dataset)
     module, _, name = config.kind.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(
+            os.getcwd()
+        )  # as `python -m` has it: one's own module lies where the command is typed
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

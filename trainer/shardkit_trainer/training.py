@@ -178,7 +178,9 @@ class _Run:
         chosen = {"lanes": data.lanes, "weights": data.weights, "window_blocks": data.window_blocks}
         settings: dict[str, Any] = {name: value for name, value in chosen.items() if value}
         self.plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
-        self.steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
+        self.steps = config.run.steps or config.run.epochs * (
+            self.plan.steps_per_epoch or self.plan.loop_steps
+        )
 
     def _take_over(self, before: Strategy | None, strategy: Strategy) -> None:
         """From the rank that is furthest where replicas live on, else from the newest checkpoint."""
