@@ -79,7 +79,7 @@ def write_shard(
     rows: ShardRows,
     *,
     schema: Schema,
-    format: str,  # noqa: A002 (the word of the interface)
+    format: str,
     compression: str,
     gather_bytes: int = GATHER_BYTES,
     on_block: Callable[[int, int], None] | None = None,
