@@ -93,6 +93,7 @@ def audit_run(
     level: Level | None = "read",
     sample: Fraction | float | str = 1,
     jobs: int = 1,
+    statement: dict[str, Any] | None = None,
     report: Report | None = None,
 ) -> Audit:
     """Check everything that can be checked of a run. Nothing is written.
@@ -103,6 +104,7 @@ def audit_run(
         level: of the check of the shards, as in `verify`; None checks the manifest alone.
         sample: share of the shards that is looked at.
         jobs: processes for the replay.
+        statement: of an earlier audit, from `verify_envelope`: what it says must still hold.
         report: called with (what, done, of).
 
     Raises:
@@ -118,6 +120,8 @@ def audit_run(
     _check_checkpoints(record, audit)
     _check_end(record, audit)
     _explain_events(record)
+    if statement is not None:
+        _check_statement(record, statement, audit)
     if level is not None:
         _verify_data(record, plans, audit, level, sample, jobs, report)
     audit.findings = record.findings
@@ -303,6 +307,36 @@ def _check_end(record: RunRecord, audit: Audit) -> None:
         record.add(
             "violated", "ledger", f"steps {audit.steps} to {record.reached - 1}",
             f"are not recorded, and the trainer's own logs speak of {record.reached} steps: the ledger was cut",
+        )  # fmt: skip
+
+
+def _check_statement(record: RunRecord, statement: dict[str, Any], audit: Audit) -> None:
+    """What was signed must be of this run: its manifest, its plan, and a head that its ledger once had."""
+    signed = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
+    head = statement["predicate"]["head"]
+    if (head["steps"]["root"], head["events"]["root"]) != (
+        signed.get("ledger/steps"),
+        signed.get("ledger/events"),
+    ):
+        record.add(
+            "violated", "signature", "signed statement", "its head and its subjects contradict each other"
+        )
+    pairs = {(one["manifest"].removeprefix("sha256:"), one["plan"]) for one in record.plans}
+    if (signed.get("manifest"), signed.get("plan")) not in pairs:
+        record.add(
+            "violated", "signature", "signed statement", "is about another manifest or plan than this run's"
+        )
+    elif record.roots is None or not record.roots.holds(head):
+        record.add(
+            "violated", "signature", "signed statement",
+            f"was made for a ledger of {head['steps']['size']} steps with root {head['steps']['root'][:12]}…, which "
+            "this ledger never was: it was changed since, or is another run's",
+        )  # fmt: skip
+    else:
+        record.add(
+            "note", "signature", "signed statement",
+            f"is good and covers {head['steps']['size']} of the {audit.steps - audit.first} steps; it said: "
+            f"{statement['predicate']['verdict']}",
         )  # fmt: skip
 
 

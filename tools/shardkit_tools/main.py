@@ -26,19 +26,20 @@ __all__ = ["COMMANDS", "make_app", "run"]
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build",)),
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
-    ("Make versions of it", ("tag", "select", "merge")),
-    ("Check it, hand it on", ("verify", "export")),
+    ("Make versions of it", ("tag", "select", "merge", "rebuild", "remove")),
+    ("Check it, hand it on", ("verify", "audit", "export")),
     ("Train on it", ("plan", "train")),
     ("Get to know shardkit", ("demo",)),
 )
-"""Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name."""
+"""Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name, or a
+group of commands."""
 
 _INTRODUCTION = """Sharded, checksummed training data, from source files to optimizer step.
 
 A dataset is a ROOT (a folder); its versions are ROOT@REF, such as data/cats@val, or ROOT@sha256:… by id.
 
 Exit codes: 0 done, 1 error, 2 wrong command line, 130 interrupted; verify: 1 repaired, 2 data lost, 3 could
-not check.
+not check; audit: 1 explained, 2 violated, 3 could not check.
 
 Example: shardkit build photos/ data/cats --stratify label && shardkit show data/cats
 """
@@ -67,7 +68,10 @@ def make_app(only: str | None = None) -> typer.Typer:
             module = f"shardkit_tools.commands.{name}"
             if only in (None, name) and importlib.util.find_spec(module) is not None:
                 command = getattr(importlib.import_module(module), name)
-                app.command(name, cls=CommandPage, rich_help_panel=heading)(command)
+                if isinstance(command, typer.Typer):
+                    app.add_typer(command, rich_help_panel=heading)
+                else:
+                    app.command(name, cls=CommandPage, rich_help_panel=heading)(command)
     return app
 
 

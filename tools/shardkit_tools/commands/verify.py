@@ -25,7 +25,7 @@ from shardkit_tools.console import (
     short_ids,
 )
 
-__all__ = ["verify"]
+__all__ = ["LevelName", "parse_share", "verify"]
 
 _SHOWN_BLOCKS = 8
 _SHOWN_FINDINGS = 20
@@ -79,7 +79,7 @@ def verify(
         result = verify_dataset(
             root,
             level=level.value,
-            sample=_share(sample),
+            sample=parse_share(sample),
             seed=seed,
             jobs=jobs,
             report=lambda done, total: status.show(f"verified {done:,} of {count_text(total, 'shard')}"),
@@ -94,7 +94,12 @@ def verify(
         raise typer.Exit(result.exit_code)
 
 
-def _share(text: str) -> Fraction:
+def parse_share(text: str) -> Fraction:
+    """A share such as 5% or 0.05.
+
+    Raises:
+        UsageError: it is none.
+    """
     try:
         share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):

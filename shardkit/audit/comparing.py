@@ -1,0 +1,234 @@
+"""Two runs: the first step at which they consumed other samples, and why."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardkit.audit.plans import RunPlan
+from shardkit.audit.run_record import RunRecord
+from shardkit.dataset import Dataset
+
+__all__ = ["Comparison", "compare_runs"]
+
+_STEPS_AT_ONCE = 256
+_SHOWN = 8
+
+
+@dataclass
+class Comparison:
+    """How two runs relate.
+
+    Attributes:
+        steps: (steps of A, steps of B).
+        compared: steps that both have consumed.
+        diverges: the first step at which they consumed different samples; None where there is none.
+        cells: (lane, slot, sample of A, sample of B) of that step, the first few that differ.
+        reasons: why, the strongest first.
+        manifests: shards of one dataset alone, where the manifests differ.
+        settings: plan settings that differ: name → [A's, B's].
+        content: where the datasets differ: samples of the first step that were read and have equal content, and how
+            many were read.
+    """
+
+    steps: tuple[int, int]
+    compared: int = 0
+    diverges: int | None = None
+    cells: list[tuple[int, int, int, int]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    manifests: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, list[Any]] = field(default_factory=dict)
+    content: tuple[int, int] | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both consumed the same samples at every step that both have."""
+        return self.diverges is None
+
+
+def compare_runs(
+    a: RunRecord, b: RunRecord, plans_a: dict[int, RunPlan], plans_b: dict[int, RunPlan]
+) -> Comparison:
+    """Compare what two runs consumed.
+
+    Digests are compared where manifest and plan are the same; else the samples of both plans, with the substitutions
+    that the ledgers record, by number where the manifest is the same and by key where it is another.
+    """
+    ends = tuple(int(one.branch[-1]["step"]) + 1 if len(one.branch) else 0 for one in (a, b))
+    first = max((int(one.branch[0]["step"]) if len(one.branch) else 0) for one in (a, b))
+    result = Comparison((ends[0], ends[1]), max(0, min(ends) - first))
+    one, other = _main_plan(a, plans_a), _main_plan(b, plans_b)
+    _say_differences(a, b, one, other, result)
+    same_names = (
+        bool(a.plans) and bool(b.plans) and all(a.plans[0][n] == b.plans[0][n] for n in ("manifest", "plan"))
+    )
+    if same_names:
+        _compare_digests(a, b, first, min(ends), result)
+    elif one is not None and other is not None:
+        _compare_samples(a, b, one, other, first, min(ends), result)
+    if result.diverges is not None and one is not None and other is not None:
+        _show_cells(a, b, one, other, result)
+    return result
+
+
+def _main_plan(record: RunRecord, plans: dict[int, RunPlan]) -> RunPlan | None:
+    return plans.get(int(record.branch[0]["plan"])) if len(record.branch) else None
+
+
+def _compare_digests(a: RunRecord, b: RunRecord, first: int, last: int, result: Comparison) -> None:
+    count = max(0, last - first)
+    parts = [
+        one.branch[first - int(one.branch[0]["step"]) :][:count]["digest"] if count else None
+        for one in (a, b)
+    ]
+    if parts[0] is None or parts[1] is None:
+        return
+    unequal = np.flatnonzero((parts[0] != parts[1]).any(axis=1))
+    if len(unequal):
+        result.diverges = first + int(unequal[0])
+        substituted = _substituted(a, result.diverges) != _substituted(b, result.diverges)
+        result.reasons.append(
+            "samples were substituted in one run and not, or otherwise, in the other" if substituted
+            else "the plan is the same, and one of the ledgers records other samples: run shardkit audit on both"
+        )  # fmt: skip
+
+
+def _compare_samples(
+    a: RunRecord, b: RunRecord, one: RunPlan, other: RunPlan, first: int, last: int, result: Comparison
+) -> None:
+    by_key = one.dataset.manifest.id != other.dataset.manifest.id
+    if one.plan.global_batch != other.plan.global_batch:
+        if last > first:
+            result.diverges = first
+        return
+    for begin in range(first, last, _STEPS_AT_ONCE):
+        end = min(last, begin + _STEPS_AT_ONCE)
+        left, right = _consumed(a, one, begin, end), _consumed(b, other, begin, end)
+        unequal = (left != right).any(axis=1)
+        if by_key:
+            unequal = _keys_differ(one.dataset, other.dataset, left, right)
+        if unequal.any():
+            result.diverges = begin + int(np.flatnonzero(unequal)[0])
+            return
+
+
+def _consumed(record: RunRecord, plan: RunPlan, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """(steps, B) samples in the order of the lanes, substitutions included."""
+    cells = plan.plan.steps(first, last).copy()
+    for step in range(first, last):
+        for (lane, slot), by in _substituted(record, step).items():
+            cells[step - first, lane, slot] = by
+    return cells.reshape(last - first, -1)
+
+
+def _substituted(record: RunRecord, step: int) -> dict[tuple[int, int], int]:
+    return {
+        (event["lane"], event["slot"]): event["by"]
+        for event in record.events
+        if event.get("kind") == "substituted" and event.get("step") == step
+    }
+
+
+def _keys_differ(
+    one: Dataset, other: Dataset, left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Per step, whether any sample has another key."""
+    mine, theirs = _Keys(one), _Keys(other)
+    return np.array(
+        [
+            any(
+                mine[a] != theirs[b]
+                for a, b in zip(row.tolist(), line.tolist(), strict=True)
+                if a >= 0 or b >= 0
+            )
+            for row, line in zip(left, right, strict=True)
+        ]
+    )
+
+
+class _Keys:
+    """Keys of samples, looked up once each."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset, self._known = dataset, dict[int, str]()
+
+    def __getitem__(self, sample: int) -> str:
+        if sample < 0:
+            return ""
+        if sample not in self._known:
+            self._known[sample] = self._dataset.key(sample)
+        return self._known[sample]
+
+
+# ---- why
+
+
+def _say_differences(
+    a: RunRecord, b: RunRecord, one: RunPlan | None, other: RunPlan | None, result: Comparison
+) -> None:
+    if one is None or other is None:
+        result.reasons.append("a plan cannot be made again, so that only digests can be compared")
+        return
+    mine, theirs = one.plan.settings.canonical(), other.plan.settings.canonical()
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            result.settings[name] = [mine.get(name), theirs.get(name)]
+            result.reasons.append(
+                f"another plan: {name} is {mine.get(name)} in A and {theirs.get(name)} in B"
+            )
+    if one.dataset.manifest.id != other.dataset.manifest.id:
+        _say_manifests(one.dataset, other.dataset, result)
+        result.content = _equal_content(one, other)
+        if result.content[0] == result.content[1] > 0:
+            result.reasons.append(
+                f"rebuilt data: another manifest, and the {result.content[1]} samples of the first step that were read "
+                "have equal content in equal order"
+            )
+        else:
+            shards = result.manifests
+            result.reasons.insert(
+                0, f"another manifest: {shards['only_a']} shards are in A alone, {shards['only_b']} in B alone, "
+                f"{shards['shared']} in both",
+            )  # fmt: skip
+
+
+def _say_manifests(one: Dataset, other: Dataset, result: Comparison) -> None:
+    mine = {one.table.digest_text(shard) for shard in range(len(one.table))}
+    theirs = {other.table.digest_text(shard) for shard in range(len(other.table))}
+    result.manifests = {
+        "a": one.manifest.id,
+        "b": other.manifest.id,
+        "only_a": len(mine - theirs),
+        "only_b": len(theirs - mine),
+        "shared": len(mine & theirs),
+        "examples_a": sorted(mine - theirs)[:_SHOWN],
+        "examples_b": sorted(theirs - mine)[:_SHOWN],
+        "samples": [len(one), len(other)],
+    }
+
+
+def _equal_content(one: RunPlan, other: RunPlan) -> tuple[int, int]:
+    """(samples of step 0 that have equal content at equal places, samples that were read)."""
+    left, right = one.plan.step(0).ravel(), other.plan.step(0).ravel()
+    pairs = [(a, b) for a, b in zip(left.tolist(), right.tolist(), strict=False) if a >= 0 and b >= 0]
+    equal = sum(_content(one.dataset, a) == _content(other.dataset, b) for a, b in pairs)
+    return equal, len(pairs)
+
+
+def _content(dataset: Dataset, sample: int) -> str:
+    payloads = dataset.schema.encode(dataset[sample], where=f"sample {sample}")
+    return hashlib.sha256(b"".join(len(one).to_bytes(8, "little") + one for one in payloads)).hexdigest()
+
+
+def _show_cells(a: RunRecord, b: RunRecord, one: RunPlan, other: RunPlan, result: Comparison) -> None:
+    step = result.diverges
+    assert step is not None
+    if (one.plan.lanes, one.plan.cell_size) != (other.plan.lanes, other.plan.cell_size):
+        return
+    left, right = _consumed(a, one, step, step + 1)[0], _consumed(b, other, step, step + 1)[0]
+    for place in np.flatnonzero(left != right)[:_SHOWN].tolist():
+        lane, slot = divmod(place, one.plan.cell_size)
+        result.cells.append((lane, slot, int(left[place]), int(right[place])))

@@ -1,0 +1,247 @@
+"""Which steps saw a sample, what a step was made of, and that none of a list was ever used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.audit.plans import RunPlan
+from shardkit.audit.replay import replay
+from shardkit.audit.run_record import RunRecord
+from shardkit.dataset import Dataset
+from shardkit.dataset.lookups import find_samples, hash_values
+from shardkit.errors import NotFoundError
+
+__all__ = ["StepSample", "Use", "resolve_samples", "samples_of_step", "uses_of", "uses_of_many"]
+
+_MANY = 256
+"""From so many samples on, one replay of the whole plan is quicker than asking the plan for each."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One time that a run consumed a sample.
+
+    Attributes:
+        sample: its number in the dataset.
+        epoch: of the plan; with explicit weights the pass of its stratum.
+        step, lane, slot: its place in the grid.
+        ranks: the ranks that were handed it; several where a restart repeated the step.
+        checkpoint: the first checkpoint that was taken after it; None where there is none any more.
+        substitute_for: the sample in whose place it was handed out, where it was not planned here.
+    """
+
+    sample: int
+    epoch: int
+    step: int
+    lane: int
+    slot: int
+    ranks: tuple[int, ...]
+    checkpoint: str | None
+    substitute_for: int | None = None
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """A sample of a step, and where its bytes came from.
+
+    Attributes:
+        lane, slot: its place in the step.
+        sample, key: its number and its key.
+        shard: digest of the shard; `row` and `block` are counted inside it.
+        source: (file, row in it) that it was built from, where the build recorded it.
+        substitute_for: as in `Use`.
+    """
+
+    lane: int
+    slot: int
+    sample: int
+    key: str
+    shard: str
+    row: int
+    block: int
+    source: tuple[str, int] | None
+    substitute_for: int | None = None
+
+
+def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[Use]:
+    """Every time that the run consumed a sample, in order.
+
+    Raises:
+        NotFoundError: the dataset has no such sample.
+    """
+    found: list[Use] = []
+    for plan, first, last in _legs(record, plans):
+        rows = plan.plan.population.rows
+        if not 0 <= sample < rows:
+            raise NotFoundError(f"sample {sample} does not exist: this dataset has samples 0 to {rows - 1}")
+        replaced = _substitutions(record, first, last)
+        for epoch, place in _places(plan, sample, first, last):
+            if place not in replaced:
+                found.append(_use(record, sample, epoch, place, None))
+        for place, (original, by) in replaced.items():
+            if by == sample:
+                found.append(_use(record, sample, _epoch_of(plan, place[0]), place, original))
+    return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
+
+
+def uses_of_many(
+    record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int], *, jobs: int = 1
+) -> list[Use]:
+    """The uses of any of many samples, in order; empty is the proof that none of them was ever consumed."""
+    wanted = np.unique(np.fromiter(samples, dtype=np.int64))
+    if len(wanted) < _MANY:
+        return sorted(
+            (use for sample in wanted.tolist() for use in uses_of(record, plans, sample)),
+            key=lambda use: (use.step, use.lane, use.slot),
+        )
+    found: list[Use] = []
+    for plan, first, last in _legs(record, plans):
+        replaced = _substitutions(record, first, last)
+        member = np.zeros(plan.plan.population.rows + 1, dtype=np.bool_)  # the last one is for empty slots
+        member[wanted] = True
+        for chunk in replay(plan.recipe, first, last, plan=plan.plan, jobs=jobs):
+            end = chunk.first + len(chunk.rows)
+            cells = plan.plan.steps(chunk.first, end)
+            for at, lane, slot in np.argwhere(member[cells]).tolist():
+                place = (chunk.first + at, lane, slot)
+                if place not in replaced:
+                    found.append(
+                        _use(record, int(cells[at, lane, slot]), _epoch_of(plan, place[0]), place, None)
+                    )
+        found += [
+            _use(record, by, _epoch_of(plan, place[0]), place, original)
+            for place, (original, by) in replaced.items()
+            if member[by]
+        ]
+    return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
+
+
+def samples_of_step(record: RunRecord, plans: dict[int, RunPlan], step: int) -> list[StepSample]:
+    """The samples of a step in the order of the grid, and where their bytes came from.
+
+    Raises:
+        NotFoundError: the run did not consume this step.
+    """
+    for plan, first, last in _legs(record, plans):
+        if first <= step < last:
+            return list(_describe_step(record, plan, step))
+    raise NotFoundError(f"step {step} was not consumed: the run's ledger holds {_range(record)}")
+
+
+def _range(record: RunRecord) -> str:
+    branch = record.branch
+    return f"steps {int(branch[0]['step'])} to {int(branch[-1]['step'])}" if len(branch) else "no step"
+
+
+def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[StepSample]:
+    cells = plan.plan.step(step).copy()
+    replaced = _substitutions(record, step, step + 1)
+    for (_, lane, slot), (_, by) in replaced.items():
+        cells[lane, slot] = by
+    lanes, slots = np.nonzero(cells >= 0)
+    samples = cells[lanes, slots]
+    where = plan.dataset.rows.locate(samples)
+    columns = zip(
+        lanes.tolist(), slots.tolist(), samples.tolist(), where.shard.tolist(), where.row.tolist(),
+        where.block.tolist(), strict=True,
+    )  # fmt: skip
+    for lane, slot, sample, shard, row, block in columns:
+        index = plan.dataset.reader.index(shard)
+        first_block = int(plan.dataset.rows.shard_first_block[shard])
+        original = replaced.get((step, lane, slot), (None, None))[0]
+        yield StepSample(
+            lane, slot, sample, index.original_key(row), plan.dataset.table.digest_text(shard), row,
+            block - first_block, index.source(row), original,
+        )  # fmt: skip
+
+
+# ---- the run's legs
+
+
+def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int]]:
+    """(plan, first step, end) of what the run consumed under each plan, in order."""
+    steps, numbers = record.branch["step"].astype(np.int64), record.branch["plan"]
+    cuts = [0, *(np.flatnonzero(np.diff(numbers.astype(np.int64))) + 1).tolist(), len(steps)]
+    for begin, end in pairwise(cuts):
+        if begin == end:
+            continue
+        plan = plans.get(int(numbers[begin]))
+        if plan is None:
+            raise NotFoundError(
+                f"the plan of steps {int(steps[begin])} to {int(steps[end - 1])} cannot be made again; run: "
+                f"shardkit audit {record.path}"
+            )
+        yield plan, int(steps[begin]), int(steps[end - 1]) + 1
+
+
+Place = tuple[int, int, int]
+"""(step, lane, slot)."""
+
+
+def _places(plan: RunPlan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
+    """(epoch or pass, place) of a sample in steps [first, last) of a plan."""
+    length = plan.plan.steps_per_epoch
+    if length is not None and not plan.plan.settings.stages:
+        for epoch in range(first // length, (last - 1) // length + 1):
+            found = plan.plan.locate(sample, epoch)
+            if found is not None and first <= found[0] < last:
+                yield epoch, found
+        return
+    turn = 0
+    while (found := plan.plan.locate(sample, turn)) is not None and found[0] < last:
+        if found[0] >= first:
+            yield turn, found
+        turn += 1
+
+
+def _epoch_of(plan: RunPlan, step: int) -> int:
+    return step // plan.plan.loop_steps
+
+
+def _substitutions(record: RunRecord, first: int, last: int) -> dict[Place, tuple[int, int]]:
+    """Place → (the planned sample, the one that was handed out)."""
+    return {
+        (event["step"], event["lane"], event["slot"]): (event["sample"], event["by"])
+        for event in record.events
+        if event.get("kind") == "substituted" and first <= event["step"] < last
+    }
+
+
+def _use(record: RunRecord, sample: int, epoch: int, place: Place, original: int | None) -> Use:
+    step, lane, slot = place
+    after = (one.name for one in record.checkpoints if one.step > step)
+    return Use(sample, epoch, step, lane, slot, _ranks(record, step, lane), next(after, None), original)
+
+
+def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
+    """The ranks that were handed a cell, over all starts of the run."""
+    reached: list[int] = record.ledger.state.start.get("reached", []) if record.ledger is not None else []
+    starts = {event["start"]: event["step"] for event in record.events if event.get("kind") == "start"}
+    found: dict[int, int] = {}
+    for event in record.events:
+        if event.get("kind") != "assignment" or event["step"] > step:
+            continue
+        start = event["start"]
+        if start not in starts or not starts[start] <= step < (reached[start] if start < len(reached) else 0):
+            continue
+        for rank, first, count in event["lanes"]:
+            if first <= lane < first + count:
+                found[start] = rank
+    return tuple(dict.fromkeys(found[start] for start in sorted(found)))
+
+
+def resolve_samples(dataset: Dataset, field: str, values: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+    """(sample numbers, values that no sample has) of values of a field, of ``key``, or of ``number``."""
+    if field == "number":
+        numbers = np.array([int(value) for value in values], dtype=np.int64)
+        inside = (numbers >= 0) & (numbers < len(dataset))
+        return numbers[inside], [value for value, ok in zip(values, inside.tolist(), strict=True) if not ok]
+    name, hashes = hash_values(dataset.schema, field, values)
+    matches = find_samples(dataset, name, hashes, scan=True)
+    hit = set(matches.value.tolist())
+    return np.unique(matches.sample), [value for place, value in enumerate(values) if place not in hit]

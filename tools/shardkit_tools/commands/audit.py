@@ -1,0 +1,461 @@
+"""`shardkit audit`: what a run consumed, proven, compared and traced."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardkit.audit import (
+    Audit,
+    Comparison,
+    Finding,
+    StepSample,
+    Use,
+    audit_run,
+    compare_runs,
+    find_plans,
+    html_report,
+    load_run,
+    make_statement,
+    read_envelope,
+    resolve_samples,
+    samples_of_step,
+    sign_statement,
+    uses_of,
+    uses_of_many,
+    verify_envelope,
+)
+from shardkit.audit.plans import RunPlan
+from shardkit.audit.run_record import RunRecord
+from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit_tools.commands.verify import LevelName, parse_share
+from shardkit_tools.console import (
+    JsonFlag,
+    StatusLine,
+    clean,
+    count_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+    short_id,
+)
+from shardkit_tools.help_pages import CommandPage, GroupPage
+from shardkit_tools.row_lists import read_lines
+
+__all__ = ["audit"]
+
+_SHOWN = 20
+_STATEMENT = "audit.dsse.json"
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset", metavar="ROOT", help="Where the dataset lies now, if not where the run found it."
+    ),
+]
+JobsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", "-j", min=1, metavar="N", help="Processes for the replay; default: one per processor."
+    ),
+]
+
+
+class RunFirst(GroupPage):
+    """`audit RUN` is a command without a word of its own; it goes by "RUN" in the list of commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the word in where the first one is no subcommand."""
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["RUN", *args]
+        return super().parse_args(ctx, args)
+
+
+class RunPage(CommandPage):
+    """Its page, without that word."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the page; called by typer for ``--help``."""
+        super().format_help(ctx, formatter)
+        formatter.buffer = [text.replace("audit RUN RUN", "audit RUN") for text in formatter.buffer]
+
+
+audit = typer.Typer(
+    name="audit",
+    help="""Prove what a run consumed, compare two runs, trace samples; no sample data is read unless asked.
+
+    audit RUN checks the ledger, every step against the plan, coverage, checkpoints and the data.
+
+    Exit codes: 0 clean, 1 deviations that the ledger explains, 2 violated, 3 could not check. diff: 1 where the runs
+    diverge. trace --exclude: 1 where one of the list was used.
+
+    Example: shardkit audit runs/a && shardkit audit trace runs/a --exclude takedown.txt
+    """,
+    cls=RunFirst,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+# ---- audit RUN
+
+
+@audit.command("RUN", cls=RunPage)
+def run_command(
+    run: RunArgument,
+    level: Annotated[
+        LevelName,
+        typer.Option("--level", help="How the shards are checked, as in verify."),
+    ] = LevelName.READ,
+    only_manifest: Annotated[
+        bool,
+        typer.Option(
+            "--manifest-only", help="Do not look at the shards, only at the manifest and its pages."
+        ),
+    ] = False,
+    sample: Annotated[
+        str, typer.Option("--sample", metavar="SHARE", help="Look at a share of the shards, such as 5%.")
+    ] = "100%",
+    dataset: DatasetOption = None,
+    jobs: JobsOption = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML page, too.")
+    ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option("--sign", metavar="KEY", help="Sign the result with this Ed25519 key (PEM)."),
+    ] = None,
+    verify_key: Annotated[
+        Path | None,
+        typer.Option("--verify-key", metavar="KEY", help="Check a signed result by this public key (PEM)."),
+    ] = None,
+    statement: Annotated[
+        Path | None,
+        typer.Option(
+            "--statement", metavar="FILE", help=f"The signed result; default: {_STATEMENT} in the run."
+        ),
+    ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            "--lock", metavar="FILE", help="State the digest of this lock file in the signed result."
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a run: ledger, every step against the plan, coverage, checkpoints, data.
+
+    Example: shardkit audit runs/a --level stored --html audit.html
+    """
+    signed = statement or run / _STATEMENT
+    claim = verify_envelope(read_envelope(signed), verify_key) if verify_key is not None else None
+    status = StatusLine()
+    try:
+        result = audit_run(
+            run,
+            dataset=dataset,
+            level=None if only_manifest else level.value,
+            sample=parse_share(sample),
+            jobs=jobs or os.cpu_count() or 1,
+            statement=claim,
+            report=lambda what, done, of: status.show(f"{what}: {done:,} of {of:,}"),
+        )
+    finally:
+        status.clear()
+    if html is not None:
+        _write(html, html_report(result).encode())
+    if sign is not None:
+        _write(signed, sign_statement(make_statement(result, lock=lock), sign))
+    if as_json:
+        print_json(_document(result))
+    else:
+        _print_audit(result)
+        for path in (one for one, made in ((html, html), (signed, sign)) if made is not None):
+            print_line(f"written: {path}")
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _document(result: Audit) -> dict[str, Any]:
+    coverage = [{**asdict(one), "whole": one.is_whole, "exact": one.is_exact} for one in result.coverage]
+    checkpoints = [{"name": name, "step": step, "fits": fits} for name, step, fits in result.checkpoints]
+    return {
+        **asdict(result),
+        "coverage": coverage,
+        "checkpoints": checkpoints,
+        "verdict": result.verdict,
+        "exit_code": result.exit_code,
+    }
+
+
+def _print_audit(result: Audit) -> None:
+    groups = (("violated", "Violated", "red"), ("unknown", "Could not check", "yellow"),
+              ("explained", "Deviations, with their reasons", "yellow"), ("note", "Good to know", "dim"))  # fmt: skip
+    for severity, heading, style in groups:
+        found = [one for one in result.findings if one.severity == severity]
+        if found:
+            print_heading(f"{heading}: {len(found)}")
+            _print_findings(found, style)
+    if result.findings:
+        print_line()
+    print_line(f"{result.run}: {result.verdict}", "bold")
+    facts = [
+        (
+            "steps",
+            f"{result.first:,} to {max(result.first, result.steps - 1):,}, {count_text(result.samples, 'sample')}",
+        ),
+        ("recomputed", f"{count_text(result.checked, 'step')} from the plan, in {result.replay_s:.1f} s"),
+        ("manifest", result.manifest),
+        ("plan", result.plan),
+    ]
+    facts += [
+        (f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}")
+        for name, one in result.head.items()
+    ]
+    facts += [(f"epoch {one.epoch}", _coverage_text(one)) for one in result.coverage[:_SHOWN]]
+    if len(result.coverage) > _SHOWN:
+        facts.append(
+            ("", f"and {count_text(len(result.coverage) - _SHOWN, 'epoch')} more (--json lists all)")
+        )
+    fitting = sum(fits is True for _, _, fits in result.checkpoints)
+    facts.append(("checkpoints", f"{fitting} of {len(result.checkpoints)} hold a head of this ledger"))
+    facts.append(
+        (
+            "starts",
+            f"{len(result.starts)}; events: " + ", ".join(f"{n} {k}" for k, n in result.event_counts.items()),
+        )
+    )
+    if result.verified is not None:
+        seen = result.verified
+        facts.append(
+            (
+                "data",
+                f"{seen['shards_seen']:,} of {count_text(seen['shards'], 'shard')} checked, level {seen['level']}",
+            )
+        )
+    print_facts(facts)
+
+
+def _coverage_text(one: Any) -> str:
+    part = "" if one.is_whole else f"steps {one.first:,} to {one.last - 1:,} of it: "
+    if not one.is_exact:
+        return f"{part}NOT exact: {one.drawn:,} drawn, {one.distinct:,} different"
+    left = f"; {count_text(one.remainder)} left out, in turn" if one.remainder and one.is_whole else ""
+    return f"{part}{count_text(one.distinct, 'sample')} of {one.rows:,}, each once{left}"
+
+
+def _print_findings(found: list[Finding], style: str) -> None:
+    for one in found[:_SHOWN]:
+        print_line(f"{one.kind}: {clean(one.subject)}", style)
+        print_line(f"  {clean(one.text)}")
+    if len(found) > _SHOWN:
+        print_line(f"  and {len(found) - _SHOWN} more (--json lists all)")
+
+
+# ---- audit diff A B
+
+
+@audit.command("diff", cls=CommandPage)
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Say at which step two runs diverge first, and why.
+
+    Exit codes: 0 the same samples at every step that both have, 1 they diverge.
+
+    Example: shardkit audit diff runs/a runs/b
+    """
+    one, other = load_run(first), load_run(second)
+    result = compare_runs(one, other, find_plans(one), find_plans(other))
+    troubles = [
+        finding for record in (one, other) for finding in record.findings if finding.severity == "violated"
+    ]
+    if as_json:
+        print_json(
+            {
+                "a": str(first),
+                "b": str(second),
+                **asdict(result),
+                "violated": [asdict(one) for one in troubles],
+            }
+        )
+    else:
+        _print_comparison(first, second, result, troubles)
+    if not result.is_equal:
+        raise typer.Exit(1)
+
+
+def _print_comparison(first: Path, second: Path, result: Comparison, troubles: list[Finding]) -> None:
+    print_facts(
+        [
+            ("A", f"{first}, {count_text(result.steps[0], 'step')}"),
+            ("B", f"{second}, {count_text(result.steps[1], 'step')}"),
+        ]
+    )
+    if result.diverges is None:
+        print_line(f"the same samples at all {count_text(result.compared, 'step')} that both have", "bold")
+    else:
+        print_line(f"they diverge at step {result.diverges}", "bold")
+    for reason in result.reasons:
+        print_line(f"  {clean(reason)}")
+    for name, only in (("A", "examples_a"), ("B", "examples_b")):
+        for digest in result.manifests.get(only, ()):
+            print_line(f"  shard in {name} alone: {digest}")
+    if result.cells:
+        print_heading(f"Step {result.diverges}")
+        rows = [tuple(map(str, cell)) for cell in result.cells]
+        print_table([">lane", ">slot", ">sample of A", ">sample of B"], rows)
+    if troubles:
+        print_heading(f"The records of these runs are not sound: {len(troubles)}")
+        _print_findings(troubles, "red")
+
+
+# ---- audit trace RUN
+
+
+@audit.command("trace", cls=CommandPage)
+def trace_command(
+    run: RunArgument,
+    sample: Annotated[
+        str | None, typer.Option("--sample", metavar="N|KEY", help="Every step that saw this sample.")
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=0, metavar="K", help="The samples of a step, and where their bytes came from."
+        ),
+    ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option(
+            "--exclude", metavar="FILE", help="Prove that none of a list, one value a line, was ever used."
+        ),
+    ] = None,
+    field: Annotated[
+        str,
+        typer.Option(
+            "--field", metavar="FIELD", help="What --exclude lists: key, number, url, image:sha256, …"
+        ),
+    ] = "key",
+    dataset: DatasetOption = None,
+    jobs: JobsOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Trace a sample, a step, or a list of samples that must not have been used.
+
+    The answer follows from the plan and the ledger; run `shardkit audit RUN` first to know that the ledger is sound.
+    Exit codes of --exclude: 0 none of them was used, 1 some were.
+
+    Example: shardkit audit trace runs/a --exclude takedown.txt --field url
+    """
+    if sum(one is not None for one in (sample, step, exclude)) != 1:
+        raise UsageError("audit trace takes one of --sample, --step and --exclude")
+    record = load_run(run)
+    plans = find_plans(record, dataset)
+    violated = [one for one in record.findings if one.severity == "violated"]
+    if violated and not as_json:
+        print_line(f"the record of this run is not sound ({violated[0].subject}: {violated[0].text})", "red")
+    if not plans:
+        raise NotFoundError(
+            f"{run}: the plan cannot be made again: " + "; ".join(one.text for one in record.findings)[:500]
+        )
+    if sample is not None:
+        _trace_sample(record, plans, sample, as_json)
+    elif step is not None:
+        _trace_step(record, plans, step, as_json)
+    elif exclude is not None:
+        _trace_list(record, plans, exclude, field, jobs or os.cpu_count() or 1, as_json)
+
+
+def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_json: bool) -> None:
+    number = int(text) if text.isdecimal() else _number_of_key(plans, text)
+    uses = uses_of(record, plans, number)
+    if as_json:
+        print_json({"sample": number, "uses": [asdict(use) for use in uses]})
+        return
+    print_line(f"sample {number} was consumed {count_text(len(uses), 'time')}", "bold")
+    _print_uses(uses)
+
+
+def _number_of_key(plans: dict[int, RunPlan], key: str) -> int:
+    plan = next(iter(plans.values()))
+    samples, _ = resolve_samples(plan.dataset, "key", [key])
+    if not len(samples):
+        raise NotFoundError(f"no sample of the run's dataset has the key {key!r}")
+    return int(samples[0])
+
+
+def _print_uses(uses: list[Use]) -> None:
+    rows = [
+        (str(use.sample), str(use.epoch), str(use.step), str(use.lane), str(use.slot), ", ".join(map(str, use.ranks)),
+         use.checkpoint or "none yet", "" if use.substitute_for is None else f"instead of {use.substitute_for}")
+        for use in uses
+    ]  # fmt: skip
+    if rows:
+        print_table(
+            [">sample", ">epoch", ">step", ">lane", ">slot", ">ranks", "first checkpoint after", ""], rows
+        )
+
+
+def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json: bool) -> None:
+    samples = samples_of_step(record, plans, step)
+    if as_json:
+        print_json({"step": step, "samples": [asdict(one) for one in samples]})
+        return
+    print_line(f"step {step}: {count_text(len(samples), 'sample')}", "bold")
+    print_table(
+        [">lane", ">slot", ">sample", "key", "shard", ">row", ">block", "*source", ""],
+        [_step_row(one) for one in samples],
+    )
+
+
+def _step_row(one: StepSample) -> tuple[str, ...]:
+    source = "" if one.source is None else clean(f"{one.source[0]}:{one.source[1]}")
+    note = "" if one.substitute_for is None else f"instead of {one.substitute_for}"
+    return (str(one.lane), str(one.slot), str(one.sample), clean(one.key), short_id(one.shard), str(one.row),
+            str(one.block), source, note)  # fmt: skip
+
+
+def _trace_list(
+    record: RunRecord, plans: dict[int, RunPlan], path: Path, field: str, jobs: int, as_json: bool
+) -> None:
+    values = read_lines(path)
+    samples: set[int] = set()
+    absent = set(values)
+    for plan in plans.values():
+        found, missing = resolve_samples(plan.dataset, field, values)
+        samples |= set(found.tolist())
+        absent &= set(missing)
+    uses = uses_of_many(record, plans, samples, jobs=jobs)
+    used = {use.sample for use in uses}
+    if as_json:
+        print_json(
+            {"listed": len(values), "absent": sorted(absent), "in_dataset": sorted(samples), "used": sorted(used),
+             "uses": [asdict(use) for use in uses]}
+        )  # fmt: skip
+    else:
+        print_facts(
+            [("listed", count_text(len(values), "value")), ("not in the dataset", count_text(len(absent))),
+             ("samples of the dataset", count_text(len(samples))), ("of these consumed", count_text(len(used)))]
+        )  # fmt: skip
+        print_line("none of the list was ever used" if not uses else "these were used:", "bold")
+        _print_uses(uses)
+    if uses:
+        raise typer.Exit(1)
