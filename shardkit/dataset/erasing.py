@@ -1,0 +1,242 @@
+"""Erasing rows: their bytes go from every version of a repository, and nothing else does (SPEC.md §10).
+
+plan → shards and manifests without the rows → commit → delete. The plan is durable before anything changes, so that a
+killed erasure is finished by the next call; every step may be done twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from shardkit.dataset.copies import find_copies
+from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
+from shardkit.dataset.rewriting import Rewriter
+from shardkit.dataset.store_survey import StoreSurvey
+from shardkit.errors import (
+    CommitConflict,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    UsageError,
+)
+from shardkit.manifest import Manifest, merge
+from shardkit.storage import Repository, Version, find_part, put_manifest
+from shardkit.storage.temporaries import FOLDER
+
+__all__ = ["erase_rows", "finish_erasures", "plan_erasure"]
+
+_ATTEMPTS = 20
+_MAX_ROWS = 10**6
+
+_ELSEWHERE = (
+    "copies of this root elsewhere (replicas, caches, backups, snapshots): erase there too, or let them expire",
+    "merged datasets in other roots that name an erased version: merge again with the new one",
+    "the sources that the rows were built from: leave them out there before the next build",
+    "what the disk keeps of deleted files until it is overwritten",
+)
+
+
+def plan_erasure(
+    repository: Repository,
+    version: Version,
+    rows: Mapping[int, list[int]],
+    *,
+    request: str,
+    reason: str,
+    author: str,
+) -> ErasurePlan:
+    """Find every copy of some rows, and what cannot be reached from here; nothing is written.
+
+    Args:
+        repository: that holds the version.
+        version: not merged.
+        rows: shard → rows, ascending.
+        request: digest of what was asked for.
+        reason: for the log.
+        author: for the log.
+
+    Raises:
+        UsageError: too many rows for one call, or no sample of the version would be left.
+        IntegrityError: a row that is to be found elsewhere too cannot be read.
+    """
+    samples = sum(map(len, rows.values()))
+    if samples > _MAX_ROWS:
+        raise UsageError(f"{samples} samples are to be erased; give at most {_MAX_ROWS} at a time")
+    if samples >= version.manifest.selected:
+        raise UsageError("no sample would be left of this version; delete the root, or drop the ref, instead")
+    copies = find_copies(repository, version, rows)
+    notes = [*copies.notes, *_scratch(repository), *_ELSEWHERE]
+    return ErasurePlan(request, reason, author, copies.shards, tuple(notes), samples)
+
+
+def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
+    """Carry out a plan, from wherever an earlier attempt was killed.
+
+    Raises:
+        CommitConflict: others commit to the same refs again and again.
+        CommitUnknown, StoreError: the store failed; the same call goes on later.
+    """
+    journal = Journal(repository, plan)
+    journal.begin()
+    shards, report = journal.read()
+    rewriter = Rewriter(repository, plan, shards)
+    for _ in range(_ATTEMPTS):
+        survey = StoreSurvey(repository)
+        changed = _rewrite_all(repository, survey, rewriter, report)
+        if not changed:
+            break
+        _note(survey, rewriter, changed, report)
+        journal.write(rewriter.shards, report)
+        try:
+            _commit(repository, plan, report)
+        except CommitConflict:
+            continue  # somebody else's new version: it is looked at in the next round
+        _delete(repository, report)
+    else:
+        raise CommitConflict(
+            f"{repository.url}: others commit again and again; run the same command once more"
+        )
+    _commit(repository, plan, report)
+    _delete(repository, report)
+    journal.finish(report)
+    return report
+
+
+def finish_erasures(repository: Repository) -> dict[str, ErasureReport]:
+    """Finish whatever was begun; request → report."""
+    return {plan.request: erase_rows(repository, plan) for plan in unfinished(repository)}
+
+
+def _rewrite_all(
+    repository: Repository, survey: StoreSurvey, rewriter: Rewriter, report: ErasureReport
+) -> dict[str, Manifest | None]:
+    """Old id → what replaces it, for every manifest that still holds a row; all of it is put."""
+    touched: dict[str, Manifest] = {}
+    for identity, manifest in survey.manifests.items():
+        try:
+            if not manifest.parts and rewriter.touches(survey.table(manifest)).any():
+                touched[identity] = manifest
+        except (NotFoundError, IntegrityError, FormatError) as error:
+            _add(report.not_reached, f"version {identity} cannot be read ({error})"[:500])
+    changed: dict[str, Manifest | None] = {}
+
+    def settle(identity: str) -> None:
+        """Parents first, so that the new versions name each other as the old ones did."""
+        chain = [identity]
+        while (parent := touched[chain[-1]].parent) in touched and parent not in changed:
+            chain.append(str(parent))
+        for current in reversed(chain):
+            manifest = touched[current]
+            parent_id = manifest.parent
+            if parent_id in changed:
+                after = changed[parent_id]
+                parent_id = after.id if after is not None else None
+            elif parent_id in report.versions:
+                parent_id = report.versions[parent_id] or None
+            try:
+                changed[current] = rewriter.rewrite(survey, manifest, parent_id)
+            except NotFoundError as error:
+                _add(
+                    report.not_reached,
+                    f"version {current} was committed while rows were erased: {error}"[:500],
+                )
+
+    for identity in sorted(touched):
+        if identity not in changed:
+            settle(identity)
+    changed |= _merge_again(repository, survey, changed, report)
+    return changed
+
+
+def _merge_again(
+    repository: Repository, survey: StoreSurvey, changed: Mapping[str, Manifest | None], report: ErasureReport
+) -> dict[str, Manifest | None]:
+    """Merged versions of this root that have a part which was replaced."""
+    merged: dict[str, Manifest | None] = {}
+    for identity, manifest in survey.manifests.items():
+        if not any(part in changed or part in report.versions for _, part in manifest.parts):
+            continue
+        parts: list[tuple[str, Manifest]] = []
+        try:
+            for name, part in manifest.parts:
+                new_id = report.versions.get(part)
+                new = changed[part] if part in changed else survey.manifests.get(new_id or part)
+                if new is None and part not in changed and new_id != "":
+                    new = Manifest.from_bytes(find_part(repository, name, part).get_object(part, "manifest"))
+                parts += [(name, new)] if new is not None else []
+            new_merged = merge(parts, build=manifest.build) if parts else None
+        except ShardkitError as error:
+            _add(report.not_reached, f"merged version {identity} could not be merged again ({error})"[:500])
+            continue
+        if new_merged is not None:
+            put_manifest(repository, new_merged, [])
+        merged[identity] = new_merged
+    return merged
+
+
+def _note(
+    survey: StoreSurvey, rewriter: Rewriter, changed: Mapping[str, Manifest | None], report: ErasureReport
+) -> None:
+    """Add to the report what is about to be done."""
+    report.versions |= {identity: new.id if new else "" for identity, new in changed.items()}
+    live = StoreSurvey(rewriter.repository).live(without=set(report.versions))
+    needed = {name for identity in changed for name in survey.references(survey.manifests[identity])}
+    for name in sorted(needed - live - set(report.objects)):
+        stat = rewriter.repository.store.head(name)
+        report.bytes += stat.size if stat is not None else 0
+        report.objects.append(name)
+    replaced = list(rewriter.shards.values())
+    report.rewritten = sum(bool(new.digest) for new in replaced)
+    report.dropped = sum(not new.digest for new in replaced)
+
+
+def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) -> None:
+    """Move refs off the old versions and withdraw tags; nothing where none is left on them."""
+    head = repository.head()
+    refs = {name: old for name, old in (head.refs if head else {}).items() if old in report.versions}
+    tags = {name: old for name, old in (head.tags if head else {}).items() if old in report.versions}
+    if not refs and not tags:
+        return
+    new_refs = {name: report.versions[old] or None for name, old in refs.items()}
+    entry = repository.commit(
+        new_refs,
+        message=f"erased {report.rows} rows: {plan.reason}"[:9_000],
+        author=plan.author,
+        expected=refs,
+        withdraw=tags,
+    )
+    report.refs |= {name: new or "" for name, new in new_refs.items()}
+    report.tags |= tags
+    report.commits.append(entry.n)
+
+
+def _delete(repository: Repository, report: ErasureReport) -> None:
+    """Delete what the old versions needed and no other version does."""
+    if not report.objects:
+        return
+    survey = StoreSurvey(repository)
+    live = survey.live(without=set(report.versions))
+    for name in report.objects:
+        if name not in live:
+            repository.store.delete(name)
+    report.objects = sorted(set(report.objects) - live)
+
+
+def _scratch(repository: Repository) -> list[str]:
+    """Folders of unfinished builds in a local root: they hold encoded rows."""
+    folder = os.path.join(repository.url, FOLDER)
+    if "://" in repository.url or not os.path.isdir(folder):
+        return []
+    return [
+        f"{FOLDER}/{name} in {repository.url}, scratch of an unfinished build, may hold the rows: finish that build or "
+        "delete the folder"
+        for name in sorted(os.listdir(folder))
+        if name.startswith("build-")
+    ]
+
+
+def _add(texts: list[str], text: str) -> None:
+    if text not in texts:
+        texts.append(text)

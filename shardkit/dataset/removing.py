@@ -1,0 +1,233 @@
+"""Versions without some samples; and, where that is asked for, the samples' bytes erased (SPEC.md §10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.dataset.dataset import Dataset
+from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
+from shardkit.dataset.erasure_journal import ErasureReport
+from shardkit.dataset.lookups import KEY, find_samples, hash_values
+from shardkit.dataset.opening import open_dataset
+from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.errors import NotFoundError, UsageError
+from shardkit.formats import ShardIndex, canonical_json, sha256_digest
+from shardkit.storage import Repository, Version, load_manifest, parse_dataset_url
+
+__all__ = ["Removal", "erase", "remove", "resume_erasures"]
+
+_SHOWN = 5
+
+Places = dict[int, list[int]]
+"""Shard → rows, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What `remove` did.
+
+    Attributes:
+        samples: that were asked for.
+        refs: ref → (new manifest id, how many samples it lost).
+        still: refs and tags that hold some of the samples yet.
+        commit: number of the log entry.
+    """
+
+    samples: int
+    refs: Mapping[str, tuple[str, int]]
+    still: tuple[str, ...]
+    commit: int
+
+
+def remove(
+    url: str,
+    *,
+    rows: Sequence[int] | NDArray[np.int64] | None = None,
+    keys: Sequence[str] | None = None,
+    reason: str,
+    author: str = "",
+) -> Removal:
+    """Commit versions without some samples; their bytes stay, and so do tags and the old versions.
+
+    Args:
+        url: ``ROOT``: samples of ``main`` are removed from every ref that holds them, splits and selections too;
+            ``ROOT@REF``: samples of that ref, from that ref alone.
+        rows: sample numbers.
+        keys: of samples, instead of numbers.
+        reason: for the log.
+        author: for the log.
+
+    Raises:
+        NotFoundError: a sample does not exist.
+        UsageError: the version is merged, or a ref would be left without a sample.
+        CommitConflict: a ref was moved meanwhile.
+    """
+    root, ref = parse_dataset_url(url)
+    _check_reason(reason)
+    repository = Repository.open(root)
+    version, places = _places(url, rows, keys)
+    lost = {version.table.digest_text(shard): numbers for shard, numbers in places.items()}
+    head = repository.head()
+    refs = dict(head.refs) if head else {}
+    if ref is not None and ref not in refs:
+        raise UsageError(
+            f"{ref!r} is no ref: only refs can be moved; remove from the ref that it was made of"
+        )
+    moved: dict[str, tuple[str, int]] = {}
+    still: list[str] = []
+    for name, manifest_id in refs.items():
+        try:
+            holds, is_merged = _holds(repository, manifest_id, lost)
+        except NotFoundError as error:  # a part of a merged version that is not where it was
+            still.append(f"{name} (cannot be opened: {error})"[:300])
+            continue
+        if holds and (is_merged or ref not in (None, name)):
+            still.append(f"{name} (merged: merge again)" if is_merged else name)
+        elif holds:
+            moved[name] = _without(repository, manifest_id, lost, name)
+    tags = head.tags if head else {}
+    still += [f"{tag} (tag)" for tag, manifest_id in tags.items() if _holds(repository, manifest_id, lost)[0]]
+    entry = repository.commit(
+        {name: new for name, (new, _) in moved.items()},
+        message=f"removed {sum(map(len, places.values()))} samples: {reason}"[:9_000],
+        author=author,
+        expected={name: refs[name] for name in moved},
+    )
+    return Removal(sum(map(len, places.values())), moved, tuple(still), entry.n)
+
+
+def erase(
+    url: str,
+    *,
+    rows: Sequence[int] | NDArray[np.int64] | None = None,
+    keys: Sequence[str] | None = None,
+    reason: str,
+    author: str = "",
+) -> ErasureReport:
+    """Erase samples of a version from every version of the root: refs, splits, selections, history; withdraw its tags.
+
+    May be killed at any moment: the same call, or `resume_erasures`, goes on.
+
+    Args:
+        url: ``ROOT`` or ``ROOT@REF``: which version's samples are meant.
+        rows: sample numbers.
+        keys: of samples, instead of numbers.
+        reason: for the log.
+        author: for the log.
+
+    Raises:
+        NotFoundError: a sample does not exist.
+        UsageError: the version is merged (erase from its parts), or no sample would be left.
+        CommitConflict, CommitUnknown, StoreError: what was begun goes on with the next call.
+    """
+    root, _ = parse_dataset_url(url)
+    _check_reason(reason)
+    repository = Repository.open(root)
+    given = [int(row) for row in rows] if rows is not None else list(keys or ())
+    request = sha256_digest(
+        canonical_json.dumps([url.rpartition("@")[2] if "@" in url else "", given, reason])
+    )
+    finished = finish_erasures(repository)
+    if request in finished:
+        return finished[request]
+    version, places = _places(url, rows, keys)
+    return erase_rows(
+        repository, plan_erasure(repository, version, places, request=request, reason=reason, author=author)
+    )
+
+
+def resume_erasures(root: str) -> list[ErasureReport]:
+    """Finish erasures of a root that were killed; their reports."""
+    return list(finish_erasures(Repository.open(root)).values())
+
+
+def _places(
+    url: str, rows: Sequence[int] | NDArray[np.int64] | None, keys: Sequence[str] | None
+) -> tuple[Version, Places]:
+    """The version that samples are named in, and where they lie."""
+    if (rows is None) == (keys is None):
+        raise UsageError("name the samples by their numbers or by their keys")
+    dataset = open_dataset(url)
+    if dataset.manifest.parts:
+        names = ", ".join(name for name, _ in dataset.manifest.parts)
+        raise UsageError(f"{url} is merged; remove from its parts ({names}), then merge them again")
+    if rows is not None:
+        samples = np.unique(np.asarray(rows, dtype=np.int64))
+    else:
+        samples = _samples_of_keys(dataset, url, list(dict.fromkeys(keys or ())))
+    if not len(samples):
+        raise UsageError("no sample is named; give at least one")
+    where = dataset.rows.locate(samples)
+    places: Places = {}
+    for shard, row in zip(where.shard.tolist(), where.row.tolist(), strict=True):
+        places.setdefault(shard, []).append(row)
+    return dataset.version, {shard: sorted(numbers) for shard, numbers in places.items()}
+
+
+def _samples_of_keys(dataset: Dataset, url: str, keys: list[str]) -> NDArray[np.int64]:
+    _, hashes = hash_values(dataset.schema, KEY, keys)
+    found = find_samples(dataset, KEY, hashes)
+    missing = sorted(set(range(len(keys))) - set(found.value.tolist()))
+    if missing:
+        shown = ", ".join(repr(keys[place])[:80] for place in missing[:_SHOWN])
+        raise NotFoundError(
+            f"{url} has no samples with {len(missing)} of the keys, such as {shown}; leave them out"
+        )
+    return np.unique(found.sample)
+
+
+def _without(
+    repository: Repository, manifest_id: str, lost: Mapping[str, list[int]], name: str
+) -> tuple[str, int]:
+    """Put the version of a ref without the rows: (its id, how many samples went)."""
+    version = load_manifest(repository, manifest_id)
+    masks = _masks(version)
+    before = version.manifest.selected
+    for shard in range(len(version.table)):
+        masks[shard][lost.get(version.table.digest_text(shard), [])] = False
+    gone = before - sum(int(mask.sum()) for mask in masks.values())
+    if gone == before:
+        raise UsageError(f"ref {name!r} would hold no sample; drop it instead, or name fewer samples")
+
+    def row_strata(shard: int) -> NDArray[np.int32] | None:
+        data = repository.get_object(
+            version.table.index_digest_text(shard), "index", int(version.table.index_size[shard])
+        )
+        return ShardIndex.from_bytes(data).row_stratum
+
+    build = {"removed": int(version.manifest.build.get("removed", 0)) + gone}
+    manifest, table, selections = select_rows(
+        version.manifest, version.table, masks, row_strata=row_strata, build=build
+    )
+    put_selected(repository, manifest, table, selections)
+    return manifest.id, gone
+
+
+def _holds(repository: Repository, manifest_id: str, lost: Mapping[str, list[int]]) -> tuple[bool, bool]:
+    """Whether a version has one of the rows, and whether it is merged."""
+    version = load_manifest(repository, manifest_id)
+    for shard in range(len(version.table)):
+        numbers = lost.get(version.table.digest_text(shard))
+        if numbers is None or not version.table.selected[shard]:
+            continue
+        if not version.table.has_selection[shard] or version.load_selection(shard).mask()[numbers].any():
+            return True, bool(version.manifest.parts)
+    return False, False
+
+
+def _masks(version: Version) -> dict[int, NDArray[np.bool_]]:
+    return {
+        shard: version.load_selection(shard).mask()
+        if version.table.has_selection[shard]
+        else np.ones(int(version.table.rows[shard]), dtype=np.bool_)
+        for shard in range(len(version.table))
+    }
+
+
+def _check_reason(reason: str) -> None:
+    if not reason.strip():
+        raise UsageError("give a reason: the log keeps it")

@@ -1,0 +1,100 @@
+"""Everything that a repository holds, named or not: its manifests, and what each of them refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.formats import extension
+from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
+from shardkit.storage import Repository, object_name, parse_object_name
+
+__all__ = ["StoreSurvey"]
+
+_OBJECTS = "objects/"
+
+
+class StoreSurvey:
+    """One listing of a repository's objects, with all manifests among them loaded.
+
+    Attributes:
+        repository: that was listed.
+        names: of all objects.
+        manifests: id → manifest, of all that can be read, whether a ref or tag names them or not.
+        unreadable: names of damaged manifests; what they refer to is not known.
+    """
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self.names: set[str] = set()
+        self.manifests: dict[str, Manifest] = {}
+        self.unreadable: list[str] = []
+        self._pages: dict[str, ShardTable] = {}
+        for name in repository.store.list_after(_OBJECTS):
+            try:
+                digest, kind = parse_object_name(name)
+            except FormatError:
+                continue  # a foreign file
+            self.names.add(name)
+            if kind == "manifest":
+                self._load(digest, name)
+
+    def _load(self, digest: str, name: str) -> None:
+        try:
+            data = self.repository.get_object(digest, "manifest", max_bytes=MAX_MANIFEST_BYTES)
+            self.manifests[digest] = Manifest.from_bytes(data)
+        except (IntegrityError, FormatError):
+            self.unreadable.append(name)
+        except NotFoundError:
+            self.names.discard(name)  # deleted since it was listed
+
+    def pages(self, manifest: Manifest) -> list[ShardTable]:
+        """The pages of a manifest as tables.
+
+        Raises:
+            NotFoundError, IntegrityError, FormatError: one is gone or damaged.
+        """
+        return [self._page(ref, len(manifest.strata)) for ref in manifest.pages]
+
+    def table(self, manifest: Manifest) -> ShardTable:
+        """All shards of a manifest."""
+        return ShardTable.concatenate(self.pages(manifest))
+
+    def _page(self, ref: PageRef, strata: int) -> ShardTable:
+        found = self._pages.get(ref.digest)
+        if found is None:
+            data = self.repository.get_object(ref.digest, "page", ref.size)
+            found = self._pages[ref.digest] = unpack_page(data, ref, strata=strata)
+        return found
+
+    def references(self, manifest: Manifest) -> Iterator[str]:
+        """Names of all objects that a manifest needs, its own among them; those of its parts are the parts'."""
+        yield object_name(manifest.id, "manifest")
+        for digest, kind in ((manifest.sources, "sources"), (manifest.about, "about")):
+            if digest is not None:
+                yield object_name(digest, kind)
+        for lookup in manifest.lookups:
+            yield from (object_name(piece.digest, "lookup") for piece in lookup.pieces)
+        if manifest.parts or MIXED in (manifest.format, manifest.compression):
+            return
+        suffix = extension(manifest.format, manifest.compression)
+        for ref, table in zip(manifest.pages, self.pages(manifest), strict=True):
+            yield object_name(ref.digest, "page")
+            for shard in range(len(table)):
+                yield object_name(table.digest_text(shard), suffix)
+                yield object_name(table.index_digest_text(shard), "index")
+            for shard in np.flatnonzero(table.has_selection).tolist():
+                yield object_name(table.selection_digest_text(shard) or "", "selection")
+
+    def live(self, without: set[str]) -> set[str]:
+        """Names that some manifest needs which is not in ``without`` (ids)."""
+        needed: set[str] = set()
+        for identity, manifest in self.manifests.items():
+            if identity not in without:
+                try:
+                    needed.update(self.references(manifest))
+                except (NotFoundError, IntegrityError, FormatError):
+                    continue  # a version that was broken before: it can lose nothing more
+        return needed

@@ -1,0 +1,162 @@
+"""`shardkit remove`: versions without some samples; with `--erase` the bytes go too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import shardkit
+from shardkit.dataset.erasure_journal import ErasureReport
+from shardkit.dataset.removing import Removal, erase, resume_erasures
+from shardkit.dataset.removing import remove as remove_samples
+from shardkit.errors import UsageError
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    clean,
+    count_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+    short_id,
+)
+from shardkit_tools.row_lists import read_lines, read_numbers
+from shardkit_tools.versions import parse_url
+
+__all__ = ["remove"]
+
+
+def remove(
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT[@REF]", help="ROOT: from every ref; ROOT@REF: from that ref alone.")
+    ],
+    rows: Annotated[
+        str | None,
+        typer.Option("--rows", metavar="N,…|FILE", help="Sample numbers, or a file of them, one a line."),
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option("--keys", metavar="KEY,…|FILE", help="Keys, or a file of them, one a line.")
+    ] = None,
+    listed: Annotated[
+        Path | None, typer.Option("--list", metavar="FILE", help="A file of keys, one a line.")
+    ] = None,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log keeps it.")] = "",
+    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    erase_bytes: Annotated[
+        bool,
+        typer.Option(
+            "--erase", help="Erase the bytes from every version and tag of ROOT. This cannot be undone."
+        ),
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish an erasure that was interrupted; takes no samples.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove samples: a version without them; with --erase their bytes, everywhere in ROOT.
+
+    Without --erase the samples stay readable in tags and old versions. With it, the shards that hold them are
+    rewritten, look-ups, selections and refs follow, tags on them are withdrawn, and old objects are deleted; what
+    this command cannot reach is listed. After an interruption the same command goes on.
+
+    Example: shardkit remove data/web --list takedown.txt --reason "request 2026-117" --erase
+    """
+    if resume:
+        if rows or keys or listed:
+            raise UsageError("--resume finishes what was begun; it takes no samples")
+        reports = resume_erasures(parse_url(root)[0])
+        if as_json:
+            print_json([report.to_json() for report in reports])
+        elif not reports:
+            print_line("nothing to finish")
+        for report in [] if as_json else reports:
+            _print_report(report)
+        return
+    if sum(option is not None for option in (rows, keys, listed)) != 1:
+        raise UsageError("remove takes one of --rows, --keys and --list")
+    if not reason.strip():
+        raise UsageError("remove needs --reason TEXT: the log keeps it")
+    given = _given(root, rows, keys, listed)
+    if erase_bytes:
+        report = erase(root, reason=reason, author=author, **given)
+        if as_json:
+            print_json(report.to_json())
+        else:
+            _print_report(report)
+        return
+    removal = remove_samples(root, reason=reason, author=author, **given)
+    if as_json:
+        print_json(_document(removal))
+    else:
+        _print_removal(removal, parse_url(root)[0])
+
+
+def _given(root: str, rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
+    if rows is None:
+        named = listed or Path(str(keys))
+        is_file = listed is not None or named.is_file()
+        return {"keys": read_lines(named) if is_file else str(keys).split(",")}
+    if Path(rows).is_file():
+        return {"rows": read_numbers(Path(rows), len(shardkit.open(root)))}
+    texts = [text.strip() for text in rows.split(",")]
+    wrong = next((text for text in texts if not (text.isascii() and text.isdecimal())), None)
+    if wrong is not None:
+        raise UsageError(
+            f"--rows: {wrong!r} is no sample number; give numbers such as 17,203, or a file of them"
+        )
+    return {"rows": [int(text) for text in texts]}
+
+
+def _document(removal: Removal) -> dict[str, Any]:
+    refs = {name: {"id": new, "samples": gone} for name, (new, gone) in removal.refs.items()}
+    return {"samples": removal.samples, "refs": refs, "still": list(removal.still), "commit": removal.commit}
+
+
+def _print_removal(removal: Removal, root: str) -> None:
+    print_line(f"{root}: removed {count_text(removal.samples, 'sample')}, commit {removal.commit}", "bold")
+    print_table(
+        ["ref", ">samples less", "id"],
+        [(name, count_text(gone), short_id(new)) for name, (new, gone) in removal.refs.items()],
+    )
+    if removal.still:
+        print_line(f"still in: {', '.join(map(clean, removal.still))}")
+    print_line("the bytes are still there: --erase removes them", "dim")
+
+
+def _print_report(report: ErasureReport) -> None:
+    print_line(f"erased {count_text(report.samples, 'sample')}: {clean(report.reason)}", "bold")
+    print_facts(
+        [
+            ("rows", f"{count_text(report.rows)}, copies in other versions among them"),
+            ("shards", f"{count_text(report.rewritten)} rewritten, {count_text(report.dropped)} left empty"),
+            ("versions", f"{count_text(len(report.versions))} replaced"),
+            ("deleted", f"{count_text(len(report.objects), 'object')}, {bytes_text(report.bytes)}"),
+            ("commits", ", ".join(map(str, report.commits)) or "none"),
+            ("erasure", f"{report.id} (its report stays below erasures/)"),
+        ]
+    )
+    if report.refs:
+        print_heading("Refs")
+        print_table(
+            ["ref", "id"],
+            [
+                (name, short_id(new) if new else "dropped: no sample was left")
+                for name, new in report.refs.items()
+            ],
+        )
+    if report.tags:
+        print_heading("Withdrawn tags")
+        print_table(
+            ["tag", "named", "which is now"],
+            [
+                (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
+                for tag, old in report.tags.items()
+            ],
+        )
+    print_heading("Not reached")
+    for text in report.not_reached:
+        print_line(f"  {clean(text)}")
