@@ -8,6 +8,7 @@
     layout         which row goes to which shard, segment and block (pure)
     row_table      rows as columns: identity, stratum, size, order
     scratch        encoded rows on disk until the layout is known
+    scratch_parts  and how they are read back
     shard_writing  one shard from its rows
     committing     manifest, pages and the commit
     splits         train and val by keyed hash

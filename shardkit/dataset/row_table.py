@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import generated_key, key_identity
 from shardkit.dataset.layout import Layout, RowTable
-from shardkit.dataset.scratch import Parts, RowColumns, read_rows
+from shardkit.dataset.scratch import RowColumns
+from shardkit.dataset.scratch_parts import Parts, read_rows
 from shardkit.dataset.shard_writing import ShardRows
 from shardkit.errors import SampleError
 

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.scratch import Parts, read_rows
+from shardkit.dataset.scratch_parts import Parts, read_rows
 from shardkit.formats import Row, Schema, block_starts, extension, open_writer
 from shardkit.storage.objects import Descriptor
 from shardkit.storage.repository import Repository

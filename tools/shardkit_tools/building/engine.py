@@ -27,7 +27,8 @@ from shardkit.dataset.create import load_base_of, scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import Layout, lay_out
 from shardkit.dataset.row_table import AllRows, check_unique_keys, describe_row, join_parts, rows_of_shards
-from shardkit.dataset.scratch import RUN_BYTES, PartFiles, RowColumns
+from shardkit.dataset.scratch import RUN_BYTES, RowColumns
+from shardkit.dataset.scratch_parts import PartFiles
 from shardkit.dataset.shard_writing import GATHER_BYTES, ShardRows, WrittenShard
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.errors import IntegrityError, SourceError

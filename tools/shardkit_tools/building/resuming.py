@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from shardkit.dataset.scratch import FilePart
+from shardkit.dataset.scratch_parts import FilePart
 from shardkit.errors import FormatError, StoreError
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.reading import TaskRows, decode_task, record_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardkit.dataset.committing import NewVersion
-from shardkit.dataset.scratch import PartFiles
+from shardkit.dataset.scratch_parts import PartFiles
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard, write_shard
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
