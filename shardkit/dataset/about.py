@@ -182,14 +182,14 @@ def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
     return About(**head, terms=Terms(**texts), strata=tuple(parsed))
 
 
-def given_about(about: Mapping[str, Any] | str | os.PathLike[str] | None) -> About | None:
+def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None) -> About | None:
     """An about as callers give it: a file, or what one would say.
 
     Raises:
         SourceError, ConfigurationError: see `read_about`, `parse_about`.
     """
-    if about is None:
-        return None
+    if about is None or isinstance(about, About):
+        return about
     return parse_about(about) if isinstance(about, Mapping) else read_about(Path(about))
 
 

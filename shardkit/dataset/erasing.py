@@ -187,6 +187,8 @@ def _note(
         stat = rewriter.repository.store.head(name)
         report.bytes += stat.size if stat is not None else 0
         report.objects.append(name)
+    for name in sorted(rewriter.empty_strata)[:100]:
+        _add(report.not_reached, f"stratum {name!r} has no sample left; its name stays in the manifests")
     replaced = list(rewriter.shards.values())
     report.rewritten = sum(bool(new.digest) for new in replaced)
     report.dropped = sum(not new.digest for new in replaced)

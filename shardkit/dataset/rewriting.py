@@ -55,6 +55,7 @@ class Rewriter:
         self.repository = repository
         self._plan = plan
         self.shards = dict(shards)
+        self.empty_strata: set[str] = set()
 
     def touches(self, table: ShardTable) -> NDArray[np.bool_]:
         """(shards,) which shards of a table lose rows."""
@@ -79,9 +80,14 @@ class Rewriter:
             return None
         references = [(ref, data) for page in kept for ref, data in paginate(page)]
         erased = int(manifest.build.get("erased", 0)) + manifest.rows - int(table.rows.sum())
+        strata = _recount(manifest, table, losses)
+        # They keep their numbers, which other shards and indexes use; so their names stay.
+        self.empty_strata |= {
+            new.name for new, old in zip(strata, manifest.strata, strict=True) if old.rows and not new.rows
+        }
         new = dataclasses.replace(
             manifest,
-            strata=_recount(manifest, table, losses),
+            strata=strata,
             shards=len(table),
             rows=int(table.rows.sum()),
             selected=int(table.selected.sum()),

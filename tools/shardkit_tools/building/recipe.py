@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardkit.dataset.about import given_about
+from shardkit.dataset.about import About, given_about
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import LayoutSettings
@@ -44,7 +44,7 @@ def build(
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
     append: bool = False,
-    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
     ref: str = "main",
     message: str = "",

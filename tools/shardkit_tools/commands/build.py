@@ -15,7 +15,7 @@ from shardkit_tools.building import build as build_dataset
 from shardkit_tools.console import JsonFlag, StatusLine, print_json
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
 
-__all__ = ["build"]
+__all__ = ["ShardFormat", "build", "split_shares"]
 
 
 class OnError(StrEnum):
@@ -232,7 +232,7 @@ def build(
             block_size=block_size,
             seed=seed,
             shuffle=shuffle,
-            split=_shares(split),
+            split=split_shares(split),
             split_by=split_by,
             append=append,
             about=about,
@@ -258,7 +258,12 @@ def build(
         print_result(result, root, ref)
 
 
-def _shares(text: str | None) -> dict[str, float | str] | None:
+def split_shares(text: str | None) -> dict[str, float | str] | None:
+    """The shares of ``train=0.9,val=0.1``.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
     if text is None:
         return None
     shares: dict[str, float | str] = {}

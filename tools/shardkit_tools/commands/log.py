@@ -78,4 +78,5 @@ def _changes(kind: str, before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 def _change_text(change: Mapping[str, Any]) -> str:
     name = clean(change["name"]) if change["kind"] == "ref" else f"tag {clean(change['name'])}"
-    return f"{name} → {short_id(change['to'])}" if change["to"] else f"{name} dropped"
+    gone = "dropped" if change["kind"] == "ref" else "withdrawn"
+    return f"{name} → {short_id(change['to'])}" if change["to"] else f"{name} {gone}"

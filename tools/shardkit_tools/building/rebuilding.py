@@ -1,0 +1,159 @@
+"""`rebuild`: the samples of a version in other strata, shards, blocks, format or compression; or its look-ups alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import shardkit
+from shardkit.dataset import Dataset
+from shardkit.dataset.about import About, about_of
+from shardkit.dataset.encoding import CLASS_AXIS
+from shardkit.dataset.relabelling import relabel
+from shardkit.errors import UsageError
+from shardkit.manifest import MIXED, Manifest
+from shardkit.storage import DEFAULT_REF, LogEntry, Repository, parse_dataset_url
+from shardkit_tools.building.engine import BuildResult
+from shardkit_tools.building.progress import ProgressCallback
+from shardkit_tools.building.recipe import build
+from shardkit_tools.importers.dataset import open_dataset_source
+
+__all__ = ["label_again", "rebuild"]
+
+
+def rebuild(
+    url: str | os.PathLike[str],
+    to: str | os.PathLike[str] | None = None,
+    *,
+    stratify: str | Sequence[str] | None = None,
+    format: str | None = None,
+    compression: str | None = None,
+    shard_size: int | str | None = None,
+    block_size: int | str | None = None,
+    seed: int | None = None,
+    shuffle: bool | None = None,
+    split: Mapping[str, float | str] | None = None,
+    split_by: str | None = None,
+    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lookup: str | Sequence[str] | None = None,
+    ref: str | None = None,
+    message: str = "",
+    author: str = "",
+    jobs: int = 1,
+    scratch: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> BuildResult:
+    """Build the samples that a version holds anew; what is not given stays as it is.
+
+    Samples, keys and sources stay to the last byte; rows that the version does not select are left out. Killable and
+    resumable as a build is.
+
+    Args:
+        url: ``ROOT[@REF]``.
+        to: another root; by default the same.
+        stratify: fields; an empty list for none. Of a merged dataset the axis ``part`` goes.
+        format: see `build`.
+        compression: see `build`.
+        shard_size: raw bytes per shard.
+        block_size: raw bytes per block.
+        seed: of the shuffle.
+        shuffle: False keeps the order of the version within each stratum.
+        split: shares; splits are not taken over.
+        split_by: field whose equal values stay in one split.
+        about: see `build`; terms of strata that are no more must be given anew.
+        lookup: see `build`; an empty text for none.
+        ref: that is moved; by default the one that was named, or ``main``.
+        message: of the commit.
+        author: of the commit.
+        jobs: processes.
+        scratch: directory for encoded rows.
+        dry_run: write nothing.
+        progress: called with a `Progress` a few times a second.
+
+    Raises:
+        UsageError: a digest or tag was named and no ref was given.
+    """
+    root, named = parse_dataset_url(url)
+    dataset = shardkit.open(url)
+    manifest = dataset.manifest
+    settings = manifest.build
+    return build(
+        open_dataset_source(root, dataset),
+        to if to is not None else root,
+        stratify=_axes(dataset) if stratify is None else stratify,
+        format=format or _one(manifest.format, "--format"),
+        compression=compression or _one(manifest.compression, "--compression"),
+        shard_size=shard_size if shard_size is not None else int(settings.get("shard_size", 256 * 2**20)),
+        block_size=block_size if block_size is not None else int(settings.get("block_size", 2**20)),
+        seed=seed if seed is not None else int(settings.get("seed", 0)),
+        shuffle=shuffle if shuffle is not None else bool(settings.get("shuffle", True)),
+        split=split,
+        split_by=split_by,
+        about=_about(dataset) if about is None else about,
+        lookup=[held.field for held in manifest.lookups] if lookup is None else lookup,
+        ref=ref or _ref(root, named),
+        message=message or f"rebuilt from {manifest.id}",
+        author=author,
+        jobs=jobs,
+        scratch=scratch,
+        dry_run=dry_run,
+        progress=progress,
+    )
+
+
+def label_again(
+    url: str | os.PathLike[str],
+    *,
+    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lookup: str | Sequence[str] | None = None,
+    ref: str | None = None,
+    message: str = "",
+    author: str = "",
+) -> tuple[Manifest, LogEntry | None]:
+    """Give a version other look-ups or another about, over the same shards.
+
+    Args:
+        url: ``ROOT[@REF]``.
+        about: licence, source and contact; None: what it says now.
+        lookup: fields; None: those that it has.
+        ref: that is moved; by default the one that was named.
+        message: of the commit.
+        author: of the commit.
+    """
+    root, named = parse_dataset_url(url)
+    dataset = shardkit.open(url)
+    repository = Repository.open(root)
+    manifest = relabel(repository, dataset, about=about, lookup=lookup)
+    wanted = ref or _ref(root, named)
+    if repository.refs.get(wanted) == manifest.id:
+        return manifest, None
+    expected = {wanted: dataset.manifest.id} if repository.refs.get(wanted) == dataset.manifest.id else None
+    said = message or f"look-ups and about of {dataset.manifest.id}"
+    return manifest, repository.commit({wanted: manifest.id}, message=said, author=author, expected=expected)
+
+
+def _axes(dataset: Dataset) -> list[str]:
+    return [axis for axis in dataset.manifest.axes if axis in dataset.schema or axis == CLASS_AXIS]
+
+
+def _about(dataset: Dataset) -> About | None:
+    about = about_of(dataset.version)
+    return about if about != About() else None
+
+
+def _one(value: str, option: str) -> str:
+    if value == MIXED:
+        raise UsageError(
+            f"the parts of this merged dataset differ in format or compression; say which: {option}"
+        )
+    return value
+
+
+def _ref(root: str, named: str | None) -> str:
+    if named is not None and named not in Repository.open(root, read_only=True).refs:
+        raise UsageError(
+            f"{named!r} is no ref that could be moved; say which ref the new version gets: --ref"
+        )
+    return named or DEFAULT_REF
