@@ -23,13 +23,17 @@ AnyGrid = NaturalGrid | WeightedGrid | RestGrid
 
 @dataclass(frozen=True, eq=False)
 class Leg:
-    """Settings, rows and grid that hold from a step on; the grid's step is the run's minus ``origin``."""
+    """Settings, rows and grid that hold from a step on.
+
+    The grid's step is the run's minus ``origin``; ``continues`` where it begins with the rest of an epoch.
+    """
 
     settings: Settings
     population: Population
     grid: AnyGrid
     from_step: int = 0
     origin: int = 0
+    continues: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,8 @@ def _anew(leg: Leg, settings: Settings, population: Population, change: Change) 
 def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Change) -> Leg:
     position = change.position - leg.origin
     origin = change.from_step - position
+    if change.weights is None and settings == leg.settings:
+        return Leg(settings, leg.population, grid, change.from_step, origin)
     ahead = list(grid.weights_at(position))
     if change.weights is not None:
         ahead = [
@@ -120,7 +126,9 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
         leg.settings.global_batch,
         leg.settings.lanes,
     ):
-        return Leg(settings, leg.population, grid, change.from_step, change.from_step - position)
+        return Leg(
+            settings, leg.population, grid, change.from_step, change.from_step - position, continues=True
+        )
     if isinstance(grid, RestGrid):
         if position < grid.steps:
             raise PlanError(
@@ -147,7 +155,7 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
             change.from_step - epoch * after.steps_per_epoch,
         )
     rest = RestGrid(NaturalLeftover(grid, epoch, step), after)
-    return Leg(settings, leg.population, rest, change.from_step, change.from_step)
+    return Leg(settings, leg.population, rest, change.from_step, change.from_step, continues=rest.steps > 0)
 
 
 def natural_grid(population: Population, settings: Settings, rows: Sequence[int]) -> NaturalGrid:

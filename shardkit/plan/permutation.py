@@ -135,10 +135,12 @@ class Feistel:
 
     ROUNDS = 6
 
-    def __init__(self, key: int, n: int) -> None:
+    def __init__(self, key: int | NDArray[np.uint64], n: int) -> None:
+        """One key for all values, or one key for each value."""
         self.n = n
         self._half = max(1, ((max(1, n - 1)).bit_length() + 1) // 2)
-        self._keys = [derive(key, r) for r in range(self.ROUNDS)]
+        keys = np.array([key], dtype=np.uint64) if isinstance(key, int) else key
+        self._keys = [derive_each(keys, np.full(len(keys), r, dtype=np.int64)) for r in range(self.ROUNDS)]
 
     def __call__(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Images of ``values``, int64."""
@@ -149,20 +151,23 @@ class Feistel:
         return self._walk(values, inverse=True)
 
     def _walk(self, values: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
-        out = self._once(values.astype(np.uint64), inverse=inverse)
+        out = self._once(values.astype(np.uint64), self._keys, inverse=inverse)
         outside = np.flatnonzero(out >= _U(self.n))
         while len(outside):
-            again = self._once(out[outside], inverse=inverse)
+            keys = [k if len(k) == 1 else k[outside] for k in self._keys]
+            again = self._once(out[outside], keys, inverse=inverse)
             out[outside] = again
             outside = outside[again >= _U(self.n)]
         return out.astype(np.int64)
 
-    def _once(self, values: NDArray[np.uint64], *, inverse: bool) -> NDArray[np.uint64]:
+    def _once(
+        self, values: NDArray[np.uint64], keys: list[NDArray[np.uint64]], *, inverse: bool
+    ) -> NDArray[np.uint64]:
         bits, mask = _U(self._half), _U((1 << self._half) - 1)
         left, right = values >> bits, values & mask
-        for key in reversed(self._keys) if inverse else self._keys:
+        for key in reversed(keys) if inverse else keys:
             if inverse:
-                left, right = right ^ (mix64(left * _U(GOLDEN) + _U(key)) & mask), left
+                left, right = right ^ (mix64(left * _U(GOLDEN) + key) & mask), left
             else:
-                left, right = right, left ^ (mix64(right * _U(GOLDEN) + _U(key)) & mask)
+                left, right = right, left ^ (mix64(right * _U(GOLDEN) + key) & mask)
         return (left << bits) | right

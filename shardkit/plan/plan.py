@@ -99,12 +99,12 @@ class Plan:
         """First and end step of the epoch, or the loop, that holds a step; right for amended plans too."""
         if self.parent is not None and step < self.from_step:
             first, last = self.parent.epoch_bounds(step)
-            return first, last if last <= self.from_step else self._own_bounds(self.from_step)[1]
+            goes_on = last > self.from_step and self._leg.continues
+            return first, self._own_bounds(self.from_step)[1] if goes_on else min(last, self.from_step)
         first, last = self._own_bounds(step)
         if self.parent is not None and first <= self.from_step:
-            first = self.from_step
-            before = self.parent.epoch_bounds(max(0, first - 1))
-            first = before[0] if before[1] > first else first
+            before = self.parent.epoch_bounds(max(0, self.from_step - 1))
+            first = before[0] if self._leg.continues and before[1] > self.from_step else self.from_step
         return first, last
 
     def _own_bounds(self, step: int) -> tuple[int, int]:

@@ -62,6 +62,7 @@ class Tapes:
         self.order, self.rows, self.lanes, self.seed = order, rows, lanes, seed
         self.windows, self.shuffle = windows, shuffle
         self._decks: Recent[tuple[int, bytes, bytes], Deck] = Recent(4 * lanes)
+        self._heads: Recent[int, Numbers] = Recent(1024)
         self._shared: Recent[int, tuple[Numbers, Numbers]] = Recent(1024)
 
     def pass_start(self, lane: int, strata: Numbers, passes: Numbers) -> Numbers:
@@ -181,19 +182,14 @@ class Tapes:
         if self.head is not None and (position < left).any():
             out = np.empty_like(position)
             early = np.flatnonzero(position < left)
-            column = np.full(len(early), stratum)
-            out[early] = self.head.take(column, position[early], position[early] + 1)
+            out[early] = self._heads.get(stratum, self._head_rows)[position[early]]
             late = np.flatnonzero(position >= left)
             out[late] = self.take_shared(stratum, position[late])
             return out
         passes, base = np.divmod(position - left, rows)
         if self.shuffle != "none":
-            key = derive(self.seed, _SHARED, stratum)
-            moved = np.empty_like(base)
-            for number in np.unique(passes).tolist():
-                here = passes == number
-                moved[here] = Feistel(derive(key, number + self.first_pass), rows)(base[here])
-            base = moved
+            keys = derive_each(derive(self.seed, _SHARED, stratum), passes + self.first_pass)
+            base = Feistel(keys, rows)(base)
         starts, samples = self._shared.get(stratum, self._runs)
         run = np.searchsorted(starts, base, side="right") - 1
         numbers: Numbers = samples[run] + base - starts[run]
@@ -217,6 +213,10 @@ class Tapes:
             return stratum, -1, place
         lane = int(np.searchsorted(self._cut[:, stratum], place, side="right")) - 1
         return stratum, lane, place - int(self._cut[lane, stratum])
+
+    def _head_rows(self, stratum: int) -> Numbers:
+        assert self.head is not None
+        return self.head.take(np.array([stratum]), np.array([0]), self.left[stratum : stratum + 1])
 
     def _runs(self, stratum: int) -> tuple[Numbers, Numbers]:
         pieces = self.order.pieces(np.array([stratum]), np.array([0]), self.rows[stratum : stratum + 1])
