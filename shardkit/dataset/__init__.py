@@ -13,6 +13,15 @@
     committing     manifest, pages and the commit
     splits         train and val by keyed hash
     selecting      versions of the same bytes with fewer rows
+    removing       versions without some samples
+    erasing        … and their bytes; copies finds them, rewriting makes what replaces them
+    erasure_journal  what a killed erasure goes on from, and its report
+    store_survey   what a repository holds, named or not
+    merging        several datasets as one version
+    relabelling    other look-ups or words over the same shards
+    lookups        samples by value, from sorted hashes
+    about          licence, source and contact
+    croissant      a version in the words of MLCommons Croissant
     where          conditions over fields
     population     what the plan needs to know
     sizes          "256MiB"

@@ -1,4 +1,4 @@
-"""Several datasets as one version, without copying a byte: its parts stay where they lie (SPEC.md §7)."""
+"""Several datasets as one version, without copying a byte: its parts stay where they lie (SPEC.md §11)."""
 
 from __future__ import annotations
 
