@@ -31,7 +31,7 @@ from shardkit.audit import (
 )
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
-from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit_tools.commands.verify import LevelName, parse_share
 from shardkit_tools.console import (
     JsonFlag,
@@ -156,7 +156,7 @@ def run_command(
     Example: shardkit audit runs/a --level stored --html audit.html
     """
     signed = statement or run / _STATEMENT
-    claim = verify_envelope(read_envelope(signed), verify_key) if verify_key is not None else None
+    claim = _claim(signed, verify_key) if verify_key is not None else None
     status = StatusLine()
     try:
         result = audit_run(
@@ -168,6 +168,8 @@ def run_command(
             statement=claim,
             report=lambda what, done, of: status.show(f"{what}: {done:,} of {of:,}"),
         )
+    except NotFoundError as error:
+        raise _end(3, f"could not check: {error}") from error
     finally:
         status.clear()
     if html is not None:
@@ -182,6 +184,21 @@ def run_command(
             print_line(f"written: {path}")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def _claim(signed: Path, key: Path) -> dict[str, Any]:
+    """What was signed; a signature that is not good is a violation, and there is nothing to compare with."""
+    try:
+        return verify_envelope(read_envelope(signed), key)
+    except NotFoundError as error:
+        raise _end(3, f"could not check: {error}") from error
+    except (IntegrityError, FormatError) as error:
+        raise _end(2, f"violated: {signed}: {error}") from error
+
+
+def _end(code: int, text: str) -> typer.Exit:
+    typer.echo(f"shardkit: {text}", err=True)
+    return typer.Exit(code)
 
 
 def _write(path: Path, data: bytes) -> None:
