@@ -68,6 +68,7 @@ def assign(
     previous: Assignment | None = None,
     was: Sequence[int | None] | None = None,
     from_step: int = 0,
+    prefer: str = "bytes",
 ) -> Assignment:
     """Deal lanes to ranks.
 
@@ -84,6 +85,7 @@ def assign(
         previous: what held so far.
         was: rank in ``previous`` of each rank now (None for a new one); the same number by default.
         from_step: step from which it holds.
+        prefer: ``"bytes"``, or ``"moves"`` to weigh fewest moves above most local bytes.
 
     Raises:
         PlanError: more ranks than lanes, or arguments of other lengths.
@@ -117,7 +119,7 @@ def assign(
         if table.ndim != 2 or table.shape[0] != lanes or table.shape[1] <= max(node_of):
             raise PlanError(f"assignment: local_bytes has shape {table.shape}, expected ({lanes}, nodes)")
         levels = np.floor(table[:, column_node] * (_LEVELS / max(1.0, table.max())))
-        cost -= levels * _MOVE * 4
+        cost -= levels * (_MOVE * 4 if prefer == "bytes" else 1 / (_LEVELS * 2 * lanes))
     _, columns = linear_sum_assignment(cost)
     return Assignment(tuple(int(r) for r in slot_rank[columns]), node_of, from_step)
 

@@ -1,0 +1,74 @@
+"""What lanes and nodes read: shards touched, bytes, fetches (SPEC.md §8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .assignment import assign
+from .natural import NaturalGrid
+from .plan import Plan
+from .rest import RestGrid
+
+__all__ = ["NodeReads", "lane_shards", "node_reads"]
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class NodeReads:
+    """What a number of nodes reads in one epoch, or in one pass over all hands.
+
+    Attributes:
+        nodes: their number; lanes are dealt to them evenly, neighbours together.
+        shards: distinct shards of each node.
+        bytes: raw bytes of those shards; -1 where the population does not know them.
+        per_shard: shards summed over nodes, divided by the shards that hold a selected row: 1.0 is the least.
+    """
+
+    nodes: int
+    shards: tuple[int, ...]
+    bytes: tuple[int, ...]
+    per_shard: float
+
+
+def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Numbers:
+    """Distinct shards that hold a lane's rows of an epoch; with explicit weights, of pass ``epoch`` of each stratum."""
+    grid = plan.grid
+    if isinstance(grid, RestGrid):
+        grid = grid.after
+    if isinstance(grid, NaturalGrid):
+        hand = grid.hand(epoch, lane)
+        return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)
+    strata = np.flatnonzero((grid.rows > 0) & ~grid.shared)
+    lo, hi = grid.tapes.hands(lane, strata, np.full(len(strata), epoch))
+    common = np.flatnonzero((grid.rows > 0) & grid.shared)  # any lane may draw any row of these
+    strata, lo = np.concatenate((strata, common)), np.concatenate((lo, np.zeros_like(common)))
+    return np.unique(grid.order.pieces(strata, lo, np.concatenate((hi, grid.rows[common]))).shard)
+
+
+def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, epoch: int = 0) -> NodeReads:
+    """Shards and bytes of each of ``nodes`` nodes.
+
+    Args:
+        plan: the plan.
+        nodes: 1 to L.
+        shards: `lane_shards` of all lanes, where they are known already.
+        epoch: which epoch.
+    """
+    each = [lane_shards(plan, lane, epoch) for lane in range(plan.lanes)] if shards is None else shards
+    owners = assign(plan.lanes, nodes, nodes=range(nodes))
+    sets = [
+        np.unique(np.concatenate([each[lane] for lane in owners.lanes_of(node)])) for node in range(nodes)
+    ]
+    size = plan.population.shard_bytes
+    whole = len(np.unique(np.concatenate(sets)))
+    return NodeReads(
+        nodes,
+        tuple(len(s) for s in sets),
+        tuple(-1 if size is None else int(size[s].sum()) for s in sets),
+        sum(len(s) for s in sets) / max(1, whole),
+    )

@@ -1,0 +1,143 @@
+"""What a plan will do, from the manifest alone: balance, remainder, passes, locality, memory, mixing, world sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .locality import lane_shards, node_reads
+from .mixing import mixing
+from .natural import NaturalGrid
+from .plan import Plan
+from .rest import RestGrid
+from .settings import num_blocks
+from .strata import stratum_rows
+
+__all__ = ["balance", "describe_plan", "efficiency", "expected_counts", "stratum_counts"]
+
+Numbers = NDArray[np.int64]
+
+
+def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int = 256) -> dict[str, object]:
+    """Everything `shardkit plan` tells, as plain values.
+
+    Args:
+        plan: the plan.
+        nodes: node counts to tell locality for; those above L are left out.
+        steps: steps that balance and mixing are measured over, spread over the epoch.
+    """
+    shards = [lane_shards(plan, lane) for lane in range(plan.lanes)]
+    mine, full = mixing(plan, steps)
+    rows = stratum_rows(plan.population)
+    return {
+        "digest": plan.digest,
+        "manifest": plan.population.identity,
+        "global_batch": plan.global_batch,
+        "lanes": plan.lanes,
+        "cell_size": plan.cell_size,
+        "rows": sum(rows),
+        "shards": plan.population.num_shards,
+        "blocks": num_blocks(plan.population),
+        "steps_per_epoch": plan.steps_per_epoch,
+        "loop_steps": plan.loop_steps,
+        "remainder": {"mode": plan.settings.remainder, "rows": _remainder(plan)},
+        "balance": balance(plan, steps),
+        "strata": _strata(plan, rows),
+        "shards_per_lane": {"least": min(map(len, shards)), "most": max(map(len, shards))},
+        "nodes": [asdict(node_reads(plan, n, shards)) for n in nodes if n <= plan.lanes],
+        "working_set": _working_set(plan),
+        "mixing": {"plan": asdict(mine), "full_shuffle": asdict(full)},
+        "worlds": [{"ranks": r, "efficiency": e} for r, e in enumerate(efficiency(plan.lanes), 1)],
+    }
+
+
+def efficiency(lanes: int) -> list[float]:
+    """Share of the ranks' time that is used, for each world size 1..L: the rank with most lanes sets the pace."""
+    return [lanes / (ranks * -(-lanes // ranks)) for ranks in range(1, lanes + 1)]
+
+
+def expected_counts(plan: Plan) -> NDArray[np.float64]:
+    """Samples of each stratum expected in a global batch."""
+    masses = np.array(
+        plan.settings.stages[0][1] if plan.settings.stages else stratum_rows(plan.population), dtype=float
+    )
+    expected: NDArray[np.float64] = masses * (plan.global_batch / masses.sum())
+    return expected
+
+
+def stratum_counts(plan: Plan, steps: Sequence[int]) -> Numbers:
+    """Samples of each stratum in cells: (steps, lanes, strata) int64."""
+    out = np.zeros((len(steps), plan.lanes, len(plan.population.strata)), dtype=np.int64)
+    for place, step in enumerate(steps):
+        cells = plan.step(step)
+        lane, slot = np.nonzero(cells >= 0)
+        np.add.at(out[place], (lane, plan.grid.order.strata_of(cells[lane, slot])), 1)
+    return out
+
+
+def balance(plan: Plan, steps: int) -> dict[str, object]:
+    """Largest deviations from the expected count, over strata expected at least once per global batch."""
+    full = plan.population.rows // plan.global_batch if plan.steps_per_epoch else plan.loop_steps
+    chosen = sorted({plan.from_step + k * full // steps for k in range(steps)}) if full else []
+    expected = expected_counts(plan)
+    common = np.flatnonzero(expected >= 1)
+    batch = cell = 0.0
+    for first in range(0, len(chosen), 32):
+        counts = stratum_counts(plan, chosen[first : first + 32])[:, :, common]
+        batch = max(batch, float(np.abs(counts.sum(axis=1) - expected[common]).max(initial=0)))
+        cell = max(cell, float(np.abs(counts - expected[common] / plan.lanes).max(initial=0)))
+    return {
+        "steps": len(chosen),
+        "batch": round(batch, 3),
+        "batch_bound": 2,
+        "cell": round(cell, 3),
+        "cell_bound": round(1 + 2 / plan.lanes, 3),
+        "rare_strata": int(((expected > 0) & (expected < 1)).sum()),
+    }
+
+
+def _remainder(plan: Plan) -> int:
+    return plan.population.rows % plan.global_batch if plan.steps_per_epoch else 0
+
+
+def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
+    expected = expected_counts(plan)
+    natural = isinstance(plan.grid, (NaturalGrid, RestGrid))
+    return [
+        {
+            "name": name,
+            "rows": rows[s],
+            "per_batch": round(float(expected[s]), 3),
+            # passes over the stratum's rows in one epoch, or one loop
+            "passes": 1.0 if natural else round(float(expected[s]) * plan.loop_steps / max(1, rows[s]), 3),
+        }
+        for s, name in enumerate(plan.population.strata)
+        if rows[s]
+    ]
+
+
+def _working_set(plan: Plan) -> dict[str, object]:
+    """Blocks that a lane holds open: its windows; of strata rarer than one per cell, two windows per slot."""
+    grid = plan.grid.after if isinstance(plan.grid, RestGrid) else plan.grid
+    if isinstance(grid, NaturalGrid):
+        masses, windows = np.array(grid.groups.masses, dtype=float), grid.windows
+    else:
+        masses, windows = np.array(plan.settings.stages[0][1], dtype=float), grid.tapes.windows
+    often = plan.cell_size * masses >= masses.sum()
+    few = (
+        min(int((~often & (masses > 0)).sum()), 2 * plan.cell_size)
+        if isinstance(grid, NaturalGrid)
+        else (~often).sum()
+    )
+    blocks = int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))
+    size = plan.population.shard_bytes
+    each = -1 if size is None else int(size.sum()) // max(1, num_blocks(plan.population))
+    return {
+        "window_blocks": plan.settings.window_blocks,
+        "blocks_per_lane": blocks,
+        "bytes_per_lane": -1 if each < 0 else blocks * each,
+        "bytes_all_lanes": -1 if each < 0 else blocks * each * plan.lanes,
+    }

@@ -1,0 +1,186 @@
+"""`shardkit plan`: a cell, a step, or what a plan will do, from the manifest alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import shardkit
+from shardkit.errors import MissingDependency, PlanError
+from shardkit.plan import Plan
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    count_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+)
+
+__all__ = ["plan"]
+
+_SHOWN = 12
+
+
+def plan(
+    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", "-b", help="Samples per step over all ranks.")
+    ] = 256,
+    seed: Annotated[int, typer.Option(help="Of every shuffle.")] = 0,
+    lanes: Annotated[
+        int | None, typer.Option(help="Columns of the grid; the divisor of the batch nearest 64.")
+    ] = None,
+    weights: Annotated[str, typer.Option(help='Weights by glob over strata, as JSON: {"web/*": 3}.')] = "",
+    remainder: Annotated[str, typer.Option(help="drop or short.")] = "drop",
+    shuffle: Annotated[str, typer.Option(help="window, full or none.")] = "window",
+    window_blocks: Annotated[int | None, typer.Option(help="Blocks that a lane keeps open.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Print this step's sample numbers instead of the report.")
+    ] = None,
+    lane: Annotated[int | None, typer.Option(help="With --step: only this lane's cell.")] = None,
+    nodes: Annotated[str, typer.Option(help="Node counts to tell locality for.")] = "1,2,4,8",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw lanes, strata and distances into this picture.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what a plan will do: balance, locality, memory, mixing and world sizes; no sample is read.
+
+    Example: shardkit plan data/cats --global-batch 512 --plot plan.png
+    """
+    settings: dict[str, Any] = {
+        "lanes": lanes,
+        "remainder": remainder,
+        "shuffle": shuffle,
+        "weights": _weights(weights),
+    }
+    if window_blocks is not None:
+        settings["window_blocks"] = window_blocks
+    made = shardkit.open(root).plan(global_batch, seed=seed, **settings)
+    if step is not None:
+        _print_step(made, step, lane, as_json)
+        return
+    from shardkit.plan.report import describe_plan
+
+    report = describe_plan(made, nodes=[int(n) for n in nodes.split(",") if n])
+    if plot is not None:
+        _draw(made, plot)
+    if as_json:
+        print_json(report)
+        return
+    _print_report(report)
+
+
+def _weights(text: str) -> dict[str, int] | None:
+    if not text:
+        return None
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise PlanError(f'plan: weights is {text!r}, expected a JSON object such as {{"web/*": 3}}')
+    return parsed
+
+
+def _print_step(made: Plan, step: int, lane: int | None, as_json: bool) -> None:
+    lanes = range(made.lanes) if lane is None else [lane]
+    cells = {one: made.cell(step, one) for one in lanes}
+    if as_json:
+        print_json({
+            "step": step,
+            "plan": made.digest,
+            "cells": [{"lane": one, "digest": made.cell_digest(step, one), "samples": cell[cell >= 0].tolist()}
+                      for one, cell in cells.items()],
+        })  # fmt: skip
+        return
+    rows = [[str(one), made.cell_digest(step, one)[:12], " ".join(map(str, cell[cell >= 0]))]
+            for one, cell in cells.items()]  # fmt: skip
+    print_table(["lane", "digest", "samples"], rows)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    balance, left, working, mixed = (
+        report["balance"],
+        report["remainder"],
+        report["working_set"],
+        report["mixing"],
+    )
+    steps = report["steps_per_epoch"]
+    kept = "left out, others each epoch" if left["mode"] == "drop" else "in a short last step"
+    facts = [
+        ("plan", report["digest"][:16]),
+        ("step", f"{report['global_batch']} samples: {report['lanes']} lanes of {report['cell_size']}"),
+        ("epoch", f"{count_text(steps)} steps" if steps else f"endless; a loop is {report['loop_steps']} steps"),
+        ("remainder", f"{left['rows']} rows {kept}" if left["rows"] else "none"),
+        ("batch balance", f"within {balance['batch']} of the expected count (bound {balance['batch_bound']})"),
+        ("cell balance", f"within {balance['cell']} (bound {balance['cell_bound']})"),
+        ("rare strata", f"{balance['rare_strata']}, dealt together" if balance["rare_strata"] else "none"),
+        ("shards per lane", f"{report['shards_per_lane']['least']} to {report['shards_per_lane']['most']}"),
+        ("working set", f"{working['blocks_per_lane']} blocks per lane at most" + _bytes(working["bytes_all_lanes"])),
+    ]  # fmt: skip
+    print_facts(facts)
+    print_heading("Strata")
+    shown = report["strata"][:_SHOWN]
+    rows = [[s["name"], count_text(s["rows"]), f"{s['per_batch']:g}", f"{s['passes']:g}"] for s in shown]
+    print_table(["stratum", "rows", "per batch", "passes"], rows)
+    if len(report["strata"]) > len(shown):
+        print_line(f"and {len(report['strata']) - len(shown)} more")
+    print_heading("Nodes")
+    print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
+        [str(n["nodes"]), f"{min(n['shards'])} to {max(n['shards'])}", f"{n['per_shard']:.3f}",
+         bytes_text(max(n["bytes"])) if max(n["bytes"]) >= 0 else "unknown"] for n in report["nodes"]])  # fmt: skip
+    print_heading("Mixing")
+    print_table(["", "plan", "full shuffle"], [
+        [name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}"]
+        for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
+                          ("distance of neighbours, bits", "distance_bits"))])  # fmt: skip
+    print_heading("World sizes")
+    full = [str(w["ranks"]) for w in report["worlds"] if w["efficiency"] == 1]
+    print_line("all ranks busy at " + ", ".join(full))
+    worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
+    print_line(f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks")
+
+
+def _bytes(total: int) -> str:
+    return "" if total < 0 else f", {bytes_text(total)} over all lanes"
+
+
+def _draw(made: Plan, path: Path) -> None:
+    try:
+        import matplotlib as mpl
+
+        mpl.use("agg")
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise MissingDependency('plan: --plot needs matplotlib; run: pip install "shardkit[plot]"') from None
+    from shardkit.plan.report import stratum_counts
+
+    steps = sorted({made.from_step + k * made.loop_steps // 200 for k in range(200)})
+    cells = np.stack([made.step(k) for k in steps])
+    order = made.grid.order
+    first = np.maximum(cells[:, :, 0], 0)
+    shard = made.population.segment_shard[order.segments_of(first.ravel())].reshape(first.shape)
+    counts = stratum_counts(made, steps).sum(axis=1)
+    flat = cells[cells >= 0]
+    figure, (grid, strata, distance) = plt.subplots(3, 1, figsize=(10, 12), layout="constrained")
+    picture = grid.imshow(shard.T, aspect="auto", interpolation="nearest", cmap="viridis")
+    figure.colorbar(picture, ax=grid, label="shard")
+    grid.set(
+        title="lanes × steps, by shard of the first sample", xlabel="step (200 of an epoch)", ylabel="lane"
+    )
+    for s in np.argsort(-counts.sum(axis=0))[:20]:
+        strata.plot(steps, counts[:, s], label=made.population.strata[s], linewidth=0.8)
+    strata.set(title="samples of a stratum per batch (20 largest strata)", xlabel="step")
+    strata.legend(fontsize=6, ncols=4)
+    distance.hist(np.log2(1 + np.abs(np.diff(flat))), bins=60)
+    distance.set(title="distance of neighbours", xlabel="log2 of the distance in sample numbers")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
