@@ -290,14 +290,13 @@ def _check_checkpoints(record: RunRecord, audit: Audit) -> None:
 
 def _head_text(head: dict[str, Any], audit: Audit) -> str:
     end, events = head["steps"]["first"] + head["steps"]["size"], head["events"]["size"]
-    now = audit.head.get("events", {}).get("size", 0)
-    if end > audit.steps or events > now:
+    if end > audit.steps:
         return (
-            f"was saved when {end} steps and {events} events were recorded; the ledger now ends at step {audit.steps} "
-            f"with {now} events: it was cut, or this checkpoint is of another run"
+            f"was saved when {end} steps were recorded; the ledger now ends at step {audit.steps}: it was cut, or this "
+            "checkpoint is of another run"
         )
     return (
-        f"holds the head {head['steps']['root'][:12]}… of {head['steps']['size']} steps, which the ledger never had: "
+        f"holds a head (root {head['steps']['root'][:12]}…, {end} steps, {events} events) which the ledger never had: "
         "the ledger was changed, or this checkpoint is of another run"
     )
 

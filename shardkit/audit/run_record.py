@@ -233,8 +233,9 @@ class Roots:
             self._branches.append((first, Tree(leaves)))
 
     def step_root(self, size: int) -> str:
-        """Root of the current branch."""
-        return self._branches[-1][1].root(size).hex() if self._branches else Tree().root().hex()
+        """Root of the current branch; empty where it is shorter."""
+        tree = self._branches[-1][1] if self._branches else Tree()
+        return tree.root(size).hex() if size <= len(tree) else ""
 
     def holds(self, head: dict[str, Any]) -> bool:
         """Whether some branch once had this head."""

@@ -74,7 +74,9 @@ def work(rank: int, told: dict[str, Any], barrier: Any) -> None:
                     if told["kill"] == [rank, step]:
                         os.killpg(0, signal.SIGKILL)
                     if told.get("failover") == [rank, step]:
-                        loader._open_machinery().journal.event(step, "failover", location="mirror", block=3)
+                        journal = loader._open_machinery().journal
+                        assert journal is not None
+                        journal.event(step, "failover", location="mirror", block=3)
                     barrier.wait()  # what a collective does
                     step += 1
                     if rank == 0 and step % told["every"] == 0:

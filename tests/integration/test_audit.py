@@ -1,0 +1,620 @@
+"""`shardkit audit`: clean runs pass; every kind of tampering is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.audit import Audit, audit_run
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import sha256_digest
+from shardkit.ledger import Journal, Ledger, ledger_head
+from shardkit.ledger.records import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
+from shardkit.storage import object_name, open_store
+from shardkit_tools.main import run as shardkit_command
+
+BATCH, LANES, STEPS = 20, 4, 60
+SETTINGS = {"global_batch": BATCH, "lanes": LANES, "seed": 5}
+ROWS = 403
+
+
+def build(root: Path, *, changed: int | None = None, block_size: str = "1KiB") -> str:
+    schema = {"value": "int64", "label": "int64"}
+    with shardkit.create(
+        str(root), schema=schema, stratify="label", shard_size="64KiB", block_size=block_size
+    ) as writer:
+        for number in range(ROWS):
+            value = -1 if number == changed else number
+            writer.add(
+                {"value": value, "label": number % 3}, key=f"n{number}", source=("numbers.csv", number)
+            )
+    return str(root)
+
+
+def consume(root: str, run: Path, first: int, last: int, world: int = 1, **settings: Any) -> None:
+    dataset = shardkit.open(root)
+    plan = dataset.plan(**(SETTINGS | settings))
+    for rank in range(world):
+        with dataset.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
+            loader.seek(first)
+            step = first
+            while step < last:
+                for batch in loader:
+                    step = batch.step + 1
+                    if step == last:
+                        break
+
+
+def save(run: Path, step: int, root: str, *, head: dict[str, Any] | None = None, **settings: Any) -> None:
+    """A checkpoint in the trainer's format (its SPEC.md §4), without tensors."""
+    dataset = shardkit.open(root)
+    meta = {
+        "step": step,
+        "manifest": dataset.manifest.id,
+        "plan": dataset.plan(**(SETTINGS | settings)).digest,
+        "ledger": ledger_head(run, step) if head is None else head,
+    }
+    store, name = open_store(run), f"step-{step:012d}"
+    body = dumps({"format": "shardkit-checkpoint", "version": 1, "name": name, "meta": spelled(meta)})
+    store.put_new(object_name(sha256_digest(body), "checkpoint"), body)
+    ref = {"name": name, "checkpoint": sha256_digest(body), "size": len(body)}
+    store.put_new(f"checkpoints/{name}.json", dumps({**ref, "digest": sha256_digest(dumps(ref))}))
+
+
+def spelled(value: Any) -> Any:
+    return {"dict": [[k, spelled(v)] for k, v in value.items()]} if isinstance(value, dict) else value
+
+
+def write_settings(run: Path, root: str, **changed: Any) -> None:
+    dataset = shardkit.open(root)
+    plan = dataset.plan(**SETTINGS)
+    data = {"dataset": root, "parts": {}, "weights": {}, "window_blocks": 0, **SETTINGS, **changed}
+    record = {"format": "shardkit-run", "version": 1, "configuration": {"data": data},
+              "manifest": dataset.manifest.id, "plan": plan.digest, "software": {"shardkit": "0.1.0"}}  # fmt: skip
+    (run / "run.json").write_text(json.dumps(record))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """data/ and run/: 60 steps on two ranks, restarted once on one rank, two checkpoints."""
+    home = tmp_path_factory.mktemp("model")
+    root, run = build(home / "data"), home / "run"
+    consume(root, run, 0, 30, world=2)
+    save(run, 20, root)
+    consume(root, run, 20, STEPS)
+    save(run, 50, root)
+    write_settings(run, root)
+    return home
+
+
+@pytest.fixture
+def home(model: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "home"
+    shutil.copytree(model, copy)
+    settings = json.loads((copy / "run" / "run.json").read_text())
+    settings["configuration"]["data"]["dataset"] = str(copy / "data")
+    (copy / "run" / "run.json").write_text(json.dumps(settings))
+    return copy
+
+
+def named(audit: Audit, *words: str, code: int = 2) -> None:
+    """The audit ends with `code`, and one of its findings of that severity names all the words."""
+    assert audit.exit_code == code, audit.findings
+    severity = {1: "explained", 2: "violated", 3: "unknown"}[code]
+    texts = [f"{one.kind} {one.subject} {one.text}" for one in audit.findings if one.severity == severity]
+    assert any(all(word in text for word in words) for text in texts), texts
+
+
+# ---- clean
+
+
+def test_a_clean_run_is_clean_in_every_respect(home: Path) -> None:
+    audit = audit_run(home / "run")
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.first, audit.steps, audit.checked, audit.samples) == (0, STEPS, STEPS, STEPS * BATCH)
+    assert [(name, fits) for name, _, fits in audit.checkpoints] == [
+        ("step-000000000020", True), ("step-000000000050", True),
+    ]  # fmt: skip
+    assert [(one.epoch, one.last - one.first, one.is_whole, one.is_exact) for one in audit.coverage] == [
+        (0, 20, True, True), (1, 20, True, True), (2, 20, True, True),
+    ]  # fmt: skip
+    assert {one.kind for one in audit.findings} == {"restart"}
+    assert audit.verified is not None
+    assert audit.verified["shards_seen"] == audit.verified["shards"] > 1
+
+
+def test_the_audit_changes_nothing(home: Path) -> None:
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    audit_run(home / "run")
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_without_settings_of_a_trainer_is_checked_by_the_ledger_alone(home: Path) -> None:
+    (home / "run" / "run.json").unlink()
+    audit = audit_run(home / "run", dataset=str(home / "data"))
+    assert audit.exit_code == 0, audit.findings
+    assert audit.checked == STEPS
+
+
+def test_a_dataset_that_is_gone_cannot_be_checked(home: Path) -> None:
+    shutil.rmtree(home / "data")
+    named(audit_run(home / "run"), "manifest", "--dataset", code=3)
+
+
+# ---- tampering: the ledger
+
+
+@pytest.mark.parametrize("name", ["steps", "events", "heads", "state.json"])
+def test_one_byte_of_the_ledger(home: Path, name: str) -> None:
+    path = home / "run" / "ledger" / name
+    clean = path.read_bytes()
+    rng = np.random.default_rng(len(clean))
+    for position in [0, len(clean) - 2, *rng.integers(0, len(clean) - 1, 6).tolist()]:
+        damaged = bytearray(clean)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        audit = audit_run(home / "run", level=None)
+        assert audit.exit_code == 2, (position, audit.findings)
+        assert any(
+            name in one.subject or name in one.text for one in audit.findings if one.severity == "violated"
+        )
+    path.write_bytes(clean)
+    assert audit_run(home / "run", level=None).exit_code == 0
+
+
+def test_one_byte_of_a_journal_that_is_not_merged(home: Path) -> None:
+    state = json.loads((home / "run" / "ledger" / "state.json").read_bytes())["state"]
+    for path in sorted((home / "run" / "journal").iterdir()):
+        data = bytearray(path.read_bytes())
+        data[-150] ^= 4
+        if state["journals"][path.name][0] < len(data) - 150:
+            path.write_bytes(data)
+            named(audit_run(home / "run", level=None), path.name)
+            return
+    pytest.fail("no journal has entries that are not merged")
+
+
+def rewrite(
+    run: Path, change: Callable[[list[tuple[int, int, int, bytes]]], None], *, checksums: bool
+) -> None:
+    """Change the step records; with `checksums`, as somebody would who knows the format."""
+    path = run / "ledger" / "steps"
+    data = path.read_bytes()
+    raw = [data[at : at + RECORD_BYTES] for at in range(len(STEPS_MAGIC), len(data), RECORD_BYTES)]
+    records = [
+        (int.from_bytes(one[:8], "little"), int.from_bytes(one[8:12], "little"), 0, one) for one in raw
+    ]
+    change(records)
+    out, check = bytearray(STEPS_MAGIC), 0
+    for step, rows, plan, one in records:
+        record, check = encode_record(step, rows, plan, one[16:48], check)
+        out += record if checksums else one
+    path.write_bytes(out)
+
+
+def drop(records: list[Any]) -> None:
+    del records[7]
+
+
+def repeat(records: list[Any]) -> None:
+    records.insert(7, records[7])
+
+
+def swap(records: list[Any]) -> None:
+    records[7], records[8] = records[8], records[7]
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(drop, "step 7 missing between steps 6 and 8"), (repeat, "step 7 is recorded twice in a row"),
+     (swap, "step 7 comes after step 8")],
+)  # fmt: skip
+def test_a_dropped_repeated_or_reordered_step(
+    home: Path, change: Callable[[list[Any]], None], words: str, checksums: bool
+) -> None:
+    rewrite(home / "run", change, checksums=checksums)
+    named(audit_run(home / "run", level=None), "ledger/steps", words)
+
+
+def test_a_step_with_another_digest_is_named_though_all_checksums_fit(home: Path) -> None:
+    def forge(records: list[Any]) -> None:
+        step, rows, plan, one = records[33]
+        records[33] = (step, rows, plan, one[:16] + bytes(32) + one[48:])
+
+    rewrite(home / "run", forge, checksums=True)
+    named(audit_run(home / "run", level=None), "step 33", "the plan's is")
+    named(audit_run(home / "run", level=None), "ledger/heads")
+
+
+def test_a_ledger_forged_throughout_contradicts_checkpoints_and_plan(home: Path, tmp_path: Path) -> None:
+    """Somebody hides step 12 in a ledger that is whole in itself: trees, heads and state all fit."""
+    run = home / "run"
+    dataset = shardkit.open(str(home / "data"))
+    plan = dataset.plan(**SETTINGS)
+    for name in ("ledger", "journal"):
+        shutil.rmtree(run / name)
+    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
+                 meta={"settings": plan.settings.canonical(), "dataset": [str(home / "data")]}) as journal:  # fmt: skip
+        for step in range(STEPS):
+            cells = plan.step(step) if step != 12 else plan.step(13)
+            journal.record(step, list(enumerate(cells)))
+    ledger_head(run)
+    audit = audit_run(run, level=None)
+    named(audit, "step 12", "consumed other samples")
+    named(
+        audit, "checkpoint step-000000000050", "the ledger was changed, or this checkpoint is of another run"
+    )
+
+
+def test_a_ledger_cut_after_its_last_checkpoint(home: Path) -> None:
+    """The record of the steps behind it is gone, and what is left is a ledger in itself."""
+    run = home / "run"
+    kept = home / "kept"
+    shutil.copytree(run / "ledger", kept)
+    for path in (run / "journal").iterdir():
+        path.unlink()
+    (run / "metrics").mkdir()
+    lines = [json.dumps({"step": step, "loss": 1}) for step in range(STEPS)]
+    (run / "metrics" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    named(audit_run(run, level=None), f"steps 50 to {STEPS - 1}", "cut")
+
+
+def test_a_ledger_cut_before_its_last_checkpoint(home: Path, tmp_path: Path) -> None:
+    root, run = str(home / "data"), home / "run"
+    for name in ("ledger", "journal"):
+        shutil.rmtree(run / name)
+    consume(root, run, 0, 30)
+    ledger_head(run)
+    named(audit_run(run, level=None), "checkpoint step-000000000050", "ends at step 30", "cut")
+
+
+def test_files_that_are_shorter_than_what_was_committed(home: Path) -> None:
+    path = home / "run" / "ledger" / "steps"
+    path.write_bytes(path.read_bytes()[: -3 * RECORD_BYTES])
+    named(audit_run(home / "run", level=None), "steps was cut")
+
+
+# ---- tampering: data, settings, checkpoints
+
+
+def test_a_swapped_shard(home: Path) -> None:
+    shards = sorted((home / "data" / "objects").rglob("*.tar"))
+    first, second = shards[0].read_bytes(), shards[1].read_bytes()
+    for path, data in ((shards[0], second), (shards[1], first)):
+        path.chmod(0o644)
+        path.write_bytes(data)
+    named(audit_run(home / "run"), shards[0].name)
+    named(audit_run(home / "run"), shards[1].name)
+
+
+def test_another_seed_in_the_configuration_than_in_the_run(home: Path) -> None:
+    write_settings(home / "run", str(home / "data"), seed=6)
+    named(audit_run(home / "run", level=None), "plan", "run.json", "seed 5 in the ledger, 6 there")
+
+
+def test_another_plan_digest_in_the_configuration_than_in_the_run(home: Path) -> None:
+    path = home / "run" / "run.json"
+    settings = json.loads(path.read_text())
+    settings["plan"] = "00" * 32
+    path.write_text(json.dumps(settings))
+    named(audit_run(home / "run", level=None), "plan", "run.json", "the ledger records")
+
+
+def test_a_manifest_with_one_changed_byte(home: Path) -> None:
+    for suffix in ("page", "manifest"):
+        path = next((home / "data" / "objects").rglob(f"*.{suffix}"))
+        clean = path.read_bytes()
+        path.chmod(0o644)
+        path.write_bytes(clean[:-2] + bytes([clean[-2] ^ 1]) + clean[-1:])
+        named(audit_run(home / "run", level=None), "manifest", path.stem[:12])
+        path.write_bytes(clean)
+
+
+def test_a_manifest_with_one_changed_segment(home: Path) -> None:
+    """Somebody rebuilds the dataset with one sample changed, and puts it where the run's was."""
+    shutil.rmtree(home / "data")
+    build(home / "data", changed=17)
+    manifest = shardkit.open(str(home / "data")).manifest.id
+    path = home / "run" / "run.json"
+    settings = json.loads(path.read_text())
+    settings["manifest"] = manifest
+    path.write_text(json.dumps(settings))
+    audit = audit_run(home / "run")
+    named(audit, "run.json", "names manifest", manifest[:19])
+
+
+def test_a_checkpoint_from_another_run(home: Path, tmp_path: Path) -> None:
+    """The same data, the same plan, and so the same steps: the events tell the runs apart."""
+    root, other = str(home / "data"), tmp_path / "other"
+    consume(root, other, 0, 45)
+    save(other, 40, root)
+    for folder in ("checkpoints", "objects"):
+        shutil.copytree(other / folder, home / "run" / folder, dirs_exist_ok=True)
+    named(audit_run(home / "run", level=None), "checkpoint step-000000000040", "another run")
+
+
+def test_a_checkpoint_of_another_plan(home: Path) -> None:
+    save(home / "run", 55, str(home / "data"), seed=9)
+    named(audit_run(home / "run", level=None), "checkpoint step-000000000055", "another run")
+
+
+# ---- deviations that are explained
+
+
+def test_substitutions_are_listed_with_their_reasons(home: Path, tmp_path: Path) -> None:
+    root, run = str(home / "data"), tmp_path / "run"
+    dataset = shardkit.open(root)
+    plan = dataset.plan(**SETTINGS)
+    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
+                 meta={"settings": plan.settings.canonical(), "dataset": [root]}) as journal:  # fmt: skip
+        for step in range(5):
+            cells = plan.step(step).copy()
+            if step == 3:
+                journal.event(
+                    3,
+                    "substituted",
+                    lane=2,
+                    slot=1,
+                    sample=int(cells[2, 1]),
+                    by=7,
+                    field="value",
+                    reason="torn",
+                )
+                cells[2, 1] = 7
+            if step == 4:
+                cells[0, 0] = 8  # and nobody says so
+            journal.record(step, list(enumerate(cells)))
+    audit = audit_run(run, level=None)
+    named(audit, "step 4", "consumed other samples")
+    explained = [one for one in audit.findings if one.severity == "explained"]
+    assert [one.subject for one in explained] == ["step 3 lane 2 slot 1"]
+    assert "value: torn" in explained[0].text
+    assert [one.subject for one in audit.findings if one.kind == "step"] == ["step 4"]
+
+
+def test_only_explained_deviations_end_with_1(home: Path, tmp_path: Path) -> None:
+    root, run = str(home / "data"), tmp_path / "run"
+    dataset = shardkit.open(root)
+    plan = dataset.plan(**SETTINGS)
+    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
+                 meta={"settings": plan.settings.canonical(), "dataset": [root]}) as journal:  # fmt: skip
+        cells = plan.step(0).copy()
+        journal.event(
+            0, "substituted", lane=0, slot=0, sample=int(cells[0, 0]), by=7, field="value", reason="torn"
+        )
+        cells[0, 0] = 7
+        journal.record(0, list(enumerate(cells)))
+    named(audit_run(run, level=None), "replaced by 7", code=1)
+
+
+# ---- the command
+
+
+def command(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        shardkit_command(["audit", *arguments])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_the_command_prints_a_page_json_and_html(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, page = str(home / "run"), home / "audit.html"
+    code, out = command(run, "--html", str(page), "--jobs", "1", capsys=capsys)
+    assert code == 0
+    assert "clean" in out
+    assert "2 of 2 hold a head of this ledger" in out
+    code, out = command(run, "--json", "--level", "list", capsys=capsys)
+    document = json.loads(out)
+    assert (code, document["exit_code"], document["steps"]) == (0, 0, STEPS)
+    assert document["coverage"][0]["exact"] is True
+    text = page.read_text()
+    assert "Clean" in text
+    assert "<script" not in text
+    assert "src=" not in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_what_the_html_page_shows_is_escaped(home: Path) -> None:
+    from shardkit.audit import Finding, html_report
+
+    audit = audit_run(home / "run", level=None)
+    audit.findings.append(Finding("violated", "x", "<script>alert(1)</script>", "<img src=x>"))
+    text = html_report(audit)
+    assert "<script" not in text
+    assert "<img" not in text
+
+
+def test_a_violated_run_ends_with_2_and_a_missing_one_with_3(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(home / "run", drop, checksums=True)
+    code, out = command(str(home / "run"), "--manifest-only", capsys=capsys)
+    assert code == 2
+    assert "step 7 missing" in out
+    assert command(str(home / "nothing"), capsys=capsys)[0] == 3
+
+
+# ---- diff
+
+
+def test_diff_of_equal_runs_on_other_ranks(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    consume(str(home / "data"), other, 0, 25, world=4)
+    code, out = command("diff", str(home / "run"), str(other), capsys=capsys)
+    assert code == 0
+    assert "the same samples at all 25 steps" in out
+
+
+def test_diff_names_the_setting_and_the_first_step(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    consume(str(home / "data"), other, 0, 25, seed=6)
+    code, out = command("diff", str(home / "run"), str(other), "--json", capsys=capsys)
+    document = json.loads(out)
+    assert code == 1
+    assert document["diverges"] == 0
+    assert document["settings"] == {"seed": [5, 6]}
+    assert document["cells"]
+
+
+def test_diff_names_the_shards_of_another_manifest(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, other = build(tmp_path / "changed", changed=17), tmp_path / "other"
+    consume(root, other, 0, 25)
+    code, out = command("diff", str(home / "run"), str(other), "--json", capsys=capsys)
+    document = json.loads(out)
+    assert code in (0, 1)
+    assert document["manifests"]["only_a"] == document["manifests"]["only_b"] >= 1
+    assert document["manifests"]["shared"] >= 1
+    assert document["manifests"]["examples_a"]
+
+
+def test_diff_knows_rebuilt_data_with_equal_content(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, other = tmp_path / "again", tmp_path / "other"
+    shutil.copytree(home / "data", root)
+    schema = {"value": "int64", "label": "int64"}
+    rebuilt = tmp_path / "arrow"
+    with shardkit.create(str(rebuilt), schema=schema, stratify="label", shard_size="64KiB", block_size="1KiB",
+                         compression="zstd") as writer:  # fmt: skip
+        for number in range(ROWS):
+            writer.add(
+                {"value": number, "label": number % 3}, key=f"n{number}", source=("numbers.csv", number)
+            )
+    consume(str(rebuilt), other, 0, 25)
+    _, out = command("diff", str(home / "run"), str(other), "--json", capsys=capsys)
+    document = json.loads(out)
+    assert document["content"] == [BATCH, BATCH]
+    assert document["diverges"] is None
+    assert "rebuilt data" in document["reasons"][-1]
+
+
+# ---- trace
+
+
+def test_trace_of_a_sample_names_epoch_step_lane_rank_and_checkpoint(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = shardkit.open(str(home / "data"))
+    plan = dataset.plan(**SETTINGS)
+    sample = int(plan.step(25)[3, 2])
+    for asked in (str(sample), dataset.key(sample)):
+        code, out = command("trace", str(home / "run"), "--sample", asked, "--json", capsys=capsys)
+        uses = json.loads(out)["uses"]
+        places = [(one["step"], one["lane"], one["slot"]) for one in uses]
+        expected = [
+            (step, *map(int, np.argwhere(plan.step(step) == sample)[0]))
+            for step in range(STEPS)
+            if sample in plan.step(step)
+        ]
+        assert (code, places) == (0, expected)
+        by_step = {one["step"]: one for one in uses}
+        assert by_step[25]["ranks"] == [
+            1,
+            0,
+        ]  # rank 1 of 2, and again rank 0 alone after the restart at step 20
+        assert by_step[25]["checkpoint"] == "step-000000000050"
+
+
+def test_trace_of_a_step_says_where_its_bytes_came_from(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = shardkit.open(str(home / "data"))
+    plan = dataset.plan(**SETTINGS)
+    _, out = command("trace", str(home / "run"), "--step", "7", "--json", capsys=capsys)
+    samples = json.loads(out)["samples"]
+    assert [one["sample"] for one in samples] == plan.step(7).ravel().tolist()
+    for one in samples[:5]:
+        assert one["key"] == dataset.key(one["sample"]) == f"n{one['source'][1]}"
+        assert one["source"][0] == "numbers.csv"
+        assert (home / "data" / object_name(one["shard"], "tar")).exists()
+    code, _ = command("trace", str(home / "run"), "--step", str(STEPS), "--json", capsys=capsys)
+    assert code == 1
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_trace_of_a_list_proves_that_none_was_used(
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    many: bool,
+) -> None:
+    from shardkit.audit import trace
+
+    monkeypatch.setattr(trace, "_MANY", 0 if many else 1000)
+    dataset = shardkit.open(str(home / "data"))
+    plan = dataset.plan(**SETTINGS)
+    run = tmp_path / "short"
+    consume(str(home / "data"), run, 0, 10)
+    used = set(plan.steps(0, 10).ravel().tolist())
+    unused = [sample for sample in range(ROWS) if sample not in used]
+    listed = tmp_path / "list"
+    listed.write_text("".join(f"{dataset.key(sample)}\n" for sample in unused) + "elsewhere\n")
+    code, out = command("trace", str(run), "--exclude", str(listed), "--json", "--jobs", "1", capsys=capsys)
+    document = json.loads(out)
+    assert (code, document["uses"], document["absent"]) == (0, [], ["elsewhere"])
+    assert document["in_dataset"] == unused
+    listed.write_text(f"{unused[0]}\n{plan.cell(4, 1)[2]}\n")
+    code, out = command(
+        "trace", str(run), "--exclude", str(listed), "--field", "number", "--json", capsys=capsys
+    )
+    document = json.loads(out)
+    assert code == 1
+    assert [(one["step"], one["lane"], one["slot"]) for one in document["uses"]] == [(4, 1, 2)]
+
+
+# ---- replay in processes
+
+
+def test_replay_in_processes_gives_the_same_digests(home: Path) -> None:
+    code = f"""
+if __name__ == "__main__":
+    import shardkit
+    from shardkit.audit.recipe import recipe_of
+    from shardkit.audit.replay import replay
+    from shardkit.dataset.population import population_of
+    ds = shardkit.open({str(home / "data")!r})
+    plan = ds.plan(**{SETTINGS!r}, remainder="short")
+    recipe = recipe_of(population_of(ds.manifest, ds.table), plan.settings.canonical())
+    results = []
+    for jobs in (1, 3):
+        coverage = []
+        chunks = replay(recipe, 5, 70, jobs=jobs, coverage=coverage)
+        steps = [(c.first, c.digests.tobytes(), c.rows.tolist()) for c in chunks]
+        results.append((b"".join(one[1] for one in steps), [n for one in steps for n in one[2]], coverage))
+    assert results[0] == results[1]
+    assert sum(results[0][1]) == sum(int((plan.step(k) >= 0).sum()) for k in range(5, 70))
+    assert [c.is_exact for c in results[0][2]] == [True] * 4 and results[0][2][1].remainder == 0
+"""
+    script = home / "replay.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_step_digest_is_what_the_specification_says(home: Path) -> None:
+    import hashlib
+    import struct
+
+    dataset = shardkit.open(str(home / "data"))
+    plan = dataset.plan(**SETTINGS)
+    cells = b"".join(hashlib.sha256(cell.astype("<i8").tobytes()).digest()[:16] for cell in plan.step(9))
+    text = bytes.fromhex(dataset.manifest.id[7:]) + bytes.fromhex(plan.digest) + struct.pack("<Q", 9) + cells
+    with Ledger(home / "run") as ledger:
+        assert ledger.digest_of(9) == hashlib.sha256(text).digest()
+    assert step_digest(dataset.manifest.id, plan.digest, 9, cells) == hashlib.sha256(text).digest()
