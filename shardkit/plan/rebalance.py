@@ -32,6 +32,17 @@ class RankTelemetry:
         """Seconds per cell: medians, so that single hiccups count for nothing."""
         return median(self.compute_s) + (median(self.wait_s) if self.wait_s else 0.0)
 
+    @property
+    def doubt(self) -> float:
+        """Standard error of `cell_s` as a share of it, from the median deviation: what noise alone may explain."""
+        error = 0.0
+        for values in (self.compute_s, self.wait_s):
+            if values:
+                middle = median(values)
+                # 1.4826: deviation to sigma of a normal law; 1.2533: error of a median beside that of a mean
+                error += (1.4826 * 1.2533 * median(abs(v - middle) for v in values) / len(values) ** 0.5) ** 2
+        return error**0.5 / self.cell_s if self.cell_s else 0.0
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -61,7 +72,7 @@ class Rules:
     Attributes:
         lead: steps between a decision and its effect: every rank must have heard of it.
         settle: steps after an effect during which nothing is decided; telemetry must be of that time.
-        gain: least share of the step time that a decision must promise to save.
+        gain: least share of the step time that a decision must promise to save, twice the noise on top.
         worse: share by which the step time may exceed the one before, else the decision is undone.
         backoff: steps without a decision after one was undone; doubled by each further one.
     """
@@ -122,9 +133,9 @@ def rebalance(
     last = journal[-1] if journal else None
     if last is not None and step < last.assignment.from_step + rules.settle:
         return None
-    now = step_seconds(current, telemetry)
+    now, doubt = step_seconds(current, telemetry), 2 * max(t.doubt for t in telemetry)
     number, effect = len(journal) + 1, step + rules.lead
-    if last is not None and not last.undoes and now > last.before_s * (1 + rules.worse):
+    if last is not None and not last.undoes and now > last.before_s * (1 + rules.worse + doubt):
         before = in_force(start, journal[:-1], step)
         back = Assignment(before.owner, before.node_of, effect)
         # undone only where the old owners would do better by what is seen now: a rank may have become slow since
@@ -138,7 +149,7 @@ def rebalance(
     held = [len(current.lanes_of(r)) for r in range(current.ranks)]
     share = quotas(lanes, speeds, held)
     expected = max(n * t.cell_s for n, t in zip(share, telemetry, strict=True))
-    if expected > now * (1 - rules.gain):
+    if expected > now * (1 - rules.gain - doubt):
         return None
     moved = assign(
         lanes,
