@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -113,7 +113,7 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
         FormatError: a line is damaged, dropped or out of its place.
     """
     check = 0
-    for number, line in enumerate(_lines(data), 1):
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         body = line[17:]
         check = _xxh3(body, seed=check)
         if line[:17] != b"%016x " % check:
@@ -125,7 +125,3 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
         if not isinstance(document, dict):
             raise FormatError(f"{name}: line {number} is no JSON object; do not trust it")
         yield document, check
-
-
-def _lines(data: bytes) -> Iterable[bytes]:
-    return data[: data.rfind(b"\n") + 1].splitlines() if b"\r" not in data else data.split(b"\n")[:-1]

@@ -1,0 +1,133 @@
+"""Lineage; files of the ledger under mutation; signatures without their package."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkit
+from shardkit.audit import sample_lineage, version_lineage
+from shardkit.audit.recipe import recipe_of
+from shardkit.audit.replay import cell_digests
+from shardkit.audit.signing import verify_envelope
+from shardkit.dataset.population import population_of
+from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
+from shardkit.ledger.records import (
+    STEPS_MAGIC,
+    damaged_records,
+    encode_line,
+    encode_record,
+    parse_lines,
+    parse_records,
+)
+from shardkit.plan import cell_digest
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
+    root = str(tmp_path_factory.mktemp("data") / "d")
+    with shardkit.create(
+        root, schema={"x": "int64", "kind": "str"}, stratify="kind", message="first"
+    ) as writer:
+        for number in range(100):
+            writer.add(
+                {"x": number, "kind": "ab"[number % 2]}, key=f"k/{number}", source=("a.csv", number + 2)
+            )
+    return shardkit.open(root)
+
+
+def test_lineage_of_a_sample_leads_to_bytes_source_and_commit(dataset: shardkit.Dataset) -> None:
+    for sample in (0, 57, 99):
+        found = sample_lineage(dataset, sample)
+        number = dataset[sample]["x"]
+        assert found["key"] == f"k/{number}"
+        assert found["source"] == {"name": "a.csv", "row": number + 2, "sha256": None}
+        shard = Path(dataset.repository.url, found["shard"]["name"])
+        assert shard.exists()
+        start, size = found["shard"]["offset"], found["shard"]["size"]
+        assert found["stored_key"].encode() in shard.read_bytes()[start : start + size]
+        part = found["version"]["parts"][0]
+        assert part["commit"]["message"] == "first"
+        assert part["commit"]["software"].startswith("shardkit")
+    with pytest.raises(NotFoundError):
+        sample_lineage(dataset, 100)
+
+
+def test_lineage_of_a_version_names_its_ancestors(dataset: shardkit.Dataset) -> None:
+    found = version_lineage(dataset)
+    assert found["id"] == dataset.manifest.id
+    assert found["parts"][0]["ancestors"] == []
+    assert found["parts"][0]["build"] == dict(dataset.manifest.build)
+
+
+@pytest.mark.parametrize(
+    "plan_settings",
+    [{}, {"remainder": "short"}, {"weights": {"a": 3}}, {"weights": {"a": 1}, "epoch_steps": 9},
+     {"shuffle": "none", "seed": 4}, {"weights": {"*": 2, "b": 5}, "stages": [(6, {"a": 7}), (11, None)]}],
+)  # fmt: skip
+def test_a_plan_is_made_again_from_its_canonical_settings(
+    dataset: shardkit.Dataset, plan_settings: dict[str, Any]
+) -> None:
+    plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
+    again = recipe_of(population_of(dataset.manifest, dataset.table), plan.settings.canonical()).make()
+    assert again.digest == plan.digest
+    np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
+
+
+def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> None:
+    population = population_of(dataset.manifest, dataset.table)
+    with pytest.raises(PlanError, match="zigzag"):
+        recipe_of(population, {"global_batch": 4, "zigzag": 1})
+
+
+def test_bulk_digests_of_cells_are_those_of_the_plan() -> None:
+    cells = np.arange(24, dtype=np.int64).reshape(4, 6)
+    cells[2, 4:], cells[3, :] = -1, -1
+    packed, rows = cell_digests(cells)
+    assert rows.tolist() == [6, 6, 4, 0]
+    assert [packed[at : at + 16].hex() for at in range(0, 64, 16)] == [cell_digest(cell) for cell in cells]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 10**6))
+def test_a_changed_record_or_line_is_found(count: int, where: int) -> None:
+    data, check = bytearray(STEPS_MAGIC), 0
+    for step in range(count):
+        record, check = encode_record(step, 3, 0, bytes([step] * 32), check)
+        data += record
+    assert damaged_records(parse_records(bytes(data))) == []
+    position = len(STEPS_MAGIC) + where % (len(data) - len(STEPS_MAGIC))
+    data[position] ^= 1 + where % 255
+    assert (position - len(STEPS_MAGIC)) // 56 in damaged_records(parse_records(bytes(data)))
+
+    lines, check = bytearray(), 0
+    for step in range(count):
+        line, check = encode_line({"step": step, "text": "ä\r\u2028"}, check)
+        lines += line
+    assert [document["step"] for document, _ in parse_lines(bytes(lines), "x")] == list(range(count))
+    assert len(list(parse_lines(bytes(lines[:-1]), "x"))) == count - 1
+    position = where % (len(lines) - 1)
+    lines[position] ^= 1 + where % 255
+    with pytest.raises(FormatError):
+        list(parse_lines(bytes(lines), "x"))
+
+
+def test_signing_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("cryptography"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingDependency, match=r"shardkit\[audit\]"):
+        verify_envelope(b"{}", tmp_path / "key.pub")
