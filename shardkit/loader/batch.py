@@ -32,33 +32,45 @@ class Batch(dict[str, Any]):
         self,
         fields: Mapping[str, Any],
         *,
-        step: int,
-        lane: int,
-        samples: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        weight: float,
+        step: int | None = None,
+        lane: int | None = None,
+        samples: NDArray[np.int64] | None = None,
+        slots: NDArray[np.int64] | None = None,
+        weight: float | None = None,
     ) -> None:
+        """`Batch(fields)` alone is what frameworks make when they move a batch to a device.
+
+        Such a copy knows its step and samples, which are fields; what it does not know it refuses to say.
+        """
         super().__init__(fields)
-        self.step = step
-        self.lane = lane
-        self.samples = samples
-        self.slots = slots
-        self.weight = weight
-        self["step"] = step
-        self["samples"] = samples
+        self.step = int(self["step"]) if step is None else step
+        self.samples = self["samples"] if samples is None else samples
+        if lane is not None and slots is not None and weight is not None:
+            self.lane, self.slots, self.weight = lane, slots, weight
+        self["step"] = self.step
+        self["samples"] = self.samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("lane", "slots", "weight"):
+            raise AttributeError(
+                f"this copy of a batch has no {name}: the framework that moved it kept its fields only; take it "
+                "from the batch as the loader handed it out"
+            )
+        raise AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: value for name, value in self.items() if name not in ("step", "samples")}
-        return _rebuild, (fields, self.step, self.lane, self.samples, self.slots, self.weight)
+        rest = [getattr(self, name, None) for name in ("lane", "samples", "slots", "weight")]
+        return _rebuild, (fields, self.step, *rest)
 
 
 def _rebuild(
     fields: dict[str, Any],
     step: int,
-    lane: int,
+    lane: int | None,
     samples: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    weight: float,
+    slots: NDArray[np.int64] | None,
+    weight: float | None,
 ) -> Batch:
     return Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
 

@@ -1,0 +1,56 @@
+"""Hugging Face Trainer over shardkit: its step counter is the loader's position, so nothing is replayed on resume.
+
+torchrun --nproc-per-node 2 examples/hf_trainer.py DATA RUN --steps 40
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import shardkit
+
+
+class PlanTrainer(Trainer):
+    """Takes its batches from a plan; one optimizer step is one step of the plan."""
+
+    def __init__(self, data: str, run: Path, **settings: Any) -> None:
+        ds = shardkit.open(data)
+        self.plan_loader = ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), run=run)
+        super().__init__(train_dataset=ds, **settings)
+
+    def get_train_dataloader(self) -> Any:
+        return self.plan_loader
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(inputs["x"])
+        loss = torch.nn.functional.cross_entropy(outputs, inputs["y"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(options.run / "hf"), max_steps=options.steps, save_steps=5, use_cpu=True, report_to=[],
+        disable_tqdm=True, ignore_data_skip=True, ddp_backend="gloo", save_total_limit=2,
+    )  # fmt: skip
+    trainer = PlanTrainer(options.data, options.run, model=torch.nn.Linear(8, 2), args=arguments)
+    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    if last is not None:
+        trainer.plan_loader.seek(int(last.rpartition("-")[2]))
+    trainer.train(resume_from_checkpoint=last)
+    trainer.plan_loader.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Lightning's Trainer over shardkit: mid-epoch checkpoints, sanity validation, any world size on resume.
+
+torchrun --nproc-per-node 2 examples/lightning_trainer.py DATA RUN --steps 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as lightning
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+import shardkit
+
+
+class Points(lightning.LightningDataModule):
+    """Loaders of this rank; what goes into the checkpoint is the batch that was trained on last."""
+
+    def __init__(self, data: str, run: Path) -> None:
+        super().__init__()
+        self.ds, self.run = shardkit.open(data), run
+        self.plan = self.ds.plan(global_batch=32, lanes=8, seed=1)
+        self.position: dict[str, Any] | None = None
+
+    def train_dataloader(self) -> Any:
+        self.train = self.ds.loader(self.plan, run=self.run)
+        if self.position is not None:
+            self.train.load_state_dict(self.position)
+        return self.train
+
+    def val_dataloader(self) -> Any:
+        return self.ds.loader(self.ds.plan(global_batch=200, lanes=8, shuffle="none"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, points: Points) -> None:
+        super().__init__()
+        self.points, self.layer = points, torch.nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.points.position = self.points.train.state_dict(
+            after=batch
+        )  # however far Lightning has read ahead
+        return torch.nn.functional.cross_entropy(self.layer(batch["x"]), batch["y"])
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("accuracy", (self.layer(batch["x"]).argmax(1) == batch["y"]).float().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "example")  # ranks come from outside, as with torchrun
+    lightning.seed_everything(0)
+    points = Points(options.data, options.run)
+    checkpoints = ModelCheckpoint(
+        options.run / "lightning", every_n_train_steps=5, save_last=True, save_top_k=0
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), strategy="ddp",
+        max_steps=options.steps, callbacks=[checkpoints], num_sanity_val_steps=2, use_distributed_sampler=False,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=options.run,
+    )  # fmt: skip
+    last = options.run / "lightning" / "last.ckpt"
+    trainer.fit(
+        Model(points), datamodule=points, ckpt_path=str(last) if last.exists() else None, weights_only=False
+    )
+
+
+if __name__ == "__main__":
+    main()
