@@ -54,8 +54,12 @@ class Settings:
         _one_of("shuffle", self.shuffle, SHUFFLES)
 
     def canonical(self) -> dict[str, object]:
-        """The settings as canonical JSON takes them."""
-        return {name: getattr(self, name) for name in sorted(self.__dataclass_fields__)}
+        """The settings as canonical JSON takes them.
+
+        What is not set is left out, so that settings which later releases add do not move the digests of old plans.
+        """
+        values = {name: getattr(self, name) for name in sorted(self.__dataclass_fields__)}
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def default_lanes(population: Population, global_batch: int) -> int:
