@@ -578,6 +578,28 @@ def test_trace_of_a_list_proves_that_none_was_used(
     assert [(one["step"], one["lane"], one["slot"]) for one in document["uses"]] == [(4, 1, 2)]
 
 
+# ---- lineage
+
+
+def test_show_lineage_leads_from_a_sample_to_its_source(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(home / "data")
+    number = int(shardkit.open(root)[11]["value"])
+    for asked in ("11", f"n{number}"):
+        with pytest.raises(SystemExit):
+            shardkit_command(["show", root, "--lineage", "--sample", asked, "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert (document["sample"], document["source"]["name"]) == (11, "numbers.csv")
+        assert document["source"]["row"] == number
+    with pytest.raises(SystemExit) as ended:
+        shardkit_command(["show", root, "--sample", "11"])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert f"numbers.csv, row {number}" in text
+    assert "made with" in text
+
+
 # ---- replay in processes
 
 

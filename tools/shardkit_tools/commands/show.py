@@ -39,6 +39,15 @@ def show(
     all_strata: Annotated[
         bool, typer.Option("--all", help="Show every stratum, however many there are.")
     ] = False,
+    lineage: Annotated[
+        bool, typer.Option("--lineage", help="Show where it comes from: sources, build settings, ancestors.")
+    ] = False,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample", metavar="N|KEY", help="Show where one sample comes from, down to file and row."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a version: schema, strata, shards, splits and how it was built.
@@ -46,6 +55,11 @@ def show(
     Example: shardkit show data/cats@val
     """
     dataset = shardkit.open(root)
+    if lineage or sample is not None:
+        from shardkit_tools.lineage_page import show_lineage
+
+        show_lineage(dataset, sample, as_json=as_json)
+        return
     path, ref = parse_url(root)
     document = describe(dataset, path, ref)
     if as_json:
