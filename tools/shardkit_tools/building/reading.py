@@ -188,9 +188,18 @@ class ReadWorker:
             except SampleError as error:
                 return error
         assert row.identity is not None, "a row with a source has an identity"
-        spool.append(row, row.identity)
+        spool.append(
+            row,
+            row.identity if found.key or not found.piece else _identity_of_piece(row.identity, found.piece),
+        )
         throttle.add(row.raw_bytes)
         return None
+
+
+def _identity_of_piece(identity: tuple[int, int], piece: int) -> tuple[int, int]:
+    """Pieces of one row lie apart in the shuffle, as other rows do."""
+    text = b"p%d:%d:%d" % (*identity, piece)
+    return divmod(xxhash.xxh3_128_intdigest(text), 2**64)
 
 
 class _Throttle:

@@ -8,7 +8,7 @@ beside it; the second lays all rows out and writes each shard from scratch. Both
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardkit.dataset.about import About, given_about
@@ -24,6 +24,7 @@ from shardkit_tools.building.engine import BuildResult, Engine, EngineSettings
 from shardkit_tools.building.progress import Progress, ProgressCallback
 from shardkit_tools.building.reading import SkippedRow
 from shardkit_tools.importers import Importer, ImportOptions, open_source
+from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
 __all__ = ["BuildResult", "Progress", "ProgressCallback", "SkippedRow", "build"]
 
@@ -43,6 +44,10 @@ def build(
     shuffle: bool = True,
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
+    apply: str | Callable[..., Any] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    text_field: str | None = None,
+    output_schema: Mapping[str, str] | None = None,
     append: bool = False,
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
@@ -75,6 +80,11 @@ def build(
         shuffle: False keeps the order of the source within each stratum.
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
         split_by: field whose equal values stay in one split.
+        apply: a function of a module, or its name ``"package.module:function"``: sample → sample, list of samples or
+            None; every process imports it. Its name and the SHA-256 of its file are part of the recipe.
+        tokenizer: a ``tokenizer.json``; the text field becomes ``tokens``. Its SHA-256 is part of the recipe.
+        text_field: the field to tokenise, where several are text.
+        output_schema: field → type of what ``apply`` and ``tokenizer`` make, in place of the inferred types.
         append: put the rows behind those of the version that ``ref`` names; the rest must be as it was built.
             Appending the very files that the last version appended changes nothing.
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
@@ -109,6 +119,17 @@ def build(
     )
     parsed_split = parse_split(split, split_by, ref=ref) if split is not None else None
     importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
+    transforms: dict[str, object] = {}
+    if apply is not None or tokenizer is not None or output_schema:
+        importer = TransformedImporter(
+            importer,
+            AppliedFunction.find(apply) if apply is not None else None,
+            TextTokenizer.open(tokenizer) if tokenizer is not None else None,
+            text_field=text_field,
+            output_types=output_schema,
+            skip=on_error == "skip",
+        )
+        transforms = importer.transforms()
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     version = NewVersion(
         schema=importer.schema,
@@ -118,7 +139,7 @@ def build(
         classes=importer.classes,
         settings=settings,
         split=parsed_split,
-        recipe={"source": importer.describe()},
+        recipe={"source": importer.describe(), **transforms},
         about=given_about(about),
         lookups=parse_lookup(lookup, importer.schema) if lookup else (),
     )

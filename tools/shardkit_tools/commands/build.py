@@ -75,6 +75,42 @@ def build(
             help="Whether the folders in SOURCE are classes.",
         ),
     ] = None,
+    apply: Annotated[
+        str | None,
+        typer.Option(
+            "--apply",
+            metavar="MODULE:FUNCTION",
+            rich_help_panel="Samples",
+            help="A function, sample → sample, list of samples or None, such as cleaning.text:normalise.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="FILE",
+            rich_help_panel="Samples",
+            help="A tokenizer.json; the text becomes the field tokens.",
+        ),
+    ] = None,
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            "--text-field",
+            metavar="FIELD",
+            rich_help_panel="Samples",
+            help="What to tokenise, where several fields are text.",
+        ),
+    ] = None,
+    output_schema: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--output-schema",
+            metavar="FIELD=TYPE",
+            rich_help_panel="Samples",
+            help="Type of a field that --apply or --tokenizer makes; may be repeated.",
+        ),
+    ] = None,
     stratify: Annotated[
         list[str] | None,
         typer.Option(
@@ -225,6 +261,10 @@ def build(
                 classes=classes,
                 skip_bad_rows=on_error is OnError.SKIP,
             ),
+            apply=apply,
+            tokenizer=tokenizer,
+            text_field=text_field,
+            output_schema=parse_field_types(output_schema or [], "--output-schema"),
             stratify=stratify,
             format=shard_format.value,
             compression=compression,

@@ -57,7 +57,7 @@ class ImportOptions:
             raise SchemaError(f"{source}: {error}") from error
 
 
-def parse_field_types(pairs: list[str]) -> dict[str, str]:
+def parse_field_types(pairs: list[str], option: str = "--schema") -> dict[str, str]:
     """Parse ``field=type`` texts as given on a command line.
 
     Raises:
@@ -68,7 +68,7 @@ def parse_field_types(pairs: list[str]) -> dict[str, str]:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise UsageError(
-                f"--schema {pair!r}: expected field=type, for example score=float64 or tokens=int32[*]"
+                f"{option} {pair!r}: expected field=type, for example score=float64 or tokens=int32[*]"
             )
         FieldType.parse(text)
         types[name] = text

@@ -64,12 +64,14 @@ class SourceSample:
             source; None where the source has none: it is then generated from the row's ordinal.
         source_name: `SourceFile.name` of the file that the row comes from.
         source_row: its row in that file, counted from 0.
+        piece: its number among the samples that were made of this row; 0 where there is one only.
     """
 
     sample: Mapping[str, object]
     key: str | None
     source_name: str
     source_row: int
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)

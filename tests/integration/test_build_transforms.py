@@ -1,0 +1,270 @@
+"""Building with --apply and --tokenizer: one id for any jobs, the recipe names the code, errors name file and row."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+import shardkit_tools
+from shardkit.errors import ConfigurationError, MissingDependency, SampleError, SchemaError, ShardkitError
+from shardkit_tools.building import engine as engine_module
+from shardkit_tools.importers import line_ranges
+from shardkit_tools.main import run
+from shardkit_tools.transforms import tokenizing
+
+CODE = """
+import numpy as np
+
+def double(sample):
+    return {"text": sample["text"] * 2, "n": sample["n"]}
+
+def pieces(sample):
+    if sample["n"] % 3 == 0:
+        return None
+    return [{"word": word, "at": at} for at, word in enumerate(sample["text"].split())]
+
+def arrays(sample):
+    return {"grid": np.full((2, 3), sample["n"], np.float32), "some": np.arange(sample["n"] % 5, dtype=np.uint8)}
+
+def fails(sample):
+    if sample["n"] == 41:
+        raise ValueError("forty-one is not allowed")
+    return sample
+
+def odd(sample):
+    return 7
+
+constant = 3
+"""
+
+Module = Callable[[str], str]
+
+
+@pytest.fixture
+def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 500)
+    monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(engine_module, "SMALL_BYTES", 0)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
+    """A module of functions on the path; its name is that of the test's folder, so no two tests share one."""
+    name = "m" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(folder)
+    return lambda function: f"{name}:{function}"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """Words of the source; it asks for truncation, which a dataset must not follow."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"[UNK]": 0} | {word: number + 1 for number, word in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+WORDS = ["red", "green", "blue", "black", "white"]
+
+
+def text_of(n: int) -> str:
+    return " ".join(WORDS[(n + k) % 5] for k in range(n % 7 + 1))
+
+
+def source(path: Path, rows: int = 90) -> str:
+    path.write_text("".join(json.dumps({"text": text_of(n), "n": n}) + "\n" for n in range(rows)))
+    return str(path)
+
+
+def samples(root: Path) -> list[dict[str, Any]]:
+    ds = shardkit.open(str(root))
+    return [ds[number] for number in range(len(ds))]
+
+
+@pytest.mark.usefixtures("many_tasks")
+def test_pieces_and_filters_are_the_same_for_any_jobs(tmp_path: Path, module: Module) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    one = shardkit_tools.build(lines, tmp_path / "one", apply=module("pieces"), jobs=1)
+    two = shardkit_tools.build(lines, tmp_path / "two", apply=module("pieces"), jobs=2)
+    assert one.manifest is not None
+    assert two.manifest is not None
+    assert one.manifest.id == two.manifest.id
+    found = sorted((sample["word"], sample["at"]) for sample in samples(tmp_path / "two"))
+    assert found == sorted(
+        (word, at) for n in range(90) if n % 3 for at, word in enumerate(text_of(n).split())
+    )
+    said = one.manifest.build["apply"]
+    code = tmp_path / "modules" / f"{module('pieces').partition(':')[0]}.py"
+    assert said == {"function": module("pieces"), "sha256": hashlib.sha256(code.read_bytes()).hexdigest()}
+
+
+def test_types_are_those_of_the_source_or_of_the_values(tmp_path: Path, module: Module) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    shardkit_tools.build(lines, tmp_path / "a", apply=module("double"))
+    assert {n: str(t) for n, t in shardkit.open(str(tmp_path / "a")).schema.items()} == {
+        "text": "str",
+        "n": "int64",
+    }
+    shardkit_tools.build(lines, tmp_path / "b", apply=module("arrays"), output_schema={"some": "int32[*]"})
+    schema = shardkit.open(str(tmp_path / "b")).schema
+    assert {n: str(t) for n, t in schema.items()} == {"grid": "float32[2,3]", "some": "int32[*]"}
+    with pytest.raises(SchemaError, match="some_other"):
+        shardkit_tools.build(
+            lines, tmp_path / "c", apply=module("arrays"), output_schema={"some_other": "str"}
+        )
+
+
+def test_an_error_of_the_function_names_file_row_and_function(tmp_path: Path, module: Module) -> None:
+    lines = source(tmp_path / "a.jsonl", 300)
+    for jobs in (1, 2):
+        with pytest.raises(SampleError, match="forty-one") as caught:
+            shardkit_tools.build(lines, tmp_path / "root", apply=module("fails"), jobs=jobs)
+        text = str(caught.value)
+        assert "a.jsonl row 41" in text
+        assert module("fails") in text
+    result = shardkit_tools.build(lines, tmp_path / "root", apply=module("fails"), on_error="skip")
+    assert result.rows == 299
+    assert [row.source_row for row in result.skipped] == [41]
+
+
+def test_functions_that_cannot_be_applied_are_refused(tmp_path: Path, module: Module) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    name = module("x").partition(":")[0]
+    for given, said in (
+        ("no_such_module_here:f", "cannot be imported"),
+        (f"{name}:none", "has no 'none'"),
+        (f"{name}:constant", "a int"),
+        ("just_a_name", "package.module:function"),
+        ("math:sqrt", "no Python source"),
+        (lambda sample: sample, "no name"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            shardkit_tools.build(lines, tmp_path / "root", apply=given)
+    with pytest.raises(SampleError, match=r"row 0.* returned a int"):
+        shardkit_tools.build(lines, tmp_path / "root", apply=module("odd"))
+
+
+@pytest.mark.usefixtures("many_tasks")
+def test_tokens_are_those_of_the_library_untruncated(tmp_path: Path, tokenizer: Path) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    ids = set()
+    for jobs in (1, 2):
+        result = shardkit_tools.build(
+            lines, tmp_path / f"{jobs}", tokenizer=tokenizer, jobs=jobs, format="arrow"
+        )
+        assert result.manifest is not None
+        ids.add(result.manifest.id)
+    assert len(ids) == 1
+    assert result.manifest is not None
+    assert result.manifest.build["tokenizer"] == {
+        "field": "text",
+        "sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+    }
+    assert str(result.manifest.schema["tokens"]) == "uint16[*]"
+    for sample in samples(tmp_path / "2"):
+        expected = [WORDS.index(word) + 1 for word in text_of(sample["n"]).split()]
+        assert sample["tokens"].tolist() == expected
+        assert sample["tokens"].dtype == np.uint16
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    with pytest.raises(ShardkitError, match="no_such"):
+        shardkit_tools.build(lines, tmp_path / "root", tokenizer=tmp_path / "no_such.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    with pytest.raises(ConfigurationError, match="not a file of the tokenizers library"):
+        shardkit_tools.build(lines, tmp_path / "root", tokenizer=broken)
+    with pytest.raises(ConfigurationError, match="--text-field n"):
+        shardkit_tools.build(lines, tmp_path / "root", tokenizer=tokenizer, text_field="n")
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real(name, *rest, **named)
+
+    tokenizing._load.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingDependency, match=r"pip install 'shardkit\[tokenizers\]'"):
+        shardkit_tools.build(lines, tmp_path / "root", tokenizer=tokenizer)
+
+
+def test_command_line(
+    tmp_path: Path, tokenizer: Path, module: Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    with pytest.raises(SystemExit) as ended:
+        run(["build", lines, str(tmp_path / "root"), "--apply", module("fails"), "--jobs", "1"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "a.jsonl row 41" in said
+    assert "Traceback" not in said
+    options = ["--tokenizer", str(tokenizer), "--text-field", "text", "--output-schema", "tokens=int32[*]"]
+    with pytest.raises(SystemExit) as ended:
+        run(["build", lines, str(tmp_path / "root"), "--apply", module("double"), "--json", "-j1", *options])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 90
+    assert str(shardkit.open(str(tmp_path / "root")).schema["tokens"]) == "int32[*]"
+
+
+KILLED = """
+import os, signal, sys
+import shardkit_tools
+from shardkit_tools.building import reading
+from shardkit_tools.importers import line_ranges
+line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 500, 100
+real, left = reading.write_record, [int(sys.argv[4])]
+def record(*arguments):
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    real(*arguments)
+reading.write_record = record
+shardkit_tools.build(sys.argv[1], sys.argv[2], apply=sys.argv[3])
+"""
+
+
+@pytest.mark.usefixtures("many_tasks")
+def test_a_killed_build_goes_on_unless_the_code_has_changed(tmp_path: Path, module: Module) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    whole = shardkit_tools.build(lines, tmp_path / "whole", apply=module("pieces"))
+    root = tmp_path / "root"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", KILLED, lines, str(root), module("pieces"), "3"]
+    assert subprocess.run(command, env=environment, check=False).returncode == -9
+    result = shardkit_tools.build(lines, root, apply=module("pieces"))
+    assert result.reused_tasks == 3
+    assert result.manifest is not None
+    assert whole.manifest is not None
+    assert result.manifest.id == whole.manifest.id
+    assert subprocess.run(
+        [*command[:4], str(tmp_path / "other"), *command[5:]], env=environment, check=False
+    ).returncode
+    code = tmp_path / "modules" / f"{module('pieces').partition(':')[0]}.py"
+    code.write_text(code.read_text() + "# changed\n")
+    changed = shardkit_tools.build(lines, tmp_path / "other", apply=module("pieces"))
+    assert changed.reused_tasks == 0
+    assert changed.manifest is not None
+    assert changed.manifest.id != whole.manifest.id

@@ -1,0 +1,17 @@
+"""What `shardkit build` does to samples between the source and the shards.
+
+applied       a function of the user's, sample → samples
+output_types  field types of what it returns
+tokenizing    text → tokens
+transformed   an importer whose samples went through them
+
+What a transform does is a function of the sample and of what the recipe names: never of jobs or the machine.
+"""
+
+from __future__ import annotations
+
+from shardkit_tools.transforms.applied import AppliedFunction
+from shardkit_tools.transforms.tokenizing import TextTokenizer, find_text_field
+from shardkit_tools.transforms.transformed import TransformedImporter
+
+__all__ = ["AppliedFunction", "TextTokenizer", "TransformedImporter", "find_text_field"]

@@ -1,0 +1,182 @@
+"""A function of the user's that turns a sample into none, one or several.
+
+It is named, never shipped: every process of a build imports it, and checks that its code is that of the recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardkit.errors import ConfigurationError, RunError, SampleError, ShardkitError
+
+__all__ = ["AppliedFunction"]
+
+_MAX_MESSAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedFunction:
+    """A function by name.
+
+    Attributes:
+        name: ``package.module:function``.
+        digest: SHA-256 (hex) of the source file that defines it. What that file imports is not in it.
+    """
+
+    name: str
+    digest: str
+
+    @classmethod
+    def find(cls, function: str | Callable[..., Any]) -> AppliedFunction:
+        """The function that a user names, or gives.
+
+        Args:
+            function: ``package.module:function``, importable from the working directory; or a function of a
+                module (no lambda, none inside another).
+
+        Raises:
+            ConfigurationError: it cannot be imported, or not by name.
+        """
+        name = function if isinstance(function, str) else _name_of(function)
+        found, source = _load(name)
+        if not isinstance(function, str) and found is not function:
+            raise ConfigurationError(
+                f"apply={function!r} is not what {name} names; give a function of a module, which other "
+                "processes can import"
+            )
+        return cls(name, hashlib.sha256(source).hexdigest())
+
+    def describe(self) -> dict[str, object]:
+        """What the recipe says of it."""
+        return {"function": self.name, "sha256": self.digest}
+
+    def __call__(self, sample: Mapping[str, object], where: object) -> Iterator[Mapping[str, object]]:
+        """The samples that it makes of one.
+
+        Args:
+            sample: field → value; the function gets a dict of its own.
+            where: its text names file and row, for messages.
+
+        Raises:
+            SampleError: it raised, or returned something else; names ``where`` and the function.
+            RunError: its code is not that of the recipe.
+        """
+        function = _checked(self.name, self.digest)
+        try:
+            result = function(dict(sample))
+            if result is None:
+                return
+            samples = [result] if isinstance(result, Mapping) else list(_several(result))
+        except ShardkitError as error:
+            raise SampleError(f"{where}: {self.name} failed: {error}") from None
+        except Exception as error:  # noqa: BLE001 (theirs may be anything)
+            raise SampleError(f"{where}: {self.name} failed: {_shown(error)}; {_ADVICE}") from None
+        for one in samples:
+            if not isinstance(one, Mapping) or not all(isinstance(key, str) for key in one):
+                raise SampleError(
+                    f"{where}: {self.name} returned {_of(one)}; expected a sample (a dict of fields), a list of "
+                    "samples, or None"
+                )
+        yield from samples
+
+
+_ADVICE = "mend the function, or leave such rows out with --on-error skip"
+
+
+def _several(result: object) -> Iterator[Any]:
+    if isinstance(result, (str, bytes)) or not hasattr(result, "__iter__"):
+        return iter((result,))
+    return iter(result)
+
+
+def _of(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _shown(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if len(frames) > 1 else None
+    place = f" ({os.path.basename(last.filename)} line {last.lineno})" if last else ""
+    return text[:_MAX_MESSAGE] + place
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not module or not name or "<" in name:
+        raise ConfigurationError(
+            f"apply={function!r} has no name that other processes can import; give a function of a module"
+        )
+    return f"{module}:{name}"
+
+
+@functools.lru_cache(maxsize=8)
+def _checked(name: str, digest: str) -> Callable[..., Any]:
+    function, source = _load(name)
+    if hashlib.sha256(source).hexdigest() != digest:
+        raise RunError(
+            f"the code of {name} changed while the build ran; run the same command again to build with it as it is"
+        )
+    return function
+
+
+def _load(name: str) -> tuple[Callable[..., Any], bytes]:
+    """The function, and the bytes of the file that defines it."""
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise ConfigurationError(
+            f"--apply {name!r}: expected package.module:function, such as cleaning.text:normalise"
+        )
+    module = _import(module_name, name)
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise ConfigurationError(
+                f"--apply {name}: {module_name} has no {part!r}; name a function of {module.__file__}"
+            )
+    if not callable(found):
+        raise ConfigurationError(
+            f"--apply {name}: that is {_of(found)}; name a function that takes a sample and returns a sample, "
+            "a list of samples, or None"
+        )
+    return found, _source(found, module, name)
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        # A command's own path holds only where it was installed; what it applies lies where its user works.
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 (a module may fail in any way)
+        raise ConfigurationError(
+            f"--apply {name}: {module_name} cannot be imported: {_shown(error)}; give a module that "
+            "`python -c 'import …'` imports in this directory"
+        ) from None
+
+
+def _source(function: Any, module: ModuleType, name: str) -> bytes:
+    try:
+        own = inspect.getmodule(inspect.unwrap(function)) or module
+        file = inspect.getsourcefile(own)
+    except (TypeError, ValueError):
+        file = inspect.getsourcefile(module) if getattr(module, "__file__", None) else None
+    if file is None:
+        raise ConfigurationError(
+            f"--apply {name}: it has no Python source, so the version could not say what was applied; wrap it in "
+            "a function of a .py file"
+        )
+    return Path(file).read_bytes()
