@@ -79,6 +79,10 @@ def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
         CommitUnknown, StoreError: the store failed; the same call goes on later.
     """
     journal = Journal(repository, plan)
+    told = journal.report()
+    if told is not None:
+        journal.finish(told)
+        return told
     journal.begin()
     shards, report = journal.read()
     rewriter = Rewriter(repository, plan, shards)

@@ -174,6 +174,14 @@ class Journal:
         except (KeyError, TypeError) as error:
             raise FormatError(f"erasure journal: {error!r}; a newer shardkit may read it") from None
 
+    def report(self) -> ErasureReport | None:
+        """The report of an erasure that was killed while it tidied up, else None."""
+        try:
+            value = _loads(self._store.get(f"{self._folder}report.json", max_bytes=_MAX_BYTES))
+            return ErasureReport(**value["report"])
+        except NotFoundError:
+            return None
+
     def finish(self, report: ErasureReport) -> None:
         """Leave the report, and nothing else."""
         self._put("report.json", canonical_json.dumps({"format": _FORMAT, "report": report.to_json()}))

@@ -29,13 +29,13 @@ note = "by post"
 """
 
 
-def make(root: Path, *, about: object = None, **settings: Any) -> shardkit.Dataset:
+def make(root: Path, *, about: Any = None, **settings: Any) -> shardkit.Dataset:
     with shardkit.create(
         root,
         {"lang": "str", "n": "int32[2]"},
         stratify="lang",
         about=about,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     ) as writer:
         for number in range(30):
             writer.add({"lang": ["fr", "de", "en"][number % 3], "n": [number, 2]}, key=f"{root.name}{number}")

@@ -64,7 +64,7 @@ def rebuild(
         split_by: field whose equal values stay in one split.
         about: see `build`; terms of strata that are no more must be given anew.
         lookup: see `build`; an empty text for none.
-        ref: that is moved; by default the one that was named, or ``main``.
+        ref: that is moved; by default the one that was named; ``main`` in another root.
         message: of the commit.
         author: of the commit.
         jobs: processes.
@@ -93,7 +93,7 @@ def rebuild(
         split_by=split_by,
         about=_about(dataset) if about is None else about,
         lookup=[held.field for held in manifest.lookups] if lookup is None else lookup,
-        ref=ref or _ref(root, named),
+        ref=ref or (_ref(root, named) if to is None else DEFAULT_REF),
         message=message or f"rebuilt from {manifest.id}",
         author=author,
         jobs=jobs,

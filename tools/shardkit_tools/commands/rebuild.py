@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.storage import DEFAULT_REF
 from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building.rebuilding import label_again
 from shardkit_tools.building.rebuilding import rebuild as rebuild_version
@@ -61,7 +62,9 @@ def rebuild(
     ] = None,
     ref: Annotated[
         str | None,
-        typer.Option("--ref", metavar="NAME", help="The ref that is moved; default: the one named."),
+        typer.Option(
+            "--ref", metavar="NAME", help="The ref that is moved; default: the one named, or main of --to."
+        ),
     ] = None,
     message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
     author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
@@ -118,7 +121,8 @@ def rebuild(
         raise typer.Exit(130) from None
     finally:
         status.clear()
-    place, named = to or parse_url(root)[0], ref or parse_url(root)[1]
+    place = to or parse_url(root)[0]
+    named = ref or (parse_url(root)[1] if to is None else DEFAULT_REF)
     if as_json:
         print_json(document(result, place, named))
     else:
