@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 from shardkit.errors import IntegrityError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.objects import object_name
+from shardkit.storage.reading import BlockRequest, LocatedStore
 from shardkit.storage.repository import Repository
 
 __all__ = ["BlockReader"]
+
+
+class BlockSupply(Protocol):
+    """Between a reader and the locations: a cache, or what reads ahead."""
+
+    def read(self, store: LocatedStore, request: BlockRequest) -> Any:
+        """The block's bytes, verified."""
+
 
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
@@ -58,6 +68,7 @@ class BlockReader:
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
+        self.supply: BlockSupply | None = None  # of this process: a cache is opened where it is used
         _readers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,9 +134,8 @@ class BlockReader:
             StoreError: the store does not answer or the object is gone.
         """
         index = self.index(shard)
-        stored = self._stored(shard, int(index.block_offset[block]), int(index.block_size[block]))
         try:
-            found = read_block(stored, index, block, verify=verify or self.verify)
+            found = self._read(shard, block, index, verify)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
@@ -133,6 +143,17 @@ class BlockReader:
         if index.compression != "none":
             self.forget(shard, block)  # what was decompressed is a copy
         return found
+
+    def _read(self, shard: int, block: int, index: ShardIndex, verify: Verify | None) -> Block:
+        try:
+            return read_block(self._stored(shard, block), index, block, verify=verify or self.verify)
+        except IntegrityError:
+            store = self.repository_of(shard).store
+            if not isinstance(store, LocatedStore):
+                raise
+            with self._lock:
+                self._maps.pop(shard, None)  # the file may be healed, and is another one then
+            return read_block(memoryview(store.read_block(self.request(shard, block))), index, block)
 
     def is_view(self, shard: int) -> bool:
         """Whether blocks of this shard are views of a memory map: their bytes may leave memory and come back."""
@@ -153,11 +174,28 @@ class BlockReader:
         digest = bytes(self._table.digest[shard]).hex()
         return f"shard {shard} ({digest[:12]}…) block {block} in {self.repository_of(shard).store.url}"
 
-    def _stored(self, shard: int, offset: int, size: int) -> memoryview:
+    def request(self, shard: int, block: int) -> BlockRequest:
+        """What to ask a location for: a block's place, and the digest by which its bytes are known."""
+        index = self.index(shard)
+        offset, size = int(index.block_offset[block]), int(index.block_size[block])
+        return BlockRequest(self.shard_name(shard), offset, size, index.block_sha256[block].tobytes())
+
+    def through(self, supply: BlockSupply | None) -> BlockReader:
+        """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
+        reader = copy.copy(self)
+        reader.supply = supply
+        return reader
+
+    def _stored(self, shard: int, block: int) -> memoryview:
         view = self._map(shard)
+        index = self.index(shard)
+        offset, size = int(index.block_offset[block]), int(index.block_size[block])
         if view is None:
             store = self.repository_of(shard).store
-            return memoryview(store.get_range(self.shard_name(shard), offset, size))
+            if not isinstance(store, LocatedStore):
+                return memoryview(store.get_range(self.shard_name(shard), offset, size))
+            request = self.request(shard, block)
+            return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
         if offset + size > len(view):
             raise IntegrityError(
                 f"{self._where(shard, 0)}: the file ends at byte {len(view)}, a block is expected up to "

@@ -20,9 +20,11 @@ from shardkit.storage.changes import Changes
 from shardkit.storage.commit_log import CommitLog
 from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, SINGLE_WRITER, Identity
 from shardkit.storage.local import LocalStore
+from shardkit.storage.locating import Locations, locate
 from shardkit.storage.log import LogEntry, check_ref_name
 from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.storage.objects import Descriptor, object_name
+from shardkit.storage.reading import ReadSettings
 from shardkit.storage.remote import ObjectStore, check_writers
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
@@ -86,14 +88,32 @@ class Repository:
         return cls._opened(store, read_only=False)
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], *, read_only: bool = False) -> Repository:
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        locations: Locations | None = None,
+        settings: ReadSettings | None = None,
+        heal: bool = False,
+    ) -> Repository:
         """Open what `create` made.
+
+        Args:
+            url: Of the root.
+            read_only: Refuse every change.
+            locations: Where further copies of its objects lie; reads go over all of them.
+            settings: Of reads over a network.
+            heal: Put good bytes over bad copies that reads meet, wherever that is allowed.
 
         Raises:
             NotFoundError: There is no repository at `url`.
             FormatError, IntegrityError: ``shardkit.json`` is damaged or of a newer version.
         """
-        return cls._opened(open_store(url, read_only=read_only), read_only=read_only)
+        store = open_store(url, read_only=read_only and not heal)
+        if locations or read_only:
+            store = locate(store, locations, settings=settings, heal=heal)
+        return cls._opened(store, read_only=read_only)
 
     @classmethod
     def _opened(cls, store: Store, *, read_only: bool) -> Repository:

@@ -60,7 +60,7 @@ def parse_address(url: str) -> Address:
     user, at, host = parts.netloc.rpartition("@")
     if ":" in user or (at and scheme in OBJECT_SCHEMES) or parts.query or parts.fragment:
         raise UsageError(
-            f"{scheme}:// URL with a password, a query or a fragment (not printed: it may be secret); put credentials "
+            f"{scheme}:// URL with a password, a query or a fragment (not printed here); put credentials "
             "into the environment or into the configuration of the client, and only bucket and prefix into the URL"
         )
     kind, path = OBJECT_SCHEMES.get(scheme, scheme), unquote(parts.path).strip("/")

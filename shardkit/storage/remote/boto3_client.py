@@ -117,7 +117,8 @@ def _told(request: Callable[[], _Result]) -> _Result:
         return request()
     except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
         failure = classify(error)
-        status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
+        answer = getattr(error, "response", None)
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
         raise _with_status(failure, status) from None
 
 

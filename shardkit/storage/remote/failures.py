@@ -112,7 +112,8 @@ def _short(error: BaseException, text: str) -> str:
     lowered = text.lower()
     for word, meaning in (
         ("timed out", "timed out"),
-        ("timeout", "timed out"),
+        ("kind: timeout", "timed out"),
+        ("read timeout", "timed out"),
         ("connect", "no connection"),
         ("reset", "connection reset"),
         ("decod", "broken answer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import threading
@@ -26,6 +27,13 @@ __all__ = ["ObjectStore"]
 _Result = TypeVar("_Result")
 
 _MAX_PUT_BYTES: Final = 5 * 2**30
+_ERRNO: Final = {
+    "throttled": errno.EBUSY,
+    "no-answer": errno.ETIMEDOUT,
+    "expired": errno.EACCES,
+    "denied": errno.EACCES,
+}
+"""What kind of failure it was, for whoever decides whether to ask again or elsewhere."""
 _PARALLEL_RANGES: Final = 16
 _MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time that one more request takes
 _MAX_JOINED_BYTES: Final = 8 * 2**20
@@ -293,7 +301,9 @@ class ObjectStore:
         text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {failure.advice}"
         if failure.kind == "denied" and doing in ("write", "delete"):
             raise StoreReadOnlyError(text)
-        raise StoreError(text)
+        error = StoreError(text)
+        error.errno = _ERRNO.get(failure.kind, errno.EINVAL)
+        raise error
 
     def _empty_range(self, name: str, offset: int) -> bytes:
         stat = self.head(name)

@@ -1,0 +1,290 @@
+"""Several locations that look like one store: reads go where good bytes are, changes go to the first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
+from shardkit.storage.objects import parse_object_name
+from shardkit.storage.reading.attestations import Attestation
+from shardkit.storage.reading.detours import Detour, Detours
+from shardkit.storage.reading.healing import Healer
+from shardkit.storage.reading.locations import BlockRequest, Location, block_name, check_locations
+from shardkit.storage.reading.read_path import ReadPath, ReadSettings, Want
+from shardkit.storage.remote.backoff import Patience
+from shardkit.storage.remote.object_store import ObjectStore
+from shardkit.storage.remote.ranges import Range, coalesce
+from shardkit.storage.store import ObjectStat, Stage, Store, check_name
+
+__all__ = ["LocatedStore", "Rebuild"]
+
+_Result = TypeVar("_Result")
+
+Buffer = Any
+Rebuild = Callable[[BlockRequest], bytes | None]
+"""Makes a block from parity: its bytes, or None where that is not possible."""
+
+_MAX_GAP_BYTES: Final = 64 * 2**10
+_MAX_JOINED_BYTES: Final = 8 * 2**20
+
+
+class LocatedStore:
+    """Implements `shardkit.storage.store.Store`, and `read_block` for whoever knows what a block must be.
+
+    Objects are verified here against the digest in their name, blocks against the one in the request. The log and the
+    identity have no digest in their name: they are read from the first location, and from another only while the first
+    does not answer, which is counted as ``stale_log``.
+
+    May be used from any thread, after a fork, and pickled: what is known of the locations is per process.
+
+    Args:
+        locations: The first is the root itself: the only one that is written to, but for healing.
+        settings: Of reads.
+        rebuild: The last resort for blocks.
+    """
+
+    def __init__(
+        self,
+        locations: Sequence[Location],
+        *,
+        settings: ReadSettings | None = None,
+        rebuild: Rebuild | None = None,
+    ) -> None:
+        self._locations = check_locations(locations)
+        self._settings = settings or ReadSettings()
+        self._rebuild = rebuild
+        self._open()
+
+    def _open(self) -> None:
+        self._running: dict[int, _Running] = {}
+        self._event_sink: Callable[[Detour], None] | None = None
+        self._attest: Callable[[Attestation], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self._locations)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_locations", "_settings", "_rebuild")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def locations(self) -> tuple[Location, ...]:
+        """All of them; the first is the root."""
+        return self._locations
+
+    @property
+    def root(self) -> Store:
+        """The first location's store."""
+        return self._locations[0].store
+
+    @property
+    def url(self) -> str:
+        """Where the root is."""
+        return self.root.url
+
+    @property
+    def detours(self) -> Detours:
+        """Counters and events of this process."""
+        return self._now().detours
+
+    @property
+    def healer(self) -> Healer:
+        """What attests and heals bad copies in this process."""
+        return self._now().healer
+
+    def listen(
+        self,
+        *,
+        events: Callable[[Detour], None] | None = None,
+        attest: Callable[[Attestation], None] | None = None,
+    ) -> None:
+        """Hand events and attestations of this process to a run, until another listens."""
+        self._event_sink, self._attest = events, attest
+        running = self._now()
+        running.detours.sink, running.healer.attest = events, attest
+
+    # Reading
+
+    def read_block(self, request: BlockRequest) -> Buffer:
+        """A block's stored bytes, verified by SHA-256; see `ReadPath.fetch` for what it goes through."""
+
+        def read(location: Location) -> Buffer:
+            if location.holds == "blocks":
+                return location.store.get(block_name(request.sha256), max_bytes=request.length)
+            return _read_range(location.store, request.name, request.offset, request.length)
+
+        def check(data: Buffer) -> bool:
+            return hashlib.sha256(data).digest() == request.sha256
+
+        rebuild = None if self._rebuild is None else functools.partial(self._rebuild, request)
+        what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
+        return self._fetch(
+            Want(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
+        )
+
+    def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
+        """Blocks of one shard: near ones in one request. Those that come wrong, or not, are read again one by one."""
+        groups = coalesce(
+            [Range(one.offset, one.length) for one in requests],
+            max_gap=_MAX_GAP_BYTES,
+            max_joined=_MAX_JOINED_BYTES,
+        )
+        found: list[Buffer | None] = [None] * len(requests)
+        for group in groups:
+            if len(group.members) > 1:
+                self._read_joined(requests, group.span, group.members, found)
+        return [
+            self.read_block(one) if data is None else data for one, data in zip(requests, found, strict=True)
+        ]
+
+    def _read_joined(
+        self,
+        requests: Sequence[BlockRequest],
+        span: Range,
+        members: Sequence[int],
+        found: list[Buffer | None],
+    ) -> None:
+        name, end = requests[members[0]].name, span.offset + span.length
+
+        def read(location: Location) -> Buffer:
+            return _read_range(location.store, name, *span)
+
+        def part(data: Buffer, i: int) -> Buffer:
+            start = requests[i].offset - span.offset
+            return memoryview(data)[start : start + requests[i].length]
+
+        def check(data: Buffer) -> bool:
+            return all(hashlib.sha256(part(data, i)).digest() == requests[i].sha256 for i in members)
+
+        self.detours.note("coalesced", what=name, blocks=len(members))
+        try:
+            data = self._fetch(Want(f"{name} bytes {span.offset} to {end}", span.length, read, check, name))
+        except ShardkitError:
+            return  # one by one, then: each says what is wrong with it
+        for i in members:
+            found[i] = part(data, i)
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """The whole object; see `Store.get`. An object is verified against its name."""
+        check_name(name)
+        digest = _digest_in(name)
+        if digest is None:
+            return self._unverified(name, lambda store: store.get(name, max_bytes=max_bytes))
+
+        def check(data: Buffer) -> bool:
+            return f"sha256:{hashlib.sha256(data).hexdigest()}" == digest
+
+        def read(location: Location) -> Buffer:
+            return location.store.get(name, max_bytes=max_bytes)
+
+        return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name)))
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""
+        return self._unverified(name, lambda store: store.get_range(name, offset, length))
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, not verified; see `Store.get_ranges`."""
+        return self._unverified(name, lambda store: store.get_ranges(name, ranges))
+
+    def head(self, name: str) -> ObjectStat | None:
+        """See `Store.head`."""
+        return self._unverified(name, lambda store: store.head(name))
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        """Names in the root; see `Store.list_after`."""
+        return iter(self._unverified(prefix, lambda store: list(store.list_after(prefix, after))))
+
+    def local_path(self, name: str) -> Path | None:
+        """The root's file, where the root is local; see `Store.local_path`."""
+        return self.root.local_path(name)
+
+    def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
+        """Ask the root; while it does not answer, the other locations with whole objects."""
+        try:
+            return ask(self.root)
+        except StoreError:
+            for location in self._locations[1:]:
+                if location.holds == "objects":
+                    try:
+                        answer = ask(location.store)
+                    except (StoreError, IntegrityError, LookupError):
+                        continue
+                    self.detours.note("stale_log", location.name, what=name)
+                    return answer
+            raise
+
+    # Writing: to the root
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """See `Store.put_new`."""
+        return self.root.put_new(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See `Store.replace`."""
+        self.root.replace(name, data)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        self.root.delete(name)
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
+        """See `Store.stage`."""
+        return self.root.stage(suffix)
+
+    # Processes
+
+    def _fetch(self, want: Want) -> Buffer:
+        return self._now().path.fetch(want)
+
+    def _now(self) -> _Running:
+        """What this process knows; a forked child begins anew, its parent's threads are not there."""
+        found = self._running.get(os.getpid())
+        if found is None:
+            made = _Running(self._locations, self._settings)
+            made.detours.sink, made.healer.attest = self._event_sink, self._attest
+            found = self._running.setdefault(os.getpid(), made)
+        return found
+
+
+class _Running:
+    """Threads and knowledge of one process."""
+
+    def __init__(self, locations: Sequence[Location], settings: ReadSettings) -> None:
+        self.detours = Detours()
+        self.healer = Healer(locations, self.detours)
+        once = [_asked_once(location, settings) for location in locations]
+        self.path = ReadPath(once, settings=settings, detours=self.detours, bad_copy=self.healer.report)
+
+
+def _asked_once(location: Location, settings: ReadSettings) -> Location:
+    """The location with a client that repeats nothing: when and where to ask again is decided by the read path."""
+    if not isinstance(location.store, ObjectStore):
+        return location
+    patience = Patience(deadline_s=0, attempt_s=settings.attempt_s)
+    return dataclasses.replace(location, store=location.store.with_patience(patience))
+
+
+def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:
+    """A range, without a copy where the store can do without."""
+    if isinstance(store, ObjectStore):
+        return store.read_range(name, offset, length)
+    return store.get_range(name, offset, length)
+
+
+def _digest_in(name: str) -> str | None:
+    """The digest that an object is called by, None for other names."""
+    try:
+        return parse_object_name(name)[0]
+    except FormatError:
+        return None

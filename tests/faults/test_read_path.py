@@ -1,0 +1,421 @@
+"""Reads through bad networks and bad servers: right bytes or a clear error, bounded, counted, without a credential."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import IntegrityError, NotFoundError, StoreError
+from shardkit.storage import LocalStore, Repository, open_store
+from shardkit.storage.reading import Attestation, BlockRequest, LocatedStore, Location, ReadSettings
+from shardkit.storage.remote import ObjectStore, Patience, parse_address
+from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
+from shardkit.testing.memory_store import MemoryStore
+from shardkit.testing.servers import Unavailable, moto, s3_environment
+
+BUCKET = "shards"
+SETTINGS = ReadSettings(deadline_s=20, attempt_s=2, cool_down_s=0.2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    try:
+        with moto(BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with FaultProxy(server) as made:
+        for name, value in s3_environment(made.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def new_store(**patience: float) -> ObjectStore:
+    settings = {"deadline_s": 20.0, "attempt_s": 1.0, "first_pause_s": 0.01} | patience
+    return ObjectStore(parse_address(f"s3://{BUCKET}/{uuid.uuid4().hex}"), patience=Patience(**settings))
+
+
+def first(
+    kind: Any, times: int = 1, method: str = "PUT", **details: Any
+) -> Callable[[Request], Fault | None]:
+    """A fault for the first requests of a method."""
+    left = [times]
+
+    def decide(request: Request) -> Fault | None:
+        if request.method != method or left[0] == 0:
+            return None
+        left[0] -= 1
+        return Fault(kind, **details)
+
+    return decide
+
+
+class TestWrites:
+    """A put whose answer was lost is settled by the store itself."""
+
+    @pytest.mark.parametrize("kind", ["lost", "reset", "status"])
+    def test_a_put_is_repeated_until_it_is_answered(self, proxy: FaultProxy, kind: str) -> None:
+        store = new_store()
+        proxy.faults = first(kind, times=3)
+        assert store.put_new("log/1", b"mine") is True, (
+            "it was this call that created it, whatever the network said"
+        )
+        assert proxy.counts[kind] == 3
+        proxy.faults = first(kind, times=2)
+        assert store.put_new("log/1", b"other") is False, "and this one did not"
+        assert store.get("log/1", max_bytes=10) == b"mine"
+
+    def test_equal_bytes_of_two_writers_have_one_creator(self, proxy: FaultProxy) -> None:
+        """By the bytes alone a writer whose answer was lost could not tell its own object from another's."""
+        store = new_store()
+        assert store.put_new("x", b"same") is True
+        proxy.faults = first("lost")
+        assert store.put_new("x", b"same") is False
+
+    def test_it_gives_up_at_the_deadline(self, proxy: FaultProxy) -> None:
+        store = new_store(deadline_s=0.3)
+        proxy.faults = lambda request: Fault("reset") if request.method == "PUT" else None
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="cannot write x"):
+            store.put_new("x", b"1")
+        assert time.monotonic() - started < 10
+        assert store.head("x") is None
+
+    def test_replace_and_delete_are_repeated(self, proxy: FaultProxy) -> None:
+        store = new_store()
+        proxy.faults = first("lost", 2)
+        store.replace("x", b"healed")
+        assert store.get("x", max_bytes=10) == b"healed"
+        proxy.faults = first("lost", 2, "DELETE")
+        store.delete("x")
+        assert store.head("x") is None
+
+
+class TestReads:
+    """One location, seen through faults."""
+
+    @pytest.mark.parametrize("kind", ["reset", "truncate", "status", "stall"])
+    def test_a_read_is_repeated(self, proxy: FaultProxy, kind: str) -> None:
+        store = new_store()
+        data = os.urandom(300_000)
+        store.put_new("x", data)
+        proxy.faults = first(kind, 2, "GET", seconds=30)
+        assert store.get("x", max_bytes=len(data)) == data
+        proxy.faults = first(kind, 2, "GET", seconds=30)
+        assert store.get_range("x", 1_000, 200_000) == data[1_000:201_000]
+        assert proxy.counts[kind] == 4
+
+    def test_errors_are_told_in_time(self, proxy: FaultProxy) -> None:
+        store = new_store(deadline_s=0.2)
+        store.put_new("x", b"1")
+        proxy.faults = lambda _request: Fault("status", status=503)
+        with pytest.raises(StoreError, match=r"HTTP 503 SlowDown.*fewer requests"):
+            store.get("x", max_bytes=1)
+        proxy.faults = lambda _request: Fault("status", status=403, code="AccessDenied")
+        with pytest.raises(StoreError, match=r"AccessDenied.*get the right"):
+            store.get("x", max_bytes=1)
+        with pytest.raises(StoreError, match="AccessDenied"):
+            store.put_new("y", b"1")
+
+
+def block(data: bytes, offset: int = 0) -> BlockRequest:
+    return BlockRequest(shard_name(data), offset, len(data) - offset, hashlib.sha256(data[offset:]).digest())
+
+
+def shard_name(data: bytes) -> str:
+    text = hashlib.sha256(data).hexdigest()
+    return f"objects/sha256/{text[:2]}/{text}.tar"
+
+
+class Fickle(MemoryStore):
+    """A store whose reads go through a function of the test."""
+
+    def __init__(self, name: str, spoil: Callable[[bytes], bytes] | None = None) -> None:
+        super().__init__()
+        self.name, self.spoil, self.reads = name, spoil or (lambda data: data), 0
+
+    @property
+    def url(self) -> str:
+        return self.name
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        self.reads += 1
+        return self.spoil(super().get_range(name, offset, length))
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        self.reads += 1
+        return self.spoil(super().get(name, max_bytes=max_bytes))
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def unreachable(data: bytes) -> bytes:
+    raise StoreError("no route")
+
+
+def located(
+    *stores: Fickle, data: bytes = b"", settings: ReadSettings = SETTINGS, heal: bool = False
+) -> LocatedStore:
+    for store in stores:
+        if data:
+            store.put_new(shard_name(data), data)
+    return LocatedStore(
+        [Location(name=store.name, store=store, rank=i, heal=heal) for i, store in enumerate(stores)],
+        settings=settings,
+    )
+
+
+class TestLocations:
+    """Several locations, some bad."""
+
+    data = os.urandom(50_000)
+
+    def test_a_transient_mismatch_is_fetched_once_more(self) -> None:
+        spoils = [flipped]
+        a = Fickle("a", lambda data: spoils.pop()(data) if spoils else data)
+        store = located(a, Fickle("b"), data=self.data)
+        assert store.read_block(block(self.data)) == self.data
+        stats = store.detours.stats()
+        assert (stats["remote_mismatches"], stats["remote_refetches"], stats["remote_failovers"]) == (1, 1, 0)
+        assert stats["bytes_from_a"] == len(self.data)
+
+    def test_a_lasting_mismatch_fails_over_is_attested_and_healed(self) -> None:
+        a, b = Fickle("a", flipped), Fickle("b")
+        store = located(a, b, data=self.data, heal=True)
+        a.objects[shard_name(self.data)] = flipped(self.data)
+        a.spoil = lambda data: data
+        assert store.read_block(block(self.data)) == self.data
+        store.healer.wait()
+        stats = store.detours.stats()
+        assert (stats["remote_mismatches"], stats["remote_failovers"], stats["remote_healed"]) == (2, 1, 1)
+        assert a.objects[shard_name(self.data)] == self.data
+        told = [Attestation.from_bytes(a.objects[n], n) for n in a.list_after("attest/a/")]
+        assert sorted(one.result for one in told) == ["healed", "wrong"]
+        assert {one.digest for one in told} == {f"sha256:{hashlib.sha256(self.data).hexdigest()}"}
+
+    def test_without_the_right_to_write_it_is_left_to_a_repair(self) -> None:
+        a, b = Fickle("a", flipped), Fickle("b")
+        store = located(a, b, data=self.data)
+        told: list[Attestation] = []
+        store.listen(attest=told.append)
+        for _ in range(3):
+            assert store.read_block(block(self.data)) == self.data
+        assert [(one.location, one.result) for one in told] == [("a", "wrong")], "once per object"
+        assert a.objects[shard_name(self.data)] == self.data
+
+    def test_a_missing_object_is_read_elsewhere(self) -> None:
+        a, b = Fickle("a"), Fickle("b")
+        store = located(a, b, data=self.data, heal=True)
+        a.delete(shard_name(self.data))
+        assert store.read_block(block(self.data)) == self.data
+        store.healer.wait()
+        assert a.objects[shard_name(self.data)] == self.data
+
+    def test_whole_objects_are_verified_by_their_name(self) -> None:
+        store = located(Fickle("a", flipped), Fickle("b"), data=self.data)
+        assert store.get(shard_name(self.data), max_bytes=10**6) == self.data
+
+    def test_all_bad_is_an_error_at_once(self) -> None:
+        store = located(Fickle("a", flipped), Fickle("b", flipped), data=self.data)
+        with pytest.raises(IntegrityError, match=r"a: .*b: .*shardkit repair"):
+            store.read_block(block(self.data))
+        with pytest.raises(NotFoundError):
+            located(Fickle("a"), Fickle("b")).read_block(block(self.data))
+
+    def test_unreachable_waits_then_raises(self) -> None:
+        settings = ReadSettings(deadline_s=0.4, attempt_s=0.2)
+        store = located(Fickle("a", unreachable), Fickle("b", flipped), data=self.data, settings=settings)
+        with pytest.raises(StoreError, match=r"a: no route"):
+            store.read_block(block(self.data))
+        assert store.detours.stats()["remote_retries"] >= 1
+
+    def test_it_comes_back_while_we_wait(self) -> None:
+        back = threading.Event()
+        a = Fickle("a", lambda data: data if back.is_set() else unreachable(data))
+        store = located(a, data=self.data)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(store.read_block, block(self.data))
+            while a.reads < 2:
+                time.sleep(0.01)
+            back.set()
+            assert found.result(30) == self.data
+
+    def test_the_circuit_opens_and_closes(self) -> None:
+        healthy = [False]
+        a = Fickle("a", lambda data: data if healthy[0] else unreachable(data))
+        b = Fickle("b")
+        store = located(a, b, data=self.data)
+        for _ in range(40):
+            assert store.read_block(block(self.data)) == self.data
+        asked = a.reads
+        assert asked < 12, "after five failures in a row it rests"
+        healthy[0] = True
+        deadline = time.monotonic() + 20
+        while store.detours.stats()["remote_circuit_closed"] == 0 and time.monotonic() < deadline:
+            store.read_block(block(self.data))
+            time.sleep(0.01)
+        stats = store.detours.stats()
+        assert stats["remote_circuit_opened"] == stats["remote_circuit_closed"] == 1
+        before = b.reads
+        store.read_block(block(self.data))
+        assert b.reads == before, "the nearer one is asked again"
+
+    def test_a_slow_answer_is_hedged(self) -> None:
+        stall = threading.Event()
+        slow = [False]
+
+        def sometimes(data: bytes) -> bytes:
+            if slow[0]:
+                stall.wait(30)
+            return data
+
+        store = located(Fickle("a", sometimes), Fickle("b"), data=self.data)
+        for _ in range(40):
+            store.read_block(block(self.data))
+        slow[0] = True
+        try:
+            assert store.read_block(block(self.data)) == self.data
+            stats = store.detours.stats()
+            assert stats["remote_hedges"] >= 1
+            assert stats["remote_hedges_won"] == 1
+            assert stats["bytes_from_b"] >= len(self.data)
+        finally:
+            stall.set()
+
+    def test_silence_is_a_failure(self) -> None:
+        stall = threading.Event()
+
+        def silent(data: bytes) -> bytes:
+            stall.wait(30)
+            return data
+
+        settings = ReadSettings(deadline_s=20, attempt_s=0.2, hedge=False)
+        store = located(Fickle("a", silent), Fickle("b"), data=self.data, settings=settings)
+        try:
+            assert store.read_block(block(self.data)) == self.data
+            assert store.detours.stats()["remote_timeouts"] == 1
+        finally:
+            stall.set()
+
+    def test_near_blocks_come_in_one_request(self) -> None:
+        a = Fickle("a")
+        store = located(a, data=self.data)
+        name = shard_name(self.data)
+        requests = [
+            BlockRequest(name, i, 5_000, hashlib.sha256(self.data[i : i + 5_000]).digest())
+            for i in range(0, 50_000, 5_000)
+        ]
+        assert [bytes(part) for part in store.read_blocks(requests)] == [
+            self.data[i : i + 5_000] for i in range(0, 50_000, 5_000)
+        ]
+        assert a.reads == 1
+        spoiled = [0]
+
+        def third(data: bytes) -> bytes:
+            spoiled[0] += 1
+            return data[:12_000] + flipped(data[12_000:]) if spoiled[0] <= 2 else data
+
+        a.spoil = third
+        assert b"".join(bytes(part) for part in store.read_blocks(requests)) == self.data, "then one by one"
+
+    def test_the_last_resort(self) -> None:
+        a = Fickle("a", flipped)
+        a.put_new(shard_name(self.data), self.data)
+        asked: list[BlockRequest] = []
+
+        def rebuild(request: BlockRequest) -> bytes | None:
+            asked.append(request)
+            return self.data if len(asked) > 1 else flipped(self.data)
+
+        store = LocatedStore([Location(name="a", store=a)], settings=SETTINGS, rebuild=rebuild)
+        with pytest.raises(IntegrityError):
+            store.read_block(block(self.data))
+        assert store.read_block(block(self.data)) == self.data
+        assert store.detours.stats()["remote_rebuilt"] == 1
+
+
+class TestTraining:
+    """An epoch over two locations, of which one goes from bad to worse."""
+
+    def test_the_batches_are_the_same(self, proxy: FaultProxy, server: str, tmp_path: Path) -> None:
+        root = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        with shardkit.create(root, {"x": "int64[512]"}, shard_size=150_000, block_size=8_192) as writer:
+            for number in range(300):
+                writer.add({"x": [number] * 512})
+        copy = tmp_path / "mirror"
+        _copy(root, copy)
+        truth = _epoch(shardkit.open(copy), None)
+        dataset = shardkit.open(root, locations={"mirror": str(copy)}, settings=SETTINGS, heal=True)
+        steps = (
+            len(dataset.plan(global_batch=10, seed=3).step(0))
+            and dataset.plan(global_batch=10).steps_per_epoch
+        )
+        assert steps == 30
+        phase = [0]
+        ills: list[Callable[[Request], Fault | None]] = [
+            lambda _request: None,
+            lambda request: Fault("flip") if request.method == "GET" else None,
+            lambda request: Fault("stall", seconds=5) if request.method == "GET" else None,
+            lambda _request: Fault("status", status=503),
+            lambda _request: Fault("reset"),
+        ]
+        proxy.faults = lambda request: ills[phase[0]](request)
+
+        def worse(step: int) -> None:
+            phase[0] = min(4, step // 6)
+
+        seen = _epoch(dataset, worse)
+        assert seen == truth
+        store = dataset.repository.store
+        assert isinstance(store, LocatedStore)
+        stats = store.detours.stats()
+        assert stats["remote_mismatches"] >= 1
+        assert stats["remote_failovers"] + stats["remote_hedges"] >= 1
+        assert stats["bytes_from_mirror"] > 0
+        assert stats["bytes_from_root"] > 0
+
+
+def _copy(root: str, folder: Path) -> None:
+    source, target = open_store(root), LocalStore(folder)
+    for name in source.list_after(""):
+        target.put_new(name, source.get(name, max_bytes=10**9))
+
+
+def _epoch(dataset: Any, at_step: Callable[[int], None] | None) -> list[tuple[list[int], bytes]]:
+    plan = dataset.plan(global_batch=10, seed=3)
+    loader = dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", prefetch=0)
+    seen = []
+    try:
+        for batch in loader:
+            if at_step is not None:
+                at_step(batch.step)
+            seen.append((batch["samples"].tolist(), batch["x"].tobytes()))
+    finally:
+        loader.close()
+    return seen
+
+
+def test_a_stranger_repository_is_not_mixed_in(tmp_path: Path) -> None:
+    """A location lacks what another root's objects are called: it is asked, and has nothing."""
+    for name in ("a", "b"):
+        with shardkit.create(tmp_path / name, {"x": "int64"}) as writer:
+            writer.add({"x": ord(name)})
+    dataset = shardkit.open(tmp_path / "a", locations={"other": str(tmp_path / "b")})
+    assert dataset[0] == {"x": ord("a")}
+    assert Repository.open(tmp_path / "a").id == dataset.repository.id
