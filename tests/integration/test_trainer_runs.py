@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
+from shardkit.audit import audit_run
 from shardkit.errors import RunError, StateError
 from shardkit.torch import CheckpointReader, checkpoint_names
 from shardkit_trainer.run_directory import RunDirectory, read_lines
@@ -28,7 +29,7 @@ def histogram_settings(directory: Path, dataset: str) -> dict[str, object]:
         "data.lanes": 6, "data.seed": 5, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd",
         "optimizer.lr": 1.0, "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
         "schedule.kind": "linear", "schedule.final": 0.5, "checkpoint.every": 5, "checkpoint.keep": 2,
-        "checkpoint.asynchronous": False, "log.every": 1, "parallel.timeout_s": 20.0,
+        "checkpoint.asynchronous": False, "log.every": 1, "parallel.timeout_s": 60.0,
     }  # fmt: skip
 
 
@@ -80,6 +81,10 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     assert events[-1] == "end"
     steps = [line["step"] for line in read_lines(run / "metrics" / "train.jsonl")]
     assert sorted(set(steps)) == list(range(STEPS))
+    audit = audit_run(run)
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.steps, [start["ranks"] for start in audit.starts]) == (STEPS, [2, 3, 1])
+    assert [(step, fits) for _, step, fits in audit.checkpoints] == [(25, True), (30, True)]
 
     # nothing is left to do: a further start takes no step and changes nothing
     again = launch_trainer(1, settings)
