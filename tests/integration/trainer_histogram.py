@@ -5,9 +5,9 @@ differs from step to step, its final value is −Σ rate(step) / batch over the 
 or misplaced sample changes it.
 
 Faults are scripted by the environment: ``SHARDKIT_TEST_FAULT=kill:1:7`` kills rank 1 when it prepares step 7;
-``freeze`` stops it, ``nan`` gives it a loss that is not a number; ``term`` sends SIGTERM to itself; ``slow`` sleeps in
-every step of that rank; ``put``, ``finish``, ``prune`` kill it inside its n-th write of an object, in publishing, and
-in pruning a checkpoint.
+``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``join`` waits
+until the supervisor has announced a third group. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
+object, in publishing, and in pruning a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit_trainer.configuration import ModelConfig
+from shardkit_trainer.membership import Membership
 from shardkit_trainer.tasks import Inputs
 
 
@@ -57,12 +58,12 @@ class HistogramTask:
                 numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
                 if kind in numbers:
                     os.kill(os.getpid(), numbers[kind])
+                elif kind == "join":
+                    wait_for_generation(2)
                 elif kind == "nan":
                     return Inputs(
                         {"samples": torch.as_tensor(cell.samples), "nan": torch.ones(1)}, valid, valid
                     )
-            if kind == "slow" and int(rank) == self.rank:
-                time.sleep(int(step) / 1000)
         return Inputs({"samples": torch.as_tensor(cell.samples), "nan": torch.zeros(1)}, valid, valid)
 
     def empty(self) -> Inputs:
@@ -80,6 +81,14 @@ class HistogramTask:
 
 def make(config: ModelConfig, dataset: Any) -> HistogramTask:
     return HistogramTask(len(dataset))
+
+
+def wait_for_generation(number: int) -> None:
+    """Until the supervisor has announced group ``number``; the rank sees it in the step's exchange."""
+    membership = Membership.from_environment(60.0)
+    assert membership is not None
+    while membership.newest() < number:
+        time.sleep(0.02)
 
 
 def kill_inside(kind: str, count: int) -> None:

@@ -21,7 +21,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError
 from shardkit.storage import Store, object_name
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 
-from .distributed import World
+from .distributed import World, is_collective_failure
 from .slices import FlatSlice
 from .strategies import Strategy
 
@@ -109,15 +109,19 @@ class Checkpointer:
 
         Raises:
             RunError: it failed; earlier checkpoints are as they were.
+            RuntimeError: as gloo raises it, where it failed because a rank is gone.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise RunError(
-                f"checkpoint was not saved; the ones before it are intact: {_first(error)}"
-            ) from error
+            first = _first(error)
+            if is_collective_failure(first):
+                raise RuntimeError(
+                    str(first)
+                ) from error  # a rank is gone: that is told, or survived, elsewhere
+            raise RunError(f"checkpoint was not saved; the ones before it are intact: {first}") from error
 
     def _stage(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of this rank's parts; the buffers are kept, since fresh pages cost more than the copy."""

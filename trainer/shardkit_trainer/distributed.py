@@ -21,7 +21,7 @@ from shardkit.errors import RunError
 from .configuration import Configuration
 from .membership import Membership
 
-__all__ = ["STAGES", "World", "join_world", "leave_world"]
+__all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
 
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
 
@@ -139,6 +139,17 @@ class World:
         return (-1, 0)
 
 
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether another rank, or the way to it, is the reason: gloo raises plain RuntimeErrors."""
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection closed", "timed out", "connection reset")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, RunError)
+        and any(word in text for word in words)
+    )
+
+
 def join_world(config: Configuration, *, after: int = -1) -> World:
     """Join the process group that the environment describes, or make one of this process alone.
 
@@ -164,12 +175,17 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found: c10d.Store = dist.HashStore()  # type: ignore[attr-defined]
     if "RANK" in os.environ:
-        found, rank, size = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
+        found, rank, size = next(
+            iter(rendezvous("env://", rank, size, timeout=max(timeout, timedelta(seconds=60))))
+        )
     store = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
-    )
+    # ranks of a busy machine start seconds apart; only then does silence mean something
+    patience = max(timeout, timedelta(seconds=60))
+    store.set_timeout(patience)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    dist.barrier()
+    c10d._set_pg_timeout(timeout, dist.group.WORLD)  # noqa: SLF001 - torch has no other way to change it
     world = World(rank, size, device, store, owned=True)
     world.introduce()
     return world
@@ -190,6 +206,7 @@ def _join_generation(membership: Membership, after: int, device: torch.device, t
             continue
         world = World(rank, size, device, store, owned=True, generation=generation, membership=membership)
         world.introduce()
+        membership.store.set(f"formed/{generation}", "1")
         return world
 
 

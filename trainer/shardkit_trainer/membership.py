@@ -1,7 +1,8 @@
 """Which processes are the ranks of a run, generation by generation: the words between supervisor and ranks.
 
 The supervisor's store holds ``generation`` (the newest number), ``members/<generation>`` (process names in rank order,
-as JSON), ``ready/<name>`` (set by a process that can join) and ``accused/<generation>`` (names that do not answer).
+as JSON), ``formed/<generation>`` (set once its process group stands), ``accused/<generation>`` (names that do not
+answer) and ``ready/<name>`` (set by a process that can join).
 """
 
 from __future__ import annotations

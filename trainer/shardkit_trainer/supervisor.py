@@ -34,9 +34,11 @@ class _Supervisor:
         )
         self._generation, self._started = -1, 0
         self._members: list[str] = []  # of the newest generation
+        self._formed: list[str] = []  # of the newest one whose process group stands
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._joining: list[str] = []
         self._stopping_since: float | None = None
+        self._finished = False
 
     def run(self, nproc: int) -> int:
         """Until all children have ended; the exit code."""
@@ -46,6 +48,8 @@ class _Supervisor:
             self._announce()
             failed = False
             while self._children:
+                if self._store.check([f"formed/{self._generation}"]):
+                    self._formed = list(self._members)
                 failed |= self._look_after_children()
                 self._let_ready_ones_join()
                 self._kill_accused()
@@ -77,6 +81,10 @@ class _Supervisor:
             return False
         for name in ended:
             del self._children[name]
+        if 0 in ended.values() and not self._finished:
+            self._dismiss_late_comers()
+        if self._finished:
+            return any(code > 0 for code in ended.values())
         died = [name for name, code in ended.items() if code < 0]
         if any(code > 0 for code in ended.values()):
             self._stop_all()  # a rank gave up and said why: so would the others
@@ -97,6 +105,13 @@ class _Supervisor:
         if self._members and changed:
             self._announce()
         return not self._members
+
+    def _dismiss_late_comers(self) -> None:
+        """The run has ended: processes that the ranks have not met any more need not begin."""
+        self._finished = True
+        for name, child in self._children.items():
+            if name not in self._formed:
+                child.kill()
 
     def _kill_accused(self) -> None:
         """Ranks that the others of the newest group have found frozen cannot be waited for."""

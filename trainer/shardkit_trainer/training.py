@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 import shardkit
-from shardkit.errors import NotFoundError, RunError
+from shardkit.errors import NotFoundError
 from shardkit.ledger import ledger_head
 from shardkit.storage import parse_dataset_url
 
 from .checkpoints import Checkpointer
 from .configuration import Configuration
-from .distributed import World, join_world, leave_world
+from .distributed import World, is_collective_failure, join_world, leave_world
 from .evaluation import evaluate
 from .recovery import carry_over
 from .reporting import Efficiency, ProfilerWindow, Reporter, Timeline
@@ -76,7 +76,7 @@ def train(config: Configuration) -> Summary:
                 except Regroup:
                     world = _next_world(config, world, run)
                 except RuntimeError as error:
-                    if isinstance(error, RunError) or not _is_collective_failure(error):
+                    if not is_collective_failure(error):
                         raise
                     failure = world.describe_failure(error)
                     if not world.supervised:
@@ -324,10 +324,3 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_collective_failure(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.distributed.DistError) or any(
-        word in text for word in ("gloo", "nccl", "connection closed", "timed out", "connection reset")
-    )
