@@ -164,7 +164,9 @@ class Merge:
                 self._tell_start(number, entry.step, source.header)
             if entry.kind == META:
                 self._settle([record])
-                self._know_plan(source.header, entry.document())
+                self._know_plan(
+                    source.header.manifest, source.header.plan, source.header.lanes, entry.document()
+                )
             elif self._limit is not None and entry.step >= self._limit:
                 pass
             elif entry.kind == EVENT:
@@ -216,14 +218,15 @@ class Merge:
              "reached": before, "repeats": max(0, before - step), "time": header.started}
         )  # fmt: skip
 
-    def _know_plan(self, header: Header, meta: dict[str, Any]) -> int:
+    def _know_plan(self, manifest: str, plan: str, lanes: int, meta: dict[str, Any]) -> int:
+        """Number of a plan; said in an event when it is met first."""
         plans = self.ledger.state.plans
-        pair = [header.manifest, header.plan]
+        pair = [manifest, plan]
         if pair not in plans:
             plans.append(pair)
             self.ledger.add_event(
-                {"kind": "plan", "number": len(plans) - 1, "manifest": header.manifest, "plan": header.plan,
-                 "lanes": header.lanes, **meta}
+                {"kind": "plan", "number": len(plans) - 1, "manifest": manifest, "plan": plan, "lanes": lanes,
+                 **meta}
             )  # fmt: skip
         return plans.index(pair)
 
@@ -258,7 +261,7 @@ class Merge:
         if ledger.steps.size and number > ledger.next_step:
             self._ready[number] = (key, step)
             return
-        plan = ledger.state.plans.index([key[0], key[1]])
+        plan = self._know_plan(key[0], key[1], step.lanes, {})
         digest = step_digest(key[0], key[1], number, step.cells)
         if ledger.steps.size and number < ledger.next_step:
             if number >= ledger.state.first and ledger.digest_of(number) == digest:

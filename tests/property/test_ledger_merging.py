@@ -271,3 +271,13 @@ def test_a_ledger_without_its_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger" / "state.json").unlink()
     with pytest.raises(IntegrityError, match=r"no state\.json"):
         ledger_head(tmp_path)
+
+
+def test_a_journal_that_does_not_say_how_its_plan_was_made_is_merged_too(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", manifest=MANIFEST, plan=PLAN, rank=0, world=1, lanes=LANES) as journal:
+        for step in range(3):
+            journal.record(step, [(lane, cell(step, lane)) for lane in range(LANES)])
+    assert ledger_head(tmp_path)["steps"]["root"] == expected_root(3)
+    with Ledger(tmp_path) as ledger:
+        plan = next(event for event in ledger.event_documents() if event["kind"] == "plan")
+    assert plan == {"kind": "plan", "number": 0, "manifest": MANIFEST, "plan": PLAN, "lanes": LANES}
