@@ -269,6 +269,7 @@ def _root(
         sources=version.sources or (own.sources if own else None),
         build={**own.build, "append": {**build, "rows": rows}} if own else build,
         parent=own.id if own else None,
+        features=own.features if own else (),
     )
 
 

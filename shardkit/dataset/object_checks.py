@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,14 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import ShardIndex, extension, read_block, verify_block
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.storage import Repository, Store, load_selection, object_name, parse_object_name
+from shardkit.storage import (
+    Repository,
+    Store,
+    adopted_place,
+    load_selection,
+    object_name,
+    parse_object_name,
+)
 
 __all__ = [
     "Finding",
@@ -66,7 +74,8 @@ class ShardCheck:
     def there(self) -> list[Finding]:
         """Level list: the shard and its index exist with their sizes."""
         store = self.repository.store
-        return check_there(store, self.name, self.size) + check_there(store, self.index_name, self.index_size)
+        found = self._placed(check_there(store, self.name, self.size))
+        return found + check_there(store, self.index_name, self.index_size)
 
     def stored(self) -> list[Finding]:
         """Level stored: the checksums that the store keeps are those of the names."""
@@ -76,13 +85,20 @@ class ShardCheck:
     def read(self) -> list[Finding]:
         """Level read: every byte of the shard and its index is what was written."""
         index, found = self._index()
-        return found + self._bytes(index)
+        return found + self._placed(self._bytes(index))
 
     def decode(self) -> list[Finding]:
         """Level decode: and every sample decodes."""
         index, found = self._index()
-        found += self._bytes(index)
-        return found if found or index is None else self._samples(index)
+        found += self._placed(self._bytes(index))
+        return found if found or index is None else self._placed(self._samples(index))
+
+    def _placed(self, findings: list[Finding]) -> list[Finding]:
+        """What was found of an adopted tar, by the name that its owner knows it by."""
+        place = adopted_place(self.repository.store, self.name)
+        if place is None:
+            return findings
+        return [dataclasses.replace(found, name=place, action=_RESTORE_ADOPTED) for found in findings]
 
     def _index(self) -> tuple[ShardIndex | None, list[Finding]]:
         digest, _ = parse_object_name(self.index_name)
@@ -145,6 +161,7 @@ class ShardCheck:
         return found
 
 
+_RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
 _RESTORE = "put a good copy in its place, or run the build again: it rewrites objects whose bytes are wrong"
 
 

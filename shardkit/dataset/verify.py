@@ -36,7 +36,15 @@ from shardkit.dataset.object_checks import (
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, ShardTable, check_against, unpack_page
-from shardkit.storage import LogEntry, Repository, Store, find_part, object_name, parse_dataset_url
+from shardkit.storage import (
+    LogEntry,
+    Repository,
+    Store,
+    find_part,
+    object_name,
+    parse_dataset_url,
+    with_adopted,
+)
 from shardkit.storage.identity import IDENTITY_NAME
 from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES, check_succession, entry_name, entry_number
 
@@ -239,7 +247,7 @@ def _survey_manifest(repository: Repository, manifest_id: str, survey: _Survey, 
         _survey_manifest(holder, part, survey, seen)
     tables = list(_tables(repository, manifest, survey))
     for table in tables:
-        for check in shard_checks(repository, manifest, table):
+        for check in shard_checks(with_adopted(repository, manifest), manifest, table):
             survey.shards.setdefault((check.name, check.index_name), check)
         for findings in check_selections(repository, table):
             survey.metadata += 1

@@ -10,7 +10,7 @@ columns        the container of index sidecars, manifest pages and selections
 rows           one row on its way into a shard
 media          extensions of tar members by magic bytes
 ustar          strict tar headers
-npy            npy headers, written and compared, never evaluated
+npy            npy headers: ours written and compared; those of others parsed once, when they are adopted
 tar_blocks     blocks of the tar format
 arrow_message  bounds-checked reader of Arrow metadata
 arrow_schema   the Arrow schema of a shard
@@ -32,6 +32,7 @@ from .compression import extension, normalise_compression
 from .digest import format_digest, parse_digest, sha256_digest, xxh3
 from .index import ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
+from .npy import npy_payload_offset
 from .reading import Verify, read_block, verify_block
 from .rebuilding import build_index
 from .rows import Row
@@ -67,6 +68,7 @@ __all__ = [
     "is_key",
     "max_key_bytes",
     "normalise_compression",
+    "npy_payload_offset",
     "open_writer",
     "pack_columns",
     "parse_digest",

@@ -60,6 +60,8 @@ class ShardIndex:
         original_rows: int64, ascending: rows whose key was rewritten.
         original_texts: Their original keys.
         row_stratum: int32 (rows,), -1 for none; only where rare strata are pooled.
+        field_is_payload: uint8 (fields,), only of adopted tars: 1 where `field_offset` and `field_size` are those
+            of the payload itself, behind whatever npy header the member has, 0 where they are as in our own tars.
     """
 
     format: str
@@ -86,6 +88,7 @@ class ShardIndex:
     original_rows: NDArray[np.int64] | None = None
     original_texts: Texts | None = None
     row_stratum: NDArray[np.int32] | None = None
+    field_is_payload: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
         check_index(self)
@@ -94,6 +97,11 @@ class ShardIndex:
     def blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_offset)
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the shard is a tar that somebody else wrote: rows lie in it at arbitrary offsets."""
+        return self.field_is_payload is not None
 
     @property
     def tail_offset(self) -> int:
@@ -219,7 +227,10 @@ class ShardIndex:
 
 
 _BLOCK_COLUMNS = ("block_offset", "block_size", "block_raw_size", "block_start", "block_xxh3", "block_sha256")
-_OPTIONAL_COLUMNS = ("field_offset", "field_size", "source_id", "source_row", "original_rows", "row_stratum")
+_OPTIONAL_COLUMNS = (
+    *("field_offset", "field_size", "field_is_payload", "source_id", "source_row", "original_rows"),
+    "row_stratum",
+)
 
 
 def block_starts(segment_rows: Sequence[int], block_rows: int) -> NDArray[np.int64]:

@@ -113,7 +113,15 @@ def _check_fields(index: ShardIndex) -> None:
     if index.format != "tar":
         if index.field_offset is not None or index.field_size is not None:
             raise FormatError("index: an arrow shard has no field offsets")
+        if index.field_is_payload is not None:
+            raise FormatError("index: an arrow shard cannot be adopted")
         return
+    if index.field_is_payload is not None:
+        _check_array("field_is_payload", index.field_is_payload, np.uint8, (len(index.schema),))
+        if index.compression != "none" or int(index.field_is_payload.max()) > 1:
+            raise FormatError(
+                "index: an adopted tar is compressed, or a flag of its fields is neither 0 nor 1"
+            )
     shape = (index.rows, len(index.schema))
     _check_array("field_offset", index.field_offset, np.uint64, shape)
     _check_array("field_size", index.field_size, np.uint64, shape)

@@ -108,8 +108,13 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, rows: int, raw_s
     offsets = cast(NDArray[np.uint64], index.field_offset)[first : first + rows].astype(np.int64)
     sizes = cast(NDArray[np.uint64], index.field_size)[first : first + rows].astype(np.int64)
 
+    bare = index.field_is_payload
+
     def load(name: str) -> Column:
         place = index.schema.position(name)
-        return tar_column(data, offsets[:, place], sizes[:, place], index.schema[name], name)
+        is_payload = bare is not None and bool(bare[place])
+        return tar_column(
+            data, offsets[:, place], sizes[:, place], index.schema[name], name, is_payload=is_payload
+        )
 
     return Block(index.schema, rows, raw_size, load)

@@ -87,7 +87,13 @@ def member_bytes(kind: FieldType, payload_bytes: int) -> int:
 
 
 def tar_column(
-    data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64], kind: FieldType, name: str
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    kind: FieldType,
+    name: str,
+    *,
+    is_payload: bool = False,
 ) -> Column:
     """One field of a raw block from the members that hold it; views of `data` where the layout allows.
 
@@ -98,6 +104,8 @@ def tar_column(
         sizes: Bytes of each member.
         kind: The field's type.
         name: The field's name, for messages.
+        is_payload: `starts` and `sizes` are those of the canonical payload itself, whatever stands before it
+            (adopted tars, whose headers were read once).
 
     Raises:
         FormatError: a member is not what shardkit writes for `kind`.
@@ -107,9 +115,9 @@ def tar_column(
             check_text(data, starts, starts + sizes, name)
         return VariableColumn(data, starts, starts + sizes, kind)
     dtype = kind.numpy_dtype
-    if kind.kind == "scalar" and dtype.kind in "biu":
+    if kind.kind == "scalar" and dtype.kind in "biu" and not is_payload:
         return FixedColumn(_parse_integers(data, starts, sizes, dtype, name))
-    header_bytes = RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
+    header_bytes = 0 if is_payload else _header_bytes(kind)
     lengths = sizes - header_bytes
     wrong = (
         lengths != kind.item_bytes
@@ -117,7 +125,8 @@ def tar_column(
         else (lengths < 0) | (lengths % dtype.itemsize != 0)
     )
     _refuse_rows(wrong, name, f"member size does not fit {kind}")
-    _check_headers(data, starts, lengths // dtype.itemsize, kind, name)
+    if not is_payload:
+        _check_headers(data, starts, lengths // dtype.itemsize, kind, name)
     starts = starts + header_bytes
     if kind.kind == "ragged":
         column = VariableColumn(data, starts, starts + lengths, kind)
@@ -132,6 +141,10 @@ def tar_column(
     if dtype.kind == "b" and bool((values.view(np.uint8) > 1).any()):
         raise FormatError(f"field {name!r}: a bool is neither 0 nor 1")
     return FixedColumn(values)
+
+
+def _header_bytes(kind: FieldType) -> int:
+    return RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
 
 
 def _refuse_rows(wrong: NDArray[np.bool_], name: str, why: str) -> None:

@@ -78,6 +78,8 @@ def check_whole_shard(data: Buffer, index: ShardIndex) -> None:
 
 
 def _check_trailer(tail: memoryview, index: ShardIndex) -> None:
+    if index.is_adopted:  # what lies around its samples is whoever wrote it's; it has been read strictly once
+        return
     raw = tail if index.compression == "none" else decompress_frame(tail, len(TRAILER), "end of archive")
     if index.head_size or raw != TRAILER:
         raise FormatError(

@@ -16,6 +16,7 @@ SPEC.md says the bytes and why.
 
 from shardkit.manifest.composing import check_against, compose, merge, stratum_counts
 from shardkit.manifest.manifest import (
+    ADOPTED,
     MAX_MANIFEST_BYTES,
     MIXED,
     POOL,
@@ -31,6 +32,7 @@ from shardkit.manifest.selection import Selection, max_selection_bytes
 from shardkit.manifest.shard_table import ShardRecord, ShardTable
 
 __all__ = [
+    "ADOPTED",
     "MAX_MANIFEST_BYTES",
     "MIXED",
     "POOL",

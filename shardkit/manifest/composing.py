@@ -31,6 +31,7 @@ def compose(
     sources: str | None = None,
     build: Mapping[str, Any] | None = None,
     parent: str | None = None,
+    features: Sequence[str] = (),
 ) -> tuple[Manifest, list[bytes]]:
     """The manifest of a table, with all totals counted from it, and the pages to put before it.
 
@@ -47,6 +48,7 @@ def compose(
         sources: Digest of the object that lists what was imported.
         build: Settings that decided the bytes.
         parent: Id of the version this one was made from.
+        features: What a reader must know to read it.
 
     Returns:
         The manifest, and its pages as bytes in the order of `Manifest.pages`.
@@ -74,6 +76,7 @@ def compose(
         sources=sources,
         build=dict(build or {}),
         parent=parent,
+        features=tuple(features),
     )
     Manifest.from_bytes(manifest.to_bytes())  # nobody may write what nobody will read
     return manifest, [data for _, data in pages]

@@ -16,6 +16,7 @@ from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 from shardkit.manifest.root_checks import check_totals
 
 __all__ = [
+    "ADOPTED",
     "MAX_MANIFEST_BYTES",
     "MAX_SHARDS",
     "MIXED",
@@ -41,7 +42,9 @@ MIXED: Final = "mixed"
 _FORMAT: Final = "shardkit-manifest/1"
 _MAX_STRATA: Final = 2**17
 _MAX_PARTS: Final = 4_096
-_FEATURES: Final[tuple[str, ...]] = ()
+ADOPTED: Final = "adopted"
+"""Feature of a manifest some of whose shards are tars of somebody else that lie outside of the repository."""
+_FEATURES: Final[tuple[str, ...]] = (ADOPTED,)
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -10,6 +10,7 @@
     objects.py          content-addressed names
     object_access.py    putting and getting objects, verified both ways
     identity.py         shardkit.json
+    adopted.py          where adopted tars lie, and a store that finds them there
     locations.py        where the parts of a merged dataset lie
     log.py              log entries and their chain
     commit_log.py       reading the log with its chain verified, appending to it
@@ -23,6 +24,7 @@
 SPEC.md says the layout, the order of writes, and what is promised when.
 """
 
+from shardkit.storage.adopted import adopted_place, put_adopted, with_adopted
 from shardkit.storage.blocks import BlockReader
 from shardkit.storage.catalog import Part, Version, load_manifest, load_selection, put_manifest, put_selection
 from shardkit.storage.local import LocalStore
@@ -47,6 +49,7 @@ __all__ = [
     "Stage",
     "Store",
     "Version",
+    "adopted_place",
     "find_part",
     "load_manifest",
     "load_selection",
@@ -54,7 +57,9 @@ __all__ = [
     "open_store",
     "parse_dataset_url",
     "parse_object_name",
+    "put_adopted",
     "put_location",
     "put_manifest",
     "put_selection",
+    "with_adopted",
 ]

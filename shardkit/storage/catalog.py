@@ -20,6 +20,7 @@ from shardkit.manifest import (
     max_selection_bytes,
     unpack_page,
 )
+from shardkit.storage.adopted import with_adopted
 from shardkit.storage.locations import find_part as find_located
 from shardkit.storage.objects import Descriptor
 from shardkit.storage.repository import Repository
@@ -95,7 +96,7 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     manifest = _read_root(repository, manifest_id)
     if not manifest.parts:
         table = _read_table(repository, manifest)
-        return Version(manifest, table, (Part("", repository, manifest, 0),))
+        return Version(manifest, table, (Part("", with_adopted(repository, manifest), manifest, 0),))
     parts: list[Part] = []
     tables: list[ShardTable] = []
     offsets: list[int] = []
@@ -105,7 +106,7 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
         part = _read_root(holder, part_id)
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
-        parts.append(Part(name, holder, part, first_shard))
+        parts.append(Part(name, with_adopted(holder, part), part, first_shard))
         tables.append(_read_table(holder, part))
         offsets.append(first_stratum)
         first_shard += part.shards
