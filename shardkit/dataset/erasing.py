@@ -66,6 +66,11 @@ def plan_erasure(
         raise UsageError(f"{samples} samples are to be erased; give at most {_MAX_ROWS} at a time")
     if samples >= version.manifest.selected:
         raise UsageError("no sample would be left of this version; delete the root, or drop the ref, instead")
+    if version.manifest.features:
+        raise UsageError(
+            f"version {version.manifest.id} has shards outside of this root ({', '.join(version.manifest.features)}), "
+            "which are never written: remove the samples here without erasing, and erase them where they lie"
+        )
     copies = find_copies(repository, version, rows)
     notes = [*copies.notes, *_scratch(repository), *_ELSEWHERE]
     return ErasurePlan(request, reason, author, copies.shards, tuple(notes), samples)
