@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,9 @@ class AllRows:
         table: what the layout needs.
         split: uint64[n], the hash that decides the split.
         generated: bool[n], whether the key is made from the ordinal.
-        part: int32[n]; offset, length: int64[n]; check: uint64[n]: where the record is.
+        part: int32[n]; offset, length: int64[n]; check: uint64[n]: where the record is; the last three are
+            empty where rows were counted only.
+        marks: name → uint64[n], see `RowColumns`.
     """
 
     strata: Strata
@@ -41,9 +43,34 @@ class AllRows:
     offset: NDArray[np.int64]
     length: NDArray[np.int64]
     check: NDArray[np.uint64]
+    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def take(self, places: NDArray[np.int64]) -> AllRows:
+        """Some of the rows, whose places are their ordinals then; strata without rows go.
+
+        Args:
+            places: int64[m], rising.
+        """
+        present, stratum = np.unique(self.table.stratum[places], return_inverse=True)
+        kept = len(self.offset) > 0
+        return AllRows(
+            strata=tuple(self.strata[number] for number in present.tolist()),
+            table=RowTable(
+                identity=self.table.identity[places],
+                stratum=stratum.astype(np.int32),
+                raw_bytes=self.table.raw_bytes[places],
+            ),
+            split=self.split[places],
+            generated=self.generated[places],
+            part=self.part[places],
+            offset=self.offset[places] if kept else self.offset,
+            length=self.length[places] if kept else self.length,
+            check=self.check[places] if kept else self.check,
+            marks={name: column[places] for name, column in self.marks.items()},
+        )
 
 
 def join_parts(parts: Sequence[RowColumns]) -> AllRows:
@@ -75,6 +102,10 @@ def join_parts(parts: Sequence[RowColumns]) -> AllRows:
         offset=joined("offset", np.int64).astype(np.int64, copy=False),
         length=joined("length", np.int64).astype(np.int64, copy=False),
         check=joined("check", np.uint64).astype(np.uint64, copy=False),
+        marks={
+            name: np.concatenate([part.marks[name] for part in parts])
+            for name in (parts[0].marks if parts else ())
+        },
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import xxhash
@@ -29,6 +30,7 @@ __all__ = ["RUN_BYTES", "RowColumns", "RowSpool", "ScratchFile", "remove_scratch
 RUN_BYTES = 64 * 2**20
 _JOIN_BYTES = 4 * 2**20
 _KIND = "scratch-rows"
+_MARK = "mark_"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +43,7 @@ class RowColumns:
         stratum: int32[n]. raw_bytes: int64[n].
         generated: uint8[n], 1 where the key is to be made from the ordinal.
         offset, length: int64[n], the record in the part. check: uint64[n], XXH3-64 of the record.
+        marks: name → uint64[n], what else a build wants to know of every row.
     """
 
     strata: tuple[tuple[str, ...], ...]
@@ -53,13 +56,16 @@ class RowColumns:
     offset: NDArray[np.int64]
     length: NDArray[np.int64]
     check: NDArray[np.uint64]
+    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.stratum)
 
     def to_bytes(self, meta: dict[str, object]) -> bytes:
         """The columns as a container, with something to remember them by."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "strata"}
+        names = {one.name for one in fields(self)} - {"strata", "marks"}
+        columns = {name: getattr(self, name) for name in sorted(names)}
+        columns |= {_MARK + name: column for name, column in self.marks.items()}
         strata = [list(values) for values in self.strata]
         return pack_columns(_KIND, {"strata": strata, "part": meta}, columns, compress=False)
 
@@ -72,7 +78,11 @@ class RowColumns:
         """
         columns = unpack_columns(data, _KIND)
         strata = tuple(tuple(values) for values in columns.meta["strata"])
-        return cls(strata=strata, **columns.arrays), columns.meta["part"]
+        named = {name: array for name, array in columns.arrays.items() if not name.startswith(_MARK)}
+        marks = {
+            name.removeprefix(_MARK): columns.arrays[name] for name in columns.arrays.keys() - named.keys()
+        }
+        return cls(strata=strata, marks=marks, **named), columns.meta["part"]
 
 
 class ScratchFile:
@@ -119,6 +129,7 @@ class RowSpool:
         seed: of the shuffle, None where rows keep the order of adding.
         run_bytes: payload bytes held in memory before a run is written; by default 64 MiB.
         always_file: write even a single run to the file.
+        marks: names of further numbers that come with every row.
     """
 
     def __init__(
@@ -129,6 +140,7 @@ class RowSpool:
         seed: int | None,
         run_bytes: int | None = None,
         always_file: bool = False,
+        marks: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._name = name
@@ -142,6 +154,7 @@ class RowSpool:
             "stratum": array("i"),
             "generated": array("B"),
         }
+        self._marks = {name: array("Q") for name in marks}
         self._run: list[tuple[bytes, ...]] = []
         self._run_size = 0
         self._broken = False
@@ -151,7 +164,7 @@ class RowSpool:
     def __len__(self) -> int:
         return len(self._columns["stratum"])
 
-    def append(self, row: EncodedRow, identity: tuple[int, int]) -> None:
+    def append(self, row: EncodedRow, identity: tuple[int, int], marks: Sequence[int] = ()) -> None:
         """Take a row; ``identity`` stands in for `EncodedRow.identity` where that is None."""
         columns = self._columns
         columns["identity_high"].append(identity[0])
@@ -160,6 +173,8 @@ class RowSpool:
         columns["raw_bytes"].append(row.raw_bytes)
         columns["stratum"].append(self._strata.setdefault(row.stratum, len(self._strata)))
         columns["generated"].append(row.key is None)
+        for column, mark in zip(self._marks.values(), marks, strict=True):
+            column.append(mark)
         if not self._folder:
             return
         if self._broken:
@@ -207,7 +222,8 @@ class RowSpool:
             else np.zeros(0, column.typecode)
             for name, column in self._columns.items()
         }
-        return RowColumns(strata=tuple(self._strata), **arrays)
+        marks = {name: np.array(column, dtype=np.uint64) for name, column in self._marks.items()}
+        return RowColumns(strata=tuple(self._strata), marks=marks, **arrays)
 
     def drop(self) -> None:
         """Forget the rows and remove the scratch file."""

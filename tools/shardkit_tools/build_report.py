@@ -62,6 +62,7 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
             {"source": row.source_name, "row": row.source_row, "error": row.message} for row in result.skipped
         ],
         "skipped_file": result.skipped_file,
+        "duplicates": result.duplicates,
         "source_bytes": result.source_bytes,
         "scratch_bytes": result.scratch_bytes,
         "reused_tasks": result.reused_tasks,
@@ -91,6 +92,8 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
         ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
     ]
     facts += [(f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()]
+    if result.duplicates:
+        facts.append(("duplicates", f"{count_text(result.duplicates)} left out"))
     if manifest and result.commit is None:
         facts.append(("commit", "none: the same version was there already"))
     if result.reused_tasks or result.reused_shards:

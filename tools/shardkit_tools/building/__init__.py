@@ -5,6 +5,7 @@ recipe         `build`: what is asked for, checked
 engine         the two passes and the commit
 job_directory  finished work of a build, kept where a killed build finds it again
 reading        pass 1: a task of the source → encoded rows in scratch
+row_marks      what pass 1 notes of every row, and which rows are the first of their value
 resuming       what an earlier, killed run has left
 writing        pass 2: the rows of a shard → a published shard
 progress       how far it is

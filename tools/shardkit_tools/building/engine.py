@@ -40,6 +40,7 @@ from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskFacts, TaskRows, digest_file
 from shardkit_tools.building.resuming import finished_tasks
+from shardkit_tools.building.row_marks import RowMarks, first_of_equals
 from shardkit_tools.building.workers import Processes
 from shardkit_tools.building.writing import WriteWorker, finished_shard
 from shardkit_tools.importers.protocol import Importer, SourceTask
@@ -63,6 +64,7 @@ class EngineSettings:
         skip: leave out rows that cannot be read.
         append: to the version that ``ref`` names.
         ref, message, author: of the commit.
+        marks: what pass 1 notes of every row: for leaving out equal ones, and for packing.
         run_bytes, gather_bytes: memory for a run of scratch, and for the rows of a shard at a time, per process.
     """
 
@@ -76,6 +78,7 @@ class EngineSettings:
     ref: str
     message: str
     author: str
+    marks: RowMarks = field(default_factory=RowMarks)
     run_bytes: int = RUN_BYTES
     gather_bytes: int = GATHER_BYTES
 
@@ -93,6 +96,7 @@ class BuildResult:
         strata: name → rows, without the pool. pooled: how many of them share the pool.
         source_bytes: read from the source. scratch_bytes: of encoded rows.
         skipped: rows left out. skipped_file: where they are listed, or None.
+        duplicates: rows left out because an earlier one has the same value.
         reused_tasks, reused_shards: work of an earlier, killed run.
         seconds: wall clock.
     """
@@ -110,6 +114,7 @@ class BuildResult:
     scratch_bytes: int
     skipped: tuple[SkippedRow, ...] = ()
     skipped_file: str | None = None
+    duplicates: int = 0
     reused_tasks: int = 0
     reused_shards: int = 0
     seconds: float = 0.0
@@ -123,6 +128,7 @@ class _Plan:
     layout: Layout
     numbers: StratumNumbers
     splits: Mapping[str, int]
+    duplicates: int
 
 
 class Engine:
@@ -251,6 +257,7 @@ class Engine:
             folder=folder,
             skip=self._settings.skip,
             run_bytes=self._settings.run_bytes,
+            marks=self._settings.marks,
         )
         for rows in self._processes.run(make, todo, self._meter.add, here=left < SMALL_BYTES):
             found[rows.facts.number] = rows
@@ -268,6 +275,9 @@ class Engine:
                 + (f" ({skipped} rows were skipped)" if skipped else "")
                 + "; give a source with at least one"
             )
+        read = len(rows)
+        if self._settings.marks.unique is not None:
+            rows = rows.take(first_of_equals(rows.marks))
         self._check_keys(rows, found, job)
         check_about(self._version, rows, self._base)
         index = split_rows(self._version, rows, allow_empty=self._base is not None)
@@ -278,7 +288,8 @@ class Engine:
         pooling = pooling_of(rows.strata, self._base)
         layout = lay_out(rows.table, len(rows.strata), self._version.settings, pooling)
         before = self._base.manifest.strata if self._base else ()
-        return _Plan(rows, layout, StratumNumbers(rows.strata, layout.pooled, before), splits)
+        numbers = StratumNumbers(rows.strata, layout.pooled, before)
+        return _Plan(rows, layout, numbers, splits, read - len(rows))
 
     def _check_keys(self, rows: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None) -> None:
         held = self._base.keys if self._base else None
@@ -427,6 +438,7 @@ class Engine:
             scratch_bytes=sum(task.part_bytes for task in found),
             skipped=tuple(_skipped(found)),
             skipped_file=listed,
+            duplicates=plan.duplicates,
             reused_tasks=reused_tasks,
             reused_shards=reused_shards,
             seconds=time.monotonic() - self._started,

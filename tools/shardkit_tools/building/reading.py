@@ -17,6 +17,7 @@ from shardkit.dataset.scratch import RowColumns, RowSpool
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import SampleError, ShardkitError, SourceError
 from shardkit_tools.building.job_directory import write_record
+from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.building.workers import Report
 from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
 from shardkit_tools.importers.source_files import open_file
@@ -94,6 +95,7 @@ class ReadWorker:
         folder: the job directory; "" counts only.
         skip: leave out rows that cannot be read instead of failing.
         run_bytes: of `RowSpool`.
+        marks: what else is noted of every row.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class ReadWorker:
         folder: str,
         skip: bool,
         run_bytes: int,
+        marks: RowMarks,
     ) -> None:
         self._importer = importer
         self._encoder = encoder
@@ -112,6 +115,7 @@ class ReadWorker:
         self._folder = folder
         self._skip = skip
         self._run_bytes = run_bytes
+        self._marks = marks
 
     def close(self) -> None:
         """Nothing is held between tasks."""
@@ -125,7 +129,12 @@ class ReadWorker:
         """
         part = f"part-{os.getpid()}-{secrets.token_hex(8)}" if self._folder else ""
         spool = RowSpool(
-            self._folder, part, seed=self._seed, run_bytes=self._run_bytes, always_file=bool(part)
+            self._folder,
+            part,
+            seed=self._seed,
+            run_bytes=self._run_bytes,
+            always_file=bool(part),
+            marks=self._marks.names,
         )
         try:
             files = tuple(_digests(item.task))
@@ -188,10 +197,10 @@ class ReadWorker:
             except SampleError as error:
                 return error
         assert row.identity is not None, "a row with a source has an identity"
-        spool.append(
-            row,
-            row.identity if found.key or not found.piece else _identity_of_piece(row.identity, found.piece),
-        )
+        identity = row.identity
+        if found.piece and found.key is None:
+            identity = _identity_of_piece(identity, found.piece)
+        spool.append(row, identity, self._marks.marks(row.payloads))
         throttle.add(row.raw_bytes)
         return None
 

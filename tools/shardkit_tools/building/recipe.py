@@ -23,6 +23,7 @@ from shardkit.formats import extension, normalise_compression
 from shardkit_tools.building.engine import BuildResult, Engine, EngineSettings
 from shardkit_tools.building.progress import Progress, ProgressCallback
 from shardkit_tools.building.reading import SkippedRow
+from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers import Importer, ImportOptions, open_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
@@ -48,6 +49,7 @@ def build(
     tokenizer: str | os.PathLike[str] | None = None,
     text_field: str | None = None,
     output_schema: Mapping[str, str] | None = None,
+    unique: str | None = None,
     append: bool = False,
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
@@ -85,6 +87,7 @@ def build(
         tokenizer: a ``tokenizer.json``; the text field becomes ``tokens``. Its SHA-256 is part of the recipe.
         text_field: the field to tokenise, where several are text.
         output_schema: field → type of what ``apply`` and ``tokenizer`` make, in place of the inferred types.
+        unique: field; of rows whose values of it are equal to the last byte the first of the source stays.
         append: put the rows behind those of the version that ``ref`` names; the rest must be as it was built.
             Appending the very files that the last version appended changes nothing.
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
@@ -112,6 +115,11 @@ def build(
         raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
     if split_by is not None and split is None:
         raise UsageError(f"split_by={split_by!r} without split; give the shares too")
+    if unique is not None and append:
+        raise UsageError(
+            f"unique={unique!r} with append: the rows that are there are not compared; build into a ref of its own, "
+            "then merge, or build all of it anew"
+        )
     compression = normalise_compression(compression)
     extension(format, compression)
     settings = LayoutSettings(
@@ -130,6 +138,9 @@ def build(
             skip=on_error == "skip",
         )
         transforms = importer.transforms()
+    marks = RowMarks.of(importer.schema, unique=unique, packed=None)
+    if unique is not None:
+        transforms["unique"] = unique
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     version = NewVersion(
         schema=importer.schema,
@@ -159,6 +170,7 @@ def build(
             ref=ref,
             message=message,
             author=author,
+            marks=marks,
         ),
         progress,
     )

@@ -111,6 +111,15 @@ def build(
             help="Type of a field that --apply or --tokenizer makes; may be repeated.",
         ),
     ] = None,
+    unique: Annotated[
+        str | None,
+        typer.Option(
+            "--unique",
+            metavar="FIELD",
+            rich_help_panel="Samples",
+            help="Of samples that are equal in this field keep the first.",
+        ),
+    ] = None,
     stratify: Annotated[
         list[str] | None,
         typer.Option(
@@ -265,6 +274,7 @@ def build(
             tokenizer=tokenizer,
             text_field=text_field,
             output_schema=parse_field_types(output_schema or [], "--output-schema"),
+            unique=unique,
             stratify=stratify,
             format=shard_format.value,
             compression=compression,
