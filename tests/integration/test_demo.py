@@ -31,7 +31,7 @@ def test_the_demo_builds_trains_resumes_and_proves(tmp_path: Path) -> None:
     # what it claims to have proven, proven again from the files that it left
     ds = shardkit.open(str(place / "data" / "stdlib"))
     plan = ds.plan(global_batch=16, lanes=8)
-    cells = {}
+    cells: dict[tuple[int, int], str] = {}
     for path in (place / "runs" / "gpt" / "journal").glob("*.cells"):
         for record in read_journal(path, manifest=ds.manifest.id, plan=plan.digest):
             assert cells.setdefault((record.step, record.lane), record.digest) == record.digest
