@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,8 @@ from shardkit.audit.findings import Finding, Severity
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
-from shardkit.ledger import Ledger, Merge
+from shardkit.ledger import Ledger, Merge, journal_paths
+from shardkit.ledger.journal import JournalFile
 from shardkit.ledger.ledger import read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records
@@ -126,6 +128,7 @@ def _read_ledger(run: RunRecord) -> None:
         _find_sequence(run, run.records)
         run.branch = run.records if run.ledger is None else Ledger(run.path).branch_records()
         return
+    _check_journals(run)
     run.records, run.branch = run.ledger.records(), run.ledger.branch_records()
     run.events = run.ledger.event_documents()
     _find_sequence(run, run.records)
@@ -134,6 +137,15 @@ def _read_ledger(run: RunRecord) -> None:
         run.add(
             "note", "torn", f"journal/{name}", f"its last {count} bytes were torn by a kill and do not count"
         )
+
+
+def _check_journals(run: RunRecord) -> None:
+    """What was merged is in the ledger; the journals must not have been touched all the same."""
+    for path in journal_paths(run.path / "journal"):
+        try:
+            deque(JournalFile(path).entries(), maxlen=0)
+        except FormatError as error:
+            run.add("violated", "ledger", f"journal/{path.name}", str(error))
 
 
 def _read_files(run: RunRecord) -> None:

@@ -232,29 +232,37 @@ class Journal:
 class JournalFile:
     """A journal file as it was when it was opened.
 
+    Args:
+        path: of the file.
+        settled: (offset, checksum) where reading goes on; what lies before it is not read again.
+
     Raises:
-        FormatError: not a journal of this version, or its header is damaged.
+        FormatError: not a journal of this version, its header is damaged, or it ends before `settled`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settled: tuple[int, int] | None = None) -> None:
         self.path = path
-        with explained(f"read {path}"):
-            self._data = path.read_bytes()
         self.torn_bytes = 0
         self.header: Header | None = None
         """None where the file was killed while it was made."""
-        if len(self._data) < _HEADER.size:
-            self.torn_bytes = len(self._data)
-            return
-        magic, manifest, plan, *numbers, check = _HEADER.unpack_from(self._data)
-        if magic.rstrip(b"\0") != _MAGIC or _xxh3(self._data[: _HEADER.size - 8]) != check:
-            raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
-        self.header = Header("sha256:" + manifest.hex(), plan.hex(), *numbers)
-        self.start = (_HEADER.size, int(check))
-        """(offset, checksum) from which the first entry goes on."""
+        with explained(f"read {path}"), path.open("rb") as file:
+            head = file.read(_HEADER.size)
+            if len(head) == _HEADER.size:
+                self.header, check = _read_header(head, path)
+                self.start = (_HEADER.size, check) if settled is None else settled
+                """(offset, checksum) from which the first entry goes on."""
+                file.seek(self.start[0])
+            else:
+                self.start, self.torn_bytes = (len(head), 0), len(head)
+            self._data = file.read()
+            size = os.fstat(file.fileno()).st_size
+        if size < self.start[0]:
+            raise FormatError(
+                f"{path} ends at byte {size}, and {self.start[0]} bytes of it were merged before: it was cut"
+            )
 
-    def entries(self, start: tuple[int, int] | None = None) -> Iterator[Entry]:
-        """The whole entries from `start` on; what a kill tore is counted in `torn_bytes`.
+    def entries(self) -> Iterator[Entry]:
+        """The whole entries; what a kill tore is counted in `torn_bytes`.
 
         Raises:
             FormatError: an entry is damaged, dropped or out of its place; says at which byte.
@@ -262,11 +270,8 @@ class JournalFile:
         if self.header is None:
             return
         data = memoryview(self._data)
-        offset, check = self.start if start is None else start
-        if offset > len(data):
-            raise FormatError(
-                f"{self.path} ends at byte {len(data)}, and {offset} bytes of it were merged before: it was cut"
-            )
+        before, check = self.start
+        offset = 0
         while offset < len(data):
             entry = _entry(data, offset, check)
             if entry is None:
@@ -274,11 +279,18 @@ class JournalFile:
                     self.torn_bytes = len(data) - offset
                     return
                 raise FormatError(
-                    f"{self.path}: the entry at byte {offset} is damaged or not the one that was written there: its "
-                    "checksum does not go on from the entry before"
+                    f"{self.path}: the entry at byte {before + offset} is damaged or not the one that was written "
+                    "there: its checksum does not go on from the entry before"
                 )
-            yield entry
             offset, check = entry.end, entry.check
+            yield entry._replace(end=before + offset)
+
+
+def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
+    magic, manifest, plan, *numbers, check = _HEADER.unpack(head)
+    if magic.rstrip(b"\0") != _MAGIC or _xxh3(head[:-8]) != check:
+        raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
+    return Header("sha256:" + manifest.hex(), plan.hex(), *numbers), int(check)
 
 
 def journal_paths(directory: Path) -> list[Path]:

@@ -102,12 +102,12 @@ class Merge:
         for name in set(known) - {path.name for path in paths}:
             del known[name]  # removed after its last entry was merged
         for path in paths:
-            file = JournalFile(path)
+            place = known.get(path.name)
+            file = JournalFile(path, None if place is None else (place[0], place[1]))
             if file.header is None:
                 continue
-            if path.name in known:
-                offset, check, start = known[path.name]
-                sources.append(Source(file, file.header, start, (offset, check)))
+            if place is not None:
+                sources.append(Source(file, file.header, place[2], file.start))
             else:
                 fresh.append(Source(file, file.header, -1, file.start))
         starts = {source.attempt: source.start for source in sources}
@@ -185,7 +185,7 @@ class Merge:
 
     def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, WaitingRecord]]:
         for source in parts:
-            for entry in source.file.entries(source.settled):
+            for entry in source.file.entries():
                 record = WaitingRecord(entry, (entry.end, entry.check))
                 source.waiting.append(record)
                 yield source, record
