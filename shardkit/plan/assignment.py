@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import linear_sum_assignment
 
 from shardkit.errors import PlanError
 
@@ -120,6 +119,8 @@ def assign(
             raise PlanError(f"assignment: local_bytes has shape {table.shape}, expected ({lanes}, nodes)")
         levels = np.floor(table[:, column_node] * (_LEVELS / max(1.0, table.max())))
         cost -= levels * (_MOVE * 4 if prefer == "bytes" else 1 / (_LEVELS * 2 * lanes))
+    from scipy.optimize import linear_sum_assignment  # a plan alone does without scipy: 40 MiB
+
     _, columns = linear_sum_assignment(cost)
     return Assignment(tuple(int(r) for r in slot_rank[columns]), node_of, from_step)
 
