@@ -3,6 +3,8 @@
 accelerate launch --num_processes 2 examples/accelerate_loop.py DATA RUN --steps 40
 """
 
+# mypy: ignore-errors
+# the framework is optional
 from __future__ import annotations
 
 import argparse

@@ -43,7 +43,7 @@ def main() -> None:
         for batch in loader:
             loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             step = batch.step + 1
             if step % 5 == 0 and dist.get_rank() == 0:

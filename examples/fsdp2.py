@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -52,20 +53,18 @@ class Trainer:
     def train(self, steps: int) -> None:
         if checkpoint_names(self.run):
             state = self.state_dict()
-            dcp.load(state, storage_reader=CheckpointReader(self.run))
+            load(state, storage_reader=CheckpointReader(self.run))
             self.load_state_dict(state)
         step = self.loader.state_dict()["step"]
         while step < steps:
             for batch in self.loader:
                 loss = torch.nn.functional.cross_entropy(self.model(batch["x"]), batch["y"])
-                loss.backward()
+                torch.autograd.backward(loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 step = batch.step + 1
                 if step % 5 == 0:
-                    dcp.save(
-                        self.state_dict(), storage_writer=CheckpointWriter(self.run, f"step-{step:012d}")
-                    )
+                    save(self.state_dict(), storage_writer=CheckpointWriter(self.run, f"step-{step:012d}"))
                 if step == steps:
                     break
         self.loader.close()

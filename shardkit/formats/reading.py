@@ -105,8 +105,8 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, rows: int, raw_s
     data.flags.writeable = False
     first = int(index.block_start[block])
     # The index has checked that every field lies inside its block, so int64 holds them.
-    offsets = cast(NDArray[np.uint64], index.field_offset)[first : first + rows].astype(np.int64)
-    sizes = cast(NDArray[np.uint64], index.field_size)[first : first + rows].astype(np.int64)
+    offsets = cast("NDArray[np.uint64]", index.field_offset)[first : first + rows].astype(np.int64)
+    sizes = cast("NDArray[np.uint64]", index.field_size)[first : first + rows].astype(np.int64)
 
     bare = index.field_is_payload
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,13 @@ def _gather(data: NDArray[np.uint8], starts: NDArray[np.int64], kind: FieldType)
     return values
 
 
+@lru_cache(maxsize=16)
+def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int, str]:
+    """Magnitudes of the smallest and the largest value, and the type's name: numpy takes 40 µs to say them."""
+    top = 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
+    return (-int(np.iinfo(dtype).min) if dtype.kind == "i" else 0), top, dtype.name
+
+
 def _parse_integers(
     data: NDArray[np.uint8],
     starts: NDArray[np.int64],
@@ -215,10 +223,9 @@ def _parse_integers(
         (high == limit // np.uint64(10)) & (last > limit % np.uint64(10))
     )
     magnitude = high * np.uint64(10) + last
-    top = 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
-    bottom = -int(np.iinfo(dtype).min) if dtype.kind == "i" else 0
+    bottom, top, type_name = _integer_range(dtype)
     bad |= magnitude > np.where(negative, np.uint64(bottom), np.uint64(top))
-    _refuse_rows(bad, name, f"no canonical decimal of {dtype.name}")
+    _refuse_rows(bad, name, f"no canonical decimal of {type_name}")
     values: NDArray[Any] = np.where(negative, np.uint64(0) - magnitude, magnitude).astype(dtype)
     values.flags.writeable = False
     return values

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
+import numpy as np
+
 from shardkit.ledger import Journal
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.gather import GatherColumns
@@ -17,6 +19,8 @@ from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
 
 __all__ = ["Machinery", "default_threads"]
+
+_ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
 class Machinery:
@@ -38,6 +42,8 @@ class Machinery:
         def load(block: int) -> GatherColumns:
             return GatherColumns(reader.read(*rows.shard_of_block(block)), fields)
 
+        if config.memory >= _ROOMY_BYTES:
+            _keep_freed_memory()
         threads = config.threads or default_threads()
         self.window = BlockWindow(
             BlockSource(
@@ -79,6 +85,16 @@ class Machinery:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:
             self.journal.close()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 64 MiB of freed memory instead of giving it back after every batch.
+
+    It adapts by itself once a program has freed a mapping of nearly 32 MiB (M_MMAP_THRESHOLD in mallopt(3)); this one
+    is never touched and costs two system calls. Without it each batch of large samples pays a page fault per 4 KiB,
+    a quarter of its time. Other allocators take no notice.
+    """
+    np.empty((32 << 20) - (1 << 16), dtype=np.uint8)
 
 
 def default_threads() -> int:

@@ -1,0 +1,25 @@
+"""HF datasets, iterable: shuffle buffer of 1,000, batched, under DataLoader; resumes by skipping."""
+
+# mypy: ignore-errors
+# the packages are optional
+from __future__ import annotations
+
+from typing import Any
+
+from bench.read_peers.hf_map import build, load
+
+__all__ = ["build", "open_reader"]
+
+
+class _Reader:
+    def __init__(self, workload: Any, directory: str, workers: int) -> None:
+        from torch.utils.data import DataLoader
+
+        data = load(workload, directory).to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=1000)
+        data = data.batch(workload.batch)
+        self.data, self.field, self.batch = data, workload.field, workload.batch
+        self.epoch = lambda: (b[self.field] for b in DataLoader(data, batch_size=None, num_workers=workers))
+
+
+def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    return _Reader(workload, directory, workers)

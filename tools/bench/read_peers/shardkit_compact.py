@@ -1,0 +1,14 @@
+"""shardkit with few lanes and small windows, for one process: the window stays near the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import shardkit
+from bench.read_peers.shardkit_reader import _Reader, build
+
+__all__ = ["build", "open_reader"]
+
+
+def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    return _Reader(shardkit.open(directory), workload, workers, lanes=4, window_blocks=8)
