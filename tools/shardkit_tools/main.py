@@ -24,7 +24,7 @@ from shardkit_tools.help_pages import CommandPage, GroupPage
 __all__ = ["COMMANDS", "make_app", "run"]
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Make a dataset", ("build",)),
+    ("Make a dataset", ("build", "adopt")),
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
     ("Make versions of it", ("tag", "select", "merge", "rebuild", "remove")),
     ("Check it, hand it on", ("verify", "audit", "export")),

@@ -62,12 +62,13 @@ class _Override:
     pending: bool = field(default=False)
 
 
-def read_members(stream: BinaryIO, where: str) -> Iterator[Member]:
+def read_members(stream: BinaryIO, where: str, *, one_name: bool = False) -> Iterator[Member]:
     """Read a tar from its first byte to its end.
 
     Args:
         stream: the uncompressed tar; only `read` is called.
         where: the tar's path, for messages.
+        one_name: refuse a member whose extension header gives it another name than its own header, not a longer one.
 
     Raises:
         SourceError: the tar is cut short, damaged, or holds what this reader refuses; names the member.
@@ -86,6 +87,8 @@ def read_members(stream: BinaryIO, where: str) -> Iterator[Member]:
         if kind in (b"L", b"x", b"g"):
             _read_extension(stream, kind, size, override, where)
             continue
+        if one_name and override.name is not None:
+            _check_one_name(name, override.name, where)
         name, size, override = (
             override.name or name,
             _effective_size(override, size, name, where),
@@ -206,6 +209,18 @@ def _effective_size(override: _Override, size: int, name: str, where: str) -> in
             "in a shard"
         )
     return size
+
+
+def _check_one_name(short: str, long: str, where: str) -> None:
+    """Writers put what fits of a long name into the header, and ``?`` or a part of it for what is not ASCII."""
+    if long.encode()[: len(short.encode())] == short.encode() and len(short.encode()) >= 99:
+        return
+    if short == long or (not long.isascii() and long.encode("ascii", "replace").decode()[:100] == short):
+        return
+    raise SourceError(
+        f"{where}: member {long!r} is called {short!r} in its own header; readers would disagree, so it is not "
+        "adopted; read it into shards of its own: shardkit build"
+    )
 
 
 def _checked_name(name: str, where: str) -> str:

@@ -14,7 +14,7 @@ from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceS
 from shardkit_tools.importers.source_files import Source, open_plain
 from shardkit_tools.importers.tar_members import read_members
 
-__all__ = ["WebDatasetImporter", "open_webdataset"]
+__all__ = ["WebDatasetImporter", "check_fields", "open_webdataset", "split_name"]
 
 # The schema is inferred from this many samples, in source order; the rest are checked against it.
 _SCAN_SAMPLES = 1000
@@ -57,7 +57,7 @@ class WebDatasetImporter:
         for found in _samples(file):
             where = f"{file.path} sample {found.key!r}"
             try:
-                _check_fields(found.members, types, where)
+                check_fields(found.members, types, where)
                 sample = {
                     name: value_of(extension, types[name], data, f"{where} .{extension}")
                     for name, (extension, data) in found.members.items()
@@ -87,7 +87,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     types: dict[str, str] = {}
     for where, members in itertools.islice(samples, _SCAN_SAMPLES):
         if types:
-            _check_fields(members, types, where)
+            check_fields(members, types, where)
         for name, (extension, data) in members.items():
             if name not in options.field_types:
                 found = field_type_of(extension, data, f"{where} .{extension}")
@@ -104,16 +104,11 @@ def _samples(file: SourceFile) -> Iterator[_TarSample]:
     sample: _TarSample | None = None
     with open_plain(file) as stream:
         for member in read_members(stream, file.path):
-            head, slash, base = member.name.rpartition("/")
-            stem, dot, extension = base.partition(".")
-            if not stem:
-                continue  # hidden files and the resource forks that macOS adds
-            key = head + slash + stem
             where = f"{file.path} member {member.name!r}"
-            if not dot:
-                raise SourceError(
-                    f"{where}: has no extension, so its field is unknown; rename it (key.extension)"
-                )
+            named = split_name(member.name, where)
+            if named is None:
+                continue
+            key, extension = named
             if sample is None or sample.key != key:
                 if sample is not None:
                     yield sample
@@ -123,17 +118,41 @@ def _samples(file: SourceFile) -> Iterator[_TarSample]:
                     )
                 keys.add(key)
                 sample = _TarSample(key, len(keys) - 1, {})
-            name = field_of(extension.lower(), where)
+            name = field_of(extension, where)
             if name in sample.members:
                 raise SourceError(
                     f"{where}: a second member for the field {name!r} of one sample; rename or remove one"
                 )
-            sample.members[name] = (extension.lower(), member.data)
+            sample.members[name] = (extension, member.data)
     if sample is not None:
         yield sample
 
 
-def _check_fields(members: Mapping[str, object], types: Mapping[str, str], where: str) -> None:
+def split_name(name: str, where: str) -> tuple[str, str] | None:
+    """(key of the sample, extension in lower case) of a member; None for one that belongs to no sample.
+
+    Args:
+        name: of the member, as `read_members` gives it.
+        where: tar and member, for messages.
+
+    Raises:
+        SourceError: the member has no extension.
+    """
+    head, slash, base = name.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    if not stem:
+        return None  # hidden files and the resource forks that macOS adds
+    if not dot:
+        raise SourceError(f"{where}: has no extension, so its field is unknown; rename it (key.extension)")
+    return head + slash + stem, extension.lower()
+
+
+def check_fields(members: Mapping[str, object], types: Mapping[str, object], where: str) -> None:
+    """Refuse a sample that has other fields than those before it.
+
+    Raises:
+        SourceError: names the first field.
+    """
     if members.keys() == types.keys():
         return
     missing = [name for name in types if name not in members]

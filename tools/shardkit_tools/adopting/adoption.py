@@ -1,0 +1,337 @@
+"""`shardkit_tools.adopting.adopt`: tars in, a committed version over them out; nothing of them is copied."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkit.dataset.create import scratch_folder
+from shardkit.dataset.sizes import parse_size
+from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, SourceError, UsageError
+from shardkit.formats import Schema, canonical_json
+from shardkit.manifest import ADOPTED, Manifest, ShardTable, check_against, compose
+from shardkit.storage import LogEntry, Repository, put_manifest
+from shardkit_tools.adopting.promises import Promise, broken_promises
+from shardkit_tools.adopting.scanning import BUILD_INSTEAD
+from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
+from shardkit_tools.building.workers import Processes
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.remote_files import is_url
+from shardkit_tools.importers.source_files import Source, list_source, open_file
+from shardkit_tools.importers.webdataset import open_webdataset
+
+__all__ = ["Adoption", "adopt"]
+
+# Below this a process costs more to start than it saves.
+SMALL_BYTES = 8 * 2**20
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+_PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What `adopt` did.
+
+    Attributes:
+        manifest: of the version; None for a dry run.
+        commit: the log entry; None where the ref named this version already, and for a dry run.
+        schema: of the samples.
+        tars: number of them. rows: samples. stored_bytes: of the tars.
+        strata: name → rows.
+        promises: that do not hold.
+        reused: tars that an earlier, killed run had read.
+        read_bytes: by this run. seconds: wall clock.
+    """
+
+    manifest: Manifest | None
+    commit: LogEntry | None
+    schema: Schema
+    tars: int
+    rows: int
+    stored_bytes: int
+    strata: Mapping[str, int]
+    promises: tuple[Promise, ...]
+    reused: int
+    read_bytes: int
+    seconds: float
+
+
+def adopt(
+    tars: Sequence[str | os.PathLike[str]],
+    root: str | os.PathLike[str],
+    *,
+    field_types: Mapping[str, str] | None = None,
+    stratify: str | Sequence[str] | None = None,
+    block_size: int | str = "1MiB",
+    ref: str = "main",
+    message: str = "",
+    author: str = "",
+    jobs: int = 1,
+    scratch: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Adoption:
+    """Make a version of ``root`` whose shards are WebDataset tars where they lie.
+
+    The manifest depends on the tars' bytes, their order and the settings alone. After a kill, Ctrl-C or an error the
+    same call goes on where it stood. Adopting tars that have moved tells the root their new places.
+
+    Args:
+        tars: files, folders and globs; the samples come in this order, within a folder or glob by name.
+        root: where the dataset is or is to be; only indexes, manifest and places are written to it.
+        field_types: field → type that replaces the inferred one.
+        stratify: field or fields by which runs of rows are told apart; runs must have 8 rows and more.
+        block_size: bytes that a block aims at.
+        ref: the ref that is moved.
+        message: of the commit.
+        author: of the commit.
+        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``.
+        scratch: directory for the journal; by default inside ``root``.
+        dry_run: read and check everything, write nothing.
+        progress: called with a `Progress` a few times a second.
+
+    Raises:
+        NotFoundError: there is no such tar.
+        SourceError: a tar is damaged, hostile, ambiguous, compressed, or of another schema; names tar and member.
+        UsageError: a setting.
+        StoreError, CommitConflict: the root refused.
+        RunError: a process died, or another one is at work on the same tars.
+        KeyboardInterrupt: on Ctrl-C; its text says how to go on.
+    """
+    if jobs < 1:
+        raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
+    files = _files(tars)
+    schema = _schema(files, field_types or {})
+    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
+    _check_axes(axes, schema)
+    adopting = _Adopting(files, schema, axes, parse_size(block_size), jobs, progress)
+    if dry_run:
+        return adopting.count()
+    repository = Repository.create(root)
+    job = JobDirectory(scratch_folder(repository, scratch), adopting.digest(root))
+    try:
+        found = adopting.run(repository, job)
+        manifest, entry = adopting.commit(repository, found, ref, message, author)
+    except KeyboardInterrupt:
+        job.release()
+        raise KeyboardInterrupt(
+            f"interrupted; finished work is kept in {job.path}: run the same command again to go on"
+        ) from None
+    except BaseException:
+        job.release_or_discard()
+        raise
+    job.discard()
+    return adopting.result(found, manifest, entry)
+
+
+class _Adopting:
+    """One adoption."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        schema: Schema,
+        axes: tuple[str, ...],
+        block_bytes: int,
+        jobs: int,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._tasks = [AdoptTask(number, file) for number, file in enumerate(files)]
+        self._schema = schema
+        self._axes = axes
+        self._block_bytes = block_bytes
+        self._jobs = jobs
+        self._meter = ProgressMeter(progress)
+        self._started = time.monotonic()
+        self._reused = self._read_bytes = 0
+
+    def count(self) -> Adoption:
+        """The dry run: everything but writing."""
+        return self.result(self._read(None, "", {}), None, None)
+
+    def run(self, repository: Repository, job: JobDirectory) -> list[AdoptedTar]:
+        """Read every tar that an earlier run has not; all of them, in order."""
+        finished = {task.number: finished_tar(job, repository, task) for task in self._tasks}
+        found = {number: tar for number, tar in finished.items() if tar is not None}
+        self._reused = len(found)
+        return self._read(repository, job.path, found)
+
+    def _read(
+        self, repository: Repository | None, folder: str, found: dict[int, AdoptedTar]
+    ) -> list[AdoptedTar]:
+        todo = [task for task in self._tasks if task.number not in found]
+        self._read_bytes = sum(task.file.size for task in todo)
+        done = sum(tar.size for tar in found.values())
+        self._meter.begin(
+            "read",
+            total_bytes=self._read_bytes + done,
+            done_rows=sum(tar.rows for tar in found.values()),
+            done_bytes=done,
+            reused=len(found),
+        )
+        make = functools.partial(AdoptWorker, repository, folder, self._schema, self._axes, self._block_bytes)
+        with Processes(self._jobs) as processes:
+            here = len(todo) < 2 or self._read_bytes < SMALL_BYTES
+            for tar in processes.run(make, todo, self._meter.add, here=here):
+                found[tar.number] = tar
+        self._meter.end()
+        ordered = [found[task.number] for task in self._tasks]
+        self._check_different(ordered)
+        return ordered
+
+    def _check_different(self, found: Sequence[AdoptedTar]) -> None:
+        seen: dict[str, int] = {}
+        for tar in found:
+            first = seen.setdefault(tar.digest, tar.number)
+            if first != tar.number:
+                raise SourceError(
+                    f"{self._tasks[tar.number]}: the same bytes as {self._tasks[first]}, its samples would be there "
+                    "twice; name one of them"
+                )
+
+    def commit(
+        self, repository: Repository, found: Sequence[AdoptedTar], ref: str, message: str, author: str
+    ) -> tuple[Manifest, LogEntry | None]:
+        """Put the manifest and move the ref."""
+        self._meter.begin("commit")
+        for task, tar in zip(self._tasks, found, strict=True):
+            if os.stat(task.file.path).st_size != tar.size:
+                raise IntegrityError(f"{task}: it changed while it was adopted; adopt what nobody writes to")
+        strata = self._strata(found)
+        numbers = {labels: number for number, labels in enumerate(strata)}
+        table = ShardTable.from_records(tar.record(numbers) for tar in found)
+        manifest, pages = compose(
+            table,
+            schema=self._schema,
+            format="tar",
+            compression="none",
+            axes=self._axes,
+            strata=list(strata),
+            build={"source": {"importer": "adopt"}, "block_size": self._block_bytes},
+            features=(ADOPTED,),
+        )
+        check_against(manifest, table)
+        put_manifest(repository, manifest, pages)
+        entry = None
+        if repository.refs.get(ref) != manifest.id:
+            said = message or f"adopt {len(found)} tar{'' if len(found) == 1 else 's'}"
+            entry = repository.commit({ref: manifest.id}, message=said, author=author)
+        self._meter.end()
+        return manifest, entry
+
+    def _strata(self, found: Sequence[AdoptedTar]) -> dict[tuple[str, ...], int]:
+        """Values of the axes → rows, sorted; numbers by value, not as text."""
+        counts: dict[tuple[str, ...], int] = {}
+        for tar in found:
+            for labels, rows in tar.runs:
+                counts[labels] = counts.get(labels, 0) + rows
+        by_number = [
+            self._schema[axis].numpy_dtype.kind in "iu" and self._schema[axis].kind == "scalar"
+            for axis in self._axes
+        ]
+
+        def order(labels: tuple[str, ...]) -> tuple[object, ...]:
+            return tuple(
+                int(text) if number else text for text, number in zip(labels, by_number, strict=True)
+            )
+
+        return {labels: counts[labels] for labels in sorted(counts, key=order)}
+
+    def digest(self, root: str | os.PathLike[str]) -> str:
+        """What must be equal for the work of an earlier run to be of use."""
+        recipe = {
+            "adopt": 1,
+            "tars": [os.path.realpath(task.file.path) for task in self._tasks],
+            "schema": self._schema.to_json(),
+            "axes": list(self._axes),
+            "block_size": self._block_bytes,
+            "root": os.path.abspath(root) if "://" not in os.fspath(root) else os.fspath(root),
+        }
+        return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
+
+    def result(
+        self, found: Sequence[AdoptedTar], manifest: Manifest | None, entry: LogEntry | None
+    ) -> Adoption:
+        """What the caller is told."""
+        strata = self._strata(found)
+        largest = max(tar.largest_block for tar in found)
+        return Adoption(
+            manifest=manifest,
+            commit=entry,
+            schema=self._schema,
+            tars=len(found),
+            rows=sum(tar.rows for tar in found),
+            stored_bytes=sum(tar.size for tar in found),
+            strata={"/".join(labels) or "all": rows for labels, rows in strata.items()},
+            promises=tuple(broken_promises(self._axes, len(strata), largest, self._block_bytes)),
+            reused=self._reused,
+            read_bytes=self._read_bytes,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def _files(tars: Sequence[str | os.PathLike[str]]) -> list[SourceFile]:
+    files: list[SourceFile] = []
+    seen: set[str] = set()
+    for tar in tars:
+        given = os.fspath(tar)
+        local = given[7:] if given.lower().startswith("file:///") else given
+        if is_url(local):
+            raise UsageError(
+                f"{given}: only local tars can be adopted so far; mount or copy them, or {BUILD_INSTEAD}"
+            )
+        for file in list_source(local).files:
+            _check_kind(file)
+            real = os.path.realpath(file.path)
+            if real in seen:
+                raise UsageError(f"{file.path}: named twice; name it once")
+            seen.add(real)
+            files.append(file)
+    if not files:
+        raise NotFoundError("no tars: name at least one")
+    return files
+
+
+def _check_kind(file: SourceFile) -> None:
+    with open_file(file) as stream:
+        head = stream.read(8)
+    packed = next((name for magic, name in _PACKED.items() if head.startswith(magic)), None)
+    if packed is not None or file.name.lower().endswith(_PACKED_NAMES):
+        how = f" with {packed}" if packed else ""
+        raise SourceError(
+            f"{file.path}: compressed{how}, so samples cannot be read out of its middle; {BUILD_INSTEAD}"
+        )
+
+
+def _schema(files: Sequence[SourceFile], field_types: Mapping[str, str]) -> Schema:
+    source = Source(files[0].path, tuple(files))
+    return open_webdataset(source, ImportOptions(field_types=field_types)).schema
+
+
+def _check_axes(axes: Sequence[str], schema: Schema) -> None:
+    for axis in axes:
+        kind = schema.get(axis)
+        if kind is None or not (
+            kind.kind == "str" or (kind.kind == "scalar" and kind.numpy_dtype.kind in "biu")
+        ):
+            fits = [
+                name
+                for name, one in schema.items()
+                if one.kind == "str" or one.dtype.startswith(("int", "uint"))
+            ]
+            raise UsageError(
+                f"stratify by {axis!r}: expected whole numbers or text ({', '.join(fits) or 'no field is such'})"
+            )

@@ -1,0 +1,404 @@
+"""One pass over one tar: its index, its digest, and the runs of rows of one label (SPEC.md §2).
+
+The tar is read from its first byte to its last in order, by the strict reader of importers; nothing of it is copied.
+Memory: one block, one sample, and the index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError, SourceError
+from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
+from shardkit.formats.encoding import decode_json
+from shardkit.formats.tar_blocks import tar_column
+from shardkit_tools.importers.member_values import field_of
+from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.source_files import open_file
+from shardkit_tools.importers.tar_members import read_members
+from shardkit_tools.importers.webdataset import check_fields, split_name
+
+__all__ = ["BUILD_INSTEAD", "ScannedTar", "scan_tar"]
+
+BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
+
+_LARGEST = 64  # a block of so many times the target is too uneven: the tar is cut into smaller ones
+_MAX_GAP_BYTES = (5 << 30) + (
+    64 << 20
+)  # the largest member that is read, or the padding behind the end of a tar
+_MIN_RUN_ROWS = 8
+_DIGITS = re.compile(rb"[ \t\r\n]*(?:\+?0*(0|[1-9][0-9]*)|(-[1-9][0-9]*))[ \t\r\n]*\Z")
+_MAX_LABEL = 200
+
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedTar:
+    """What one pass found.
+
+    Attributes:
+        digest: ``sha256:<hex>`` of the whole tar.
+        index: its index.
+        runs: (values of the axes, rows) of each run of rows of one label, in order.
+    """
+
+    digest: str
+    index: ShardIndex
+    runs: tuple[tuple[tuple[str, ...], int], ...]
+
+
+@dataclass(slots=True)
+class _TarRow:
+    """One sample: where it begins, and (offset, size) of each field's payload or member in the tar."""
+
+    key: str
+    start: int
+    fields: dict[str, tuple[int, int]] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class _TooUneven(Exception):
+    """A block became far larger than its target."""
+
+
+class _HeldStream:
+    """A file that remembers what was read of it since the last cut."""
+
+    def __init__(self, file: BinaryIO, where: str, report: Report) -> None:
+        self._file = file
+        self._where = where
+        self._report = report
+        self._gap = 0
+        self.held = bytearray()
+        self.position = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise SourceError(f"{self._where}: cannot be read ({error.strerror}); mend the disk") from error
+        self.held += data
+        self.position += len(data)
+        self._gap += len(data)
+        if self._gap > _MAX_GAP_BYTES:
+            raise SourceError(f"{self._where}: no member in {self._gap} bytes; write the tar again")
+        if data:
+            self._report(0, len(data))
+        return data
+
+    def met_member(self) -> None:
+        self._gap = 0
+
+
+def scan_tar(
+    file: SourceFile, schema: Schema, axes: Sequence[str], block_bytes: int, report: Report
+) -> ScannedTar:
+    """Read a tar once and describe it.
+
+    Args:
+        file: the tar, uncompressed.
+        schema: of every sample.
+        axes: fields by whose values rows are told apart.
+        block_bytes: target size of a block.
+        report: called with (rows, bytes) that were read.
+
+    Raises:
+        SourceError: the tar is damaged, hostile, ambiguous, or holds samples of another schema.
+    """
+    block_rows: int | None = None
+    while True:
+        scan = _Scan(file, schema, axes, block_bytes, block_rows, report)
+        try:
+            return scan.run()
+        except _TooUneven:
+            block_rows = max(1, scan.block_rows // 8)
+            report(-scan.rows, -scan.position)
+
+
+class _Scan:
+    def __init__(
+        self,
+        file: SourceFile,
+        schema: Schema,
+        axes: Sequence[str],
+        block_bytes: int,
+        block_rows: int | None,
+        report: Report,
+    ) -> None:
+        self._file = file
+        self._schema = schema
+        self._axes = tuple(axes)
+        self._block_bytes = block_bytes
+        self._report = report
+        self._chosen = block_rows is not None
+        self.block_rows = block_rows or 1
+        self.rows = 0
+        self.position = 0
+        self._sha256 = hashlib.sha256()
+        self._is_payload: dict[str, bool] = {}
+        self._keys: dict[str, None] = {}
+        self._waiting: list[_TarRow] = []  # rows before the number of rows per block is known
+        self._block: list[_TarRow] = []  # rows of the block that is being filled
+        self._runs: list[tuple[tuple[str, ...], int]] = []
+        self._block_start = 0
+        self._spans: list[tuple[int, int]] = []  # (offset, size) of each block
+        self._starts = [0]
+        self._digests: list[tuple[int, bytes]] = []
+        self._fields: list[list[tuple[int, int]]] = []
+
+    def run(self) -> ScannedTar:
+        with open_file(self._file) as file:
+            before = os.fstat(file.fileno())
+            self._stream = _HeldStream(file, self._file.path, self._report)
+            try:
+                end = self._read_rows()
+            finally:
+                self.position = self._stream.position
+            after = os.fstat(file.fileno())
+        if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size) or (
+            self._stream.position != after.st_size
+        ):
+            raise SourceError(
+                f"{self._file.path}: it was changed while it was read; adopt what nobody writes to"
+            )
+        if not self.rows:
+            raise SourceError(f"{self._file.path}: the tar holds no samples; leave it out")
+        self._cut(end)
+        tail = bytes(self._stream.held)
+        self._sha256.update(tail)
+        self._check_runs()
+        return ScannedTar(f"sha256:{self._sha256.hexdigest()}", self._index(tail), tuple(self._runs))
+
+    # Rows
+
+    def _read_rows(self) -> int:
+        """Read to the end; where the last sample ends."""
+        row: _TarRow | None = None
+        end = 0  # of the last member
+        last = 0  # of the last member that belongs to a sample
+        for member in read_members(self._stream, self._file.path, one_name=True):  # type: ignore[arg-type]
+            start, end = end, self._stream.position
+            self._stream.met_member()
+            where = f"{self._file.path} member {member.name!r}"
+            named = split_name(member.name, where)
+            if named is None:
+                continue
+            key, extension = named
+            if row is None or row.key != key:
+                if row is not None:
+                    self._finish(row)
+                if key in self._keys:
+                    raise SourceError(
+                        f"{where}: the sample {key!r} appears twice in the tar; rename one of them"
+                    )
+                self._keys[key] = None
+                row = _TarRow(key, start)
+            self._add_member(row, extension, member.data, end - _padded(len(member.data)), where)
+            last = end
+        if row is not None:
+            self._finish(row)
+        self._choose_block_rows()
+        return last
+
+    def _add_member(self, row: _TarRow, extension: str, data: bytes, offset: int, where: str) -> None:
+        name = field_of(extension, where)
+        if name in row.fields:
+            raise SourceError(
+                f"{where}: a second member for the field {name!r} of one sample; {BUILD_INSTEAD}, renamed"
+            )
+        kind = self._schema.get(name)
+        if kind is None:
+            raise SourceError(
+                f"{where}: has the field {name!r}, which the first samples do not have; every sample must have "
+                f"the fields {', '.join(self._schema)}: remove it, or add it to all"
+            )
+        skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], data, where)
+        if self._is_payload.setdefault(name, is_payload) != is_payload:
+            raise SourceError(f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}")
+        row.fields[name] = (offset + skipped, size)
+        if name in self._axes:
+            row.labels[name] = _label(kind, data[skipped : skipped + size], is_payload, where)
+
+    def _finish(self, row: _TarRow) -> None:
+        check_fields(row.fields, self._schema, f"{self._file.path} sample {row.key!r}")
+        if not self._chosen and row.start >= self._block_bytes:
+            self._choose_block_rows()
+        if self._chosen:
+            self._place(row)
+        else:
+            self._waiting.append(row)
+
+    def _choose_block_rows(self) -> None:
+        """As many rows as the first `block_bytes` of the tar hold; a function of the tar alone."""
+        if not self._chosen:
+            self._chosen = True
+            self.block_rows = max(1, len(self._waiting))
+        waiting, self._waiting = self._waiting, []
+        for row in waiting:
+            self._place(row)
+
+    def _place(self, row: _TarRow) -> None:
+        labels = tuple(row.labels[axis] for axis in self._axes)
+        is_new_run = not self._runs or self._runs[-1][0] != labels
+        if self._block and (is_new_run or len(self._block) == self.block_rows):
+            self._cut(row.start)
+        if len(self._block) > 1 and row.start - self._block_start > _LARGEST * self._block_bytes:
+            raise _TooUneven
+        if is_new_run:
+            self._runs.append((labels, 0))
+        self._runs[-1] = (labels, self._runs[-1][1] + 1)
+        self._block.append(row)
+        self.rows += 1
+        self._report(1, 0)
+
+    # Blocks
+
+    def _cut(self, end: int) -> None:
+        """Close the block: it reaches from where the last one ended up to `end`."""
+        size = end - self._block_start
+        data = bytes(memoryview(self._stream.held)[:size])
+        del self._stream.held[:size]
+        self._sha256.update(data)
+        self._digests.append((xxh3(data), hashlib.sha256(data).digest()))
+        self._spans.append((self._block_start, size))
+        fields = [
+            [(row.fields[name][0] - self._block_start, row.fields[name][1]) for name in self._schema]
+            for row in self._block
+        ]
+        self._check_values(data, fields)
+        self._fields += fields
+        self._starts.append(self._starts[-1] + len(self._block))
+        self._block_start = end
+        self._block = []
+
+    def _check_values(self, data: bytes, fields: list[list[tuple[int, int]]]) -> None:
+        """Every value decodes: by the very code that will read it."""
+        raw = np.frombuffer(data, np.uint8)
+        table = np.array(fields, np.int64).reshape(len(fields), len(self._schema), 2)
+        for place, (name, kind) in enumerate(self._schema.items()):
+            if kind.kind == "bytes":
+                continue
+            try:
+                self._check_column(raw, table[:, place], kind, name)
+            except FormatError:
+                for row in range(len(fields)):
+                    try:
+                        self._check_column(raw, table[row : row + 1, place], kind, name)
+                    except FormatError as error:
+                        raise SourceError(
+                            f"{self._file.path} sample {self._block[row].key!r}: {error}; mend it, or keep its "
+                            f"bytes with --schema {name}=bytes"
+                        ) from None
+                raise
+
+    def _check_column(
+        self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str
+    ) -> None:
+        starts, sizes = table[:, 0], table[:, 1]
+        if kind.kind == "json":
+            for start, size in table.tolist():
+                decode_json(raw[start : start + size].data, name)
+            return
+        tar_column(raw, starts, sizes, kind, name, is_payload=self._is_payload[name])
+
+    # Results
+
+    def _check_runs(self) -> None:
+        if len(self._runs) > 1 and len(self._runs) * _MIN_RUN_ROWS > self.rows:
+            raise SourceError(
+                f"{self._file.path}: {len(self._runs)} runs of one {'/'.join(self._axes)} in {self.rows} samples; "
+                f"adopted tars can be balanced only where runs have {_MIN_RUN_ROWS} samples and more: adopt without "
+                f"--stratify, or {BUILD_INSTEAD}"
+            )
+
+    def _index(self, tail: bytes) -> ShardIndex:
+        originals = list(self._keys)
+        keys = [fit_key(original) for original in originals]
+        rewritten = [row for row, key in enumerate(keys) if key != originals[row]]
+        spans = np.array(self._spans, np.uint64).reshape(-1, 2)
+        table = np.array(self._fields, np.uint64).reshape(self.rows, len(self._schema), 2)
+        changed: dict[str, Any] = {}
+        if rewritten:
+            changed = {
+                "original_rows": np.array(rewritten, np.int64),
+                "original_texts": Texts.pack([originals[row] for row in rewritten]),
+            }
+        return ShardIndex(
+            format="tar",
+            compression="none",
+            schema=self._schema,
+            rows=self.rows,
+            block_rows=self.block_rows,
+            shard_size=self.position,
+            head_size=0,
+            head_sha256=hashlib.sha256(b"").hexdigest(),
+            tail_sha256=hashlib.sha256(tail).hexdigest(),
+            block_offset=spans[:, 0].copy(),
+            block_size=spans[:, 1].copy(),
+            block_raw_size=spans[:, 1].copy(),
+            block_start=np.array(self._starts, np.int64),
+            block_xxh3=np.array([fast for fast, _ in self._digests], np.uint64),
+            block_sha256=np.frombuffer(b"".join(strong for _, strong in self._digests), np.uint8).reshape(
+                -1, 32
+            ),
+            key_texts=Texts.pack(keys),
+            field_offset=table[:, :, 0].copy(),
+            field_size=table[:, :, 1].copy(),
+            field_is_payload=np.array([self._is_payload[name] for name in self._schema], np.uint8),
+            **changed,
+        )
+
+
+def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int, int, bool]:
+    """(bytes to skip, size, whether what is left is the payload itself) of a member's value inside it."""
+    if kind.kind in ("bytes", "str", "json"):
+        return 0, len(data), False
+    if suffix == "npy":
+        try:
+            skipped = npy_payload_offset(data, kind)
+        except FormatError as error:
+            ragged = f", or give --schema with {kind.dtype}[*]" if kind.kind == "array" else ""
+            raise SourceError(f"{where}: {error}; {BUILD_INSTEAD}{ragged}") from None
+        return skipped, len(data) - skipped, True
+    if kind.kind != "scalar" or kind.numpy_dtype.kind == "f":
+        raise SourceError(f"{where}: cannot be read as {kind} where it lies, only .npy can; {BUILD_INSTEAD}")
+    return (*_digits(data, where), False)
+
+
+def _digits(data: bytes, where: str) -> tuple[int, int]:
+    """(offset, size) of the canonical decimal in a member: without space, plus sign and leading zeros around it."""
+    match = _DIGITS.match(data[:200]) if len(data) <= 200 else None
+    if match is None:
+        raise SourceError(
+            f"{where}: {data[:40]!r} is not an integer that can be read where it lies; {BUILD_INSTEAD}, or read it "
+            "as text with --schema …=str"
+        )
+    begin, end = match.span(match.lastindex or 1)
+    return begin, end - begin
+
+
+def _label(kind: FieldType, data: bytes, is_payload: bool, where: str) -> str:
+    """The value as the name of a stratum, as a build would write it."""
+    text = (
+        str(int(np.frombuffer(data, kind.numpy_dtype)[0]))
+        if is_payload
+        else data[:1000].decode(errors="replace")
+    )
+    if kind.dtype == "bool":
+        text = "false" if text == "0" else "true"
+    if not text or len(text) > _MAX_LABEL:
+        raise SourceError(f"{where}: {len(text)} characters; a field to stratify by needs 1 to {_MAX_LABEL}")
+    return text
+
+
+def _padded(size: int) -> int:
+    return -(-size // 512) * 512

@@ -1,0 +1,178 @@
+"""The pass as work for processes: one tar each; its record appears when index and place are durable in the root."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit.errors import FormatError
+from shardkit.formats import Schema, canonical_json
+from shardkit.manifest import ShardRecord
+from shardkit.storage import Descriptor, Repository, put_adopted
+from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
+from shardkit_tools.building.job_directory import JobDirectory, write_record
+from shardkit_tools.building.workers import Report
+from shardkit_tools.importers.protocol import SourceFile
+
+__all__ = ["AdoptTask", "AdoptWorker", "AdoptedTar", "finished_tar"]
+
+_MAX_RECORD_BYTES = 64 << 20
+Runs = tuple[tuple[tuple[str, ...], int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptTask:
+    """A tar and its place in the order."""
+
+    number: int
+    file: SourceFile
+
+    def __str__(self) -> str:
+        return self.file.path
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedTar:
+    """What the manifest needs to know of one tar.
+
+    Attributes:
+        number: of the task.
+        digest, size: of the tar.
+        index_digest, index_size: of its index; empty and 0 in a dry run.
+        block_rows, largest_block, raw_bytes: of its blocks.
+        runs: (values of the axes, rows) of each run of rows of one label, in order.
+    """
+
+    number: int
+    digest: str
+    size: int
+    index_digest: str
+    index_size: int
+    block_rows: int
+    largest_block: int
+    raw_bytes: int
+    runs: Runs
+
+    @property
+    def rows(self) -> int:
+        """Samples of the tar."""
+        return sum(rows for _, rows in self.runs)
+
+    def record(self, strata: dict[tuple[str, ...], int]) -> ShardRecord:
+        """The shard as the manifest lists it."""
+        return ShardRecord(
+            digest=self.digest,
+            size=self.size,
+            index_digest=self.index_digest,
+            index_size=self.index_size,
+            block_rows=self.block_rows,
+            largest_block=self.largest_block,
+            raw_bytes=self.raw_bytes,
+            segment_stratum=[strata[labels] for labels, _ in self.runs],
+            segment_rows=[rows for _, rows in self.runs],
+        )
+
+
+class AdoptWorker:
+    """Adopts tars; one per process.
+
+    Args:
+        repository: that adopts them; None to write nothing.
+        folder: the job directory; empty to write nothing.
+        schema: of every sample.
+        axes: fields by which runs are told apart.
+        block_bytes: target size of a block.
+    """
+
+    def __init__(
+        self,
+        repository: Repository | None,
+        folder: str,
+        schema: Schema,
+        axes: Sequence[str],
+        block_bytes: int,
+    ) -> None:
+        self._repository = repository
+        self._folder = folder
+        self._schema = schema
+        self._axes = tuple(axes)
+        self._block_bytes = block_bytes
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def work(self, item: AdoptTask, report: Report) -> AdoptedTar:
+        """Read a tar, put its index and its place, and leave a record of it.
+
+        Raises:
+            SourceError: the tar cannot be adopted.
+            StoreError: the root or the scratch disk fails.
+        """
+        scanned = scan_tar(item.file, self._schema, self._axes, self._block_bytes, report)
+        index = Descriptor("", 0, "index")
+        if self._repository is not None:
+            index = self._repository.put_object(scanned.index.to_bytes(), "index")
+            put_adopted(self._repository, scanned.digest, os.path.realpath(item.file.path))
+        adopted = _facts(item, scanned, index)
+        if self._folder:
+            write_record(self._folder, _record_name(item), _packed(item, adopted))
+        return adopted
+
+
+def finished_tar(job: JobDirectory, repository: Repository, item: AdoptTask) -> AdoptedTar | None:
+    """What an earlier, killed run found of this tar as it is now; None where it has to be read.
+
+    Size and time of change decide whether a tar is read again, never whether its bytes are believed: each block is
+    verified whenever it is read.
+    """
+    data = job.read(_record_name(item))
+    if data is None:
+        return None
+    try:
+        record: Any = canonical_json.loads(data, _MAX_RECORD_BYTES)
+        if record.pop("stamp") != _stamp(item):
+            return None
+        runs = tuple((tuple(labels), rows) for labels, rows in record.pop("runs"))
+        found = AdoptedTar(number=item.number, runs=runs, **record)
+        repository.get_object(found.index_digest, "index", found.index_size)
+        # The tar may have been moved since, and is then at another path: what the root remembers is the last one.
+        put_adopted(repository, found.digest, os.path.realpath(item.file.path))
+    except (FormatError, KeyError, TypeError, ValueError, LookupError):
+        return None  # of another release, or not durable after all
+    return found
+
+
+def _facts(item: AdoptTask, scanned: ScannedTar, index: Descriptor) -> AdoptedTar:
+    sizes = scanned.index.block_raw_size
+    return AdoptedTar(
+        number=item.number,
+        digest=scanned.digest,
+        size=scanned.index.shard_size,
+        index_digest=index.digest,
+        index_size=index.size,
+        block_rows=scanned.index.block_rows,
+        largest_block=int(sizes.max()),
+        raw_bytes=int(sizes.sum()),
+        runs=scanned.runs,
+    )
+
+
+def _packed(item: AdoptTask, adopted: AdoptedTar) -> bytes:
+    names = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
+    return canonical_json.dumps(
+        {
+            **{name: getattr(adopted, name) for name in names},
+            "runs": [[list(labels), rows] for labels, rows in adopted.runs],
+            "stamp": _stamp(item),
+        }
+    )
+
+
+def _stamp(item: AdoptTask) -> str:
+    return f"{item.file.size} {item.file.stamp}"
+
+
+def _record_name(item: AdoptTask) -> str:
+    return f"tar-{item.number:08d}.done"

@@ -1,0 +1,163 @@
+"""`shardkit adopt`: WebDataset tars become a dataset where they lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardkit.errors import UsageError
+from shardkit_tools.adopting import Adoption
+from shardkit_tools.adopting import adopt as adopt_tars
+from shardkit_tools.building import Progress
+from shardkit_tools.console import (
+    JsonFlag,
+    StatusLine,
+    bytes_text,
+    clean,
+    count_text,
+    duration_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+    share_text,
+)
+from shardkit_tools.importers.options import parse_field_types
+
+__all__ = ["adopt"]
+
+_STRATA_SHOWN = 15
+
+
+def adopt(
+    tars: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARS… ROOT",
+            help="Uncompressed WebDataset tars (files, folders, globs), and last where the dataset goes.",
+        ),
+    ],
+    stratify: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stratify",
+            metavar="FIELD",
+            help="Tell runs of rows of one value apart, of 8 rows and more; may be repeated.",
+        ),
+    ] = None,
+    schema: Annotated[
+        list[str] | None,
+        typer.Option("--schema", metavar="FIELD=TYPE", help="Instead of the inferred type; may be repeated."),
+    ] = None,
+    block_size: Annotated[
+        str, typer.Option("--block-size", metavar="SIZE", help="Bytes that a block aims at.")
+    ] = "1MiB",
+    ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that is moved.")] = "main",
+    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
+    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes.")] = None,
+    scratch: Annotated[
+        Path | None, typer.Option("--scratch", metavar="FOLDER", help="Folder for the journal.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and check all, write nothing.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Index and hash WebDataset tars where they lie; nothing of them is copied.
+
+    Every block is verified whenever it is read, so a tar that changes later is noticed and named. What shardkit
+    promises of data that it builds and cannot promise of adopted data is printed. After Ctrl-C or a crash the same
+    command goes on; when tars have moved, adopt them again where they are now.
+
+    Example: shardkit adopt /data/laion/{00000..00099}.tar data/laion --jobs 8
+    """
+    if len(tars) < 2:
+        raise UsageError("adopt takes at least one tar, and the ROOT that the dataset goes to")
+    *given, root = tars
+    settings: dict[str, Any] = {
+        "field_types": parse_field_types(schema or []),
+        "stratify": stratify,
+        "block_size": block_size,
+        "ref": ref,
+        "message": message,
+        "author": author,
+        "jobs": jobs or os.cpu_count() or 1,
+        "scratch": scratch,
+        "dry_run": dry_run,
+    }
+    status = StatusLine()
+    try:
+        result = adopt_tars(given, root, **settings, progress=lambda now: status.show(_progress(now)))
+    except KeyboardInterrupt as interrupt:
+        status.clear()
+        typer.echo(f"shardkit: {str(interrupt) or 'interrupted'}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        status.clear()
+    if as_json:
+        print_json(_document(result, root, ref))
+    else:
+        _print(result, root, ref)
+
+
+def _progress(now: Progress) -> str:
+    if now.phase == "commit":
+        return "committing …"
+    left = f", {duration_text(now.seconds_left)} left" if now.seconds_left is not None else ""
+    return (
+        f"adopting {count_text(now.rows, 'sample')}, {bytes_text(now.done_bytes)} of {bytes_text(now.total_bytes)} "
+        f"({share_text(now.done_bytes, now.total_bytes)}), {bytes_text(int(now.rate))}/s{left}"
+    )
+
+
+def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
+    return {
+        "root": root,
+        "ref": ref,
+        "id": result.manifest.id if result.manifest else None,
+        "commit": result.commit.n if result.commit else None,
+        "schema": {name: str(kind) for name, kind in result.schema.items()},
+        "samples": result.rows,
+        "tars": result.tars,
+        "stored_bytes": result.stored_bytes,
+        "strata": dict(result.strata),
+        "does_not_hold": {promise.name: promise.text for promise in result.promises},
+        "reused_tars": result.reused,
+        "read_bytes": result.read_bytes,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def _print(result: Adoption, root: str, ref: str) -> None:
+    manifest = result.manifest
+    print_line(f"{root}@{ref}" if manifest else f"would adopt into {root}@{ref}; nothing was written", "bold")
+    strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
+    rate = bytes_text(int(result.read_bytes / result.seconds)) if result.seconds else "–"
+    facts = [("id", manifest.id)] if manifest else []
+    facts += [
+        ("fields", ", ".join(f"{name} {kind}" for name, kind in result.schema.items())),
+        ("samples", count_text(result.rows) + strata),
+        ("tars", f"{count_text(result.tars)} of {bytes_text(result.stored_bytes)}, where they lie"),
+        ("read", f"{bytes_text(result.read_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
+    ]
+    if manifest and result.commit is None:
+        facts.append(("commit", "none: the same version was there already"))
+    if result.reused:
+        facts.append(("reused", f"{count_text(result.reused, 'tar')} of an interrupted run"))
+    print_facts(facts)
+    if len(result.strata) > 1:
+        print_heading("Strata")
+        largest = sorted(result.strata.items(), key=lambda item: (-item[1], item[0]))
+        print_table(
+            ["*stratum", ">samples", ">share"],
+            [(clean(name), count_text(n), share_text(n, result.rows)) for name, n in largest[:_STRATA_SHOWN]],
+        )
+        if len(largest) > _STRATA_SHOWN:
+            print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")
+    print_heading("What does not hold for adopted data")
+    print_facts([(promise.name, promise.text) for promise in result.promises], indent=2)
+    if manifest:
+        print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
