@@ -51,7 +51,7 @@ class Reader:
         data = directory / SHARES_DATA.get(name, name)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(str(p) for p in Path(__file__).parents[1:3]),
             "HF_HUB_OFFLINE": "1",
             "TQDM_DISABLE": "1",
         }

@@ -65,7 +65,8 @@ def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
         f"sample much less. Python {facts['python']}; scale {facts['scale']}, {facts['repeats']} interleaved "
         "repeats, warm page cache, shuffled order, every sample touched. shardkit verifies every block in every epoch "
         "(XXH3); "
-        f"the peers verify nothing.\n\nVersions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}."
+        "the peers verify nothing.\n\n"
+        f"Versions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}."
     )
     return (
         "\n".join([head] + [line for name, result in results.items() for line in _table(name, result)]) + "\n"
