@@ -74,6 +74,11 @@ def croissant_document(version: Version, about: About, *, name: str) -> dict[str
         document["hasPart"] = parts
     document["distribution"] = [*_shards(version), *_file_sets(version)]
     document["recordSet"] = _record_sets(version)
+    if manifest.selected != manifest.rows:
+        # Croissant has no word for it: whoever reads the shards by themselves must know.
+        note = f" The version holds {manifest.selected} of the {manifest.rows} rows of its shards."
+        for item in (document, *document["recordSet"]):
+            item["description"] += note
     return document
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 
 from shardkit.dataset.copies import find_copies
 from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
@@ -109,6 +110,7 @@ def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
         )
     _commit(repository, plan, report)
     _delete(repository, report)
+    _read_log(repository, plan, report)
     journal.finish(report)
     return report
 
@@ -211,16 +213,30 @@ def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) ->
     if not refs and not tags:
         return
     new_refs = {name: report.versions[old] or None for name, old in refs.items()}
-    entry = repository.commit(
+    repository.commit(
         new_refs,
-        message=f"erased {report.rows} rows: {plan.reason}"[:9_000],
+        message=f"erased {report.rows} rows: {plan.reason[:9_000]} {_mark(plan)}",
         author=plan.author,
         expected=refs,
         withdraw=tags,
     )
-    report.refs |= {name: new or "" for name, new in new_refs.items()}
-    report.tags |= tags
-    report.commits.append(entry.n)
+
+
+def _mark(plan: ErasurePlan) -> str:
+    return f"[erasure {plan.id}]"
+
+
+def _read_log(repository: Repository, plan: ErasurePlan, report: ErasureReport) -> None:
+    """What was committed, as the log has it: whoever was killed after a commit could not note it."""
+    entries = repository.log()
+    for entry, before in pairwise(entries):
+        if not entry.message.endswith(_mark(plan)):
+            continue
+        report.refs |= {
+            name: entry.refs.get(name, "") for name, old in before.refs.items() if entry.refs.get(name) != old
+        }
+        report.tags |= {tag: old for tag, old in before.tags.items() if tag not in entry.tags}
+        report.commits.append(entry.n)
 
 
 def _delete(repository: Repository, report: ErasureReport) -> None:
