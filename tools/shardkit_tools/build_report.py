@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from shardkit.manifest import Manifest
@@ -22,7 +23,7 @@ from shardkit_tools.console import (
 __all__ = ["document", "print_result", "progress_text"]
 
 _STRATA_SHOWN = 15
-_VERBS = {"read": "reading", "write": "writing", "commit": "committing"}
+_VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}
 
 
 def progress_text(now: Progress) -> str:
@@ -63,6 +64,7 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         ],
         "skipped_file": result.skipped_file,
         "duplicates": result.duplicates,
+        "packed": dataclasses.asdict(result.packed) if result.packed else None,
         "source_bytes": result.source_bytes,
         "scratch_bytes": result.scratch_bytes,
         "reused_tasks": result.reused_tasks,
@@ -94,6 +96,15 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
     facts += [(f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()]
     if result.duplicates:
         facts.append(("duplicates", f"{count_text(result.duplicates)} left out"))
+    if result.packed:
+        packed = result.packed
+        share = share_text(packed.padding, packed.tokens + packed.padding)
+        facts.append(
+            (
+                "packed",
+                f"{count_text(packed.documents, 'document')}, {count_text(packed.tokens, 'token')}, {share} padding",
+            )
+        )
     if manifest and result.commit is None:
         facts.append(("commit", "none: the same version was there already"))
     if result.reused_tasks or result.reused_shards:

@@ -31,16 +31,25 @@ from shardkit.dataset.scratch import RUN_BYTES, RowColumns
 from shardkit.dataset.scratch_parts import PartFiles
 from shardkit.dataset.shard_writing import GATHER_BYTES, ShardRows, WrittenShard
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
+from shardkit.dataset.splits import split_of
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.manifest import Manifest
 from shardkit.storage import LogEntry, Repository
 from shardkit.storage.os_errors import explained
 from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.packing import (
+    Documents,
+    PackReport,
+    PackSettings,
+    PackWorker,
+    cut_documents,
+    packed_record,
+)
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.building.reading import ReadTask, ReadWorker, SkippedRow, TaskFacts, TaskRows, digest_file
-from shardkit_tools.building.resuming import finished_tasks
-from shardkit_tools.building.row_marks import RowMarks, first_of_equals
+from shardkit_tools.building.resuming import finished_rows, finished_tasks
+from shardkit_tools.building.row_marks import ITEMS, RowMarks, first_of_equals
 from shardkit_tools.building.workers import Processes
 from shardkit_tools.building.writing import WriteWorker, finished_shard
 from shardkit_tools.importers.protocol import Importer, SourceTask
@@ -64,6 +73,7 @@ class EngineSettings:
         skip: leave out rows that cannot be read.
         append: to the version that ``ref`` names.
         ref, message, author: of the commit.
+        pack: how documents become rows, or None.
         marks: what pass 1 notes of every row: for leaving out equal ones, and for packing.
         run_bytes, gather_bytes: memory for a run of scratch, and for the rows of a shard at a time, per process.
     """
@@ -78,6 +88,7 @@ class EngineSettings:
     ref: str
     message: str
     author: str
+    pack: PackSettings | None = None
     marks: RowMarks = field(default_factory=RowMarks)
     run_bytes: int = RUN_BYTES
     gather_bytes: int = GATHER_BYTES
@@ -97,6 +108,7 @@ class BuildResult:
         source_bytes: read from the source. scratch_bytes: of encoded rows.
         skipped: rows left out. skipped_file: where they are listed, or None.
         duplicates: rows left out because an earlier one has the same value.
+        packed: what packing did, or None.
         reused_tasks, reused_shards: work of an earlier, killed run.
         seconds: wall clock.
     """
@@ -115,6 +127,7 @@ class BuildResult:
     skipped: tuple[SkippedRow, ...] = ()
     skipped_file: str | None = None
     duplicates: int = 0
+    packed: PackReport | None = None
     reused_tasks: int = 0
     reused_shards: int = 0
     seconds: float = 0.0
@@ -122,13 +135,15 @@ class BuildResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """All rows and where they go."""
+    """All rows, the scratch parts that they are in, and where they go."""
 
     rows: AllRows
     layout: Layout
     numbers: StratumNumbers
     splits: Mapping[str, int]
+    parts: Sequence[TaskFacts]
     duplicates: int
+    packed: PackReport | None
 
 
 class Engine:
@@ -170,7 +185,7 @@ class Engine:
             self._load_base(Repository.open(self._settings.root, read_only=True))
         with self._processes:
             found, columns = self._read("", {})
-        plan = self._plan(found, columns, None)
+            plan = self._plan(found, columns, None)
         return self._result(found, plan, None, None, None, 0, 0)
 
     def build(self) -> BuildResult:
@@ -214,7 +229,7 @@ class Engine:
             self._base = None  # its rows are these rows: they are counted by themselves
             return self._result(found, self._plan(found, columns, job), made, None, None, reused_tasks, 0)
         plan = self._plan(found, columns, job)
-        shards, reused_shards = self._write(repository, job, found, plan)
+        shards, reused_shards = self._write(repository, job, plan)
         self._meter.begin("commit")
         version = self._final_version(repository, sources)
         made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
@@ -278,7 +293,11 @@ class Engine:
         read = len(rows)
         if self._settings.marks.unique is not None:
             rows = rows.take(first_of_equals(rows.marks))
-        self._check_keys(rows, found, job)
+        duplicates = read - len(rows)
+        parts, packed = found, None
+        if self._settings.pack is not None:
+            rows, parts, packed = self._pack(self._settings.pack, rows, found, job)
+        self._check_keys(rows, parts, job)
         check_about(self._version, rows, self._base)
         index = split_rows(self._version, rows, allow_empty=self._base is not None)
         splits: dict[str, int] = {}
@@ -289,7 +308,45 @@ class Engine:
         layout = lay_out(rows.table, len(rows.strata), self._version.settings, pooling)
         before = self._base.manifest.strata if self._base else ()
         numbers = StratumNumbers(rows.strata, layout.pooled, before)
-        return _Plan(rows, layout, numbers, splits, read - len(rows))
+        return _Plan(rows, layout, numbers, splits, parts, duplicates, packed)
+
+    def _pack(
+        self, settings: PackSettings, documents: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None
+    ) -> tuple[AllRows, list[TaskFacts], PackReport]:
+        """Documents → rows of a fixed length, in new parts of the scratch."""
+        split = self._version.split
+        by = split_of(split, documents.table.identity, documents.split) if split and split.by else None
+        total = int(documents.table.raw_bytes.sum())
+        self._meter.begin("pack", total_bytes=total)
+        made: dict[int, TaskRows] = {}
+
+        def unfinished() -> Iterator[Documents]:
+            for item in cut_documents(documents, by):
+                rows = finished_rows(job, item.number, packed_record(item)) if job is not None else None
+                if rows is None:
+                    yield item
+                else:
+                    made[item.number] = rows
+                    self._meter.add(len(rows.columns), item.raw_bytes)
+
+        layout = self._version.settings
+        make = functools.partial(
+            PackWorker,
+            settings,
+            seed=layout.seed if layout.shuffle else None,
+            folder=job.path if job is not None else "",
+            parts=[task.part for task in found],
+            run_bytes=self._settings.run_bytes,
+        )
+        for rows in self._processes.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
+            made[rows.facts.number] = rows
+        self._meter.end()
+        packed = join_parts([made[number].columns for number in range(len(made))])
+        tokens = int(documents.marks[ITEMS].sum())
+        if not len(packed):
+            raise SourceError(f"field {settings.field!r} is empty in every sample; there is nothing to pack")
+        report = PackReport(len(documents), tokens, len(packed), len(packed) * settings.length - tokens)
+        return packed, [made[number].facts for number in range(len(made))], report
 
     def _check_keys(self, rows: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None) -> None:
         held = self._base.keys if self._base else None
@@ -314,7 +371,7 @@ class Engine:
         return self._base.first_ordinal if self._base else 0
 
     def _write(
-        self, repository: Repository, job: JobDirectory, found: Sequence[TaskFacts], plan: _Plan
+        self, repository: Repository, job: JobDirectory, plan: _Plan
     ) -> tuple[list[WrittenShard], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
         total = int(plan.rows.length.sum())
@@ -338,7 +395,7 @@ class Engine:
             repository,
             self._version,
             job.path,
-            [task.part for task in found],
+            [task.part for task in plan.parts],
             self._settings.gather_bytes,
         )
         try:
@@ -435,10 +492,11 @@ class Engine:
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
             pooled=int(plan.layout.pooled.sum()),
             source_bytes=_source_bytes(self._tasks),
-            scratch_bytes=sum(task.part_bytes for task in found),
+            scratch_bytes=sum(task.part_bytes for task in {*found, *plan.parts}),
             skipped=tuple(_skipped(found)),
             skipped_file=listed,
             duplicates=plan.duplicates,
+            packed=plan.packed,
             reused_tasks=reused_tasks,
             reused_shards=reused_shards,
             seconds=time.monotonic() - self._started,

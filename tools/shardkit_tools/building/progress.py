@@ -17,7 +17,7 @@ class Progress:
     """A moment of a build.
 
     Attributes:
-        phase: "read" (source to scratch), "write" (scratch to shards), "commit".
+        phase: "read" (source to scratch), "pack" (documents to rows), "write" (scratch to shards), "commit".
         rows: rows done in this phase, those of an earlier, killed run included.
         done_bytes: bytes done in this phase: of the source while reading, of the rows while writing.
         total_bytes: bytes of this phase.
@@ -27,7 +27,7 @@ class Progress:
         reused: finished units (tasks or shards) of an earlier, killed run.
     """
 
-    phase: Literal["read", "write", "commit"]
+    phase: Literal["read", "pack", "write", "commit"]
     rows: int
     done_bytes: int
     total_bytes: int
@@ -50,13 +50,13 @@ class ProgressMeter:
 
     def __init__(self, callback: ProgressCallback | None) -> None:
         self._callback = callback
-        self._phase: Literal["read", "write", "commit"] = "read"
+        self._phase: Literal["read", "pack", "write", "commit"] = "read"
         self._scratch_bytes = 0
         self._begin("read", 0, 0, 0, 0)
 
     def begin(
         self,
-        phase: Literal["read", "write", "commit"],
+        phase: Literal["read", "pack", "write", "commit"],
         *,
         total_bytes: int = 0,
         done_rows: int = 0,
@@ -83,7 +83,7 @@ class ProgressMeter:
 
     def _begin(
         self,
-        phase: Literal["read", "write", "commit"],
+        phase: Literal["read", "pack", "write", "commit"],
         total_bytes: int,
         rows: int,
         done_bytes: int,

@@ -22,7 +22,16 @@ from shardkit_tools.building.workers import Report
 from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
-__all__ = ["ReadTask", "ReadWorker", "SkippedRow", "TaskFacts", "TaskRows", "decode_task", "record_name"]
+__all__ = [
+    "ReadTask",
+    "ReadWorker",
+    "SkippedRow",
+    "TaskFacts",
+    "TaskRows",
+    "decode_task",
+    "encode_task",
+    "record_name",
+]
 
 _PIECE_BYTES = 2**20
 _MAX_SKIPPED = 10_000
@@ -150,7 +159,7 @@ class ReadWorker:
         size = os.stat(f"{self._folder}/{part}").st_size if part else 0
         rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped)), columns)
         if part:
-            write_record(self._folder, record_name(item.task), _encode_task(rows))
+            write_record(self._folder, record_name(item.task), encode_task(rows))
         return rows
 
     def _read(self, task: SourceTask, spool: RowSpool, throttle: _Throttle) -> list[SkippedRow]:
@@ -258,7 +267,8 @@ def decode_task(number: int, data: bytes) -> TaskRows:
     return TaskRows(facts, columns)
 
 
-def _encode_task(rows: TaskRows) -> bytes:
+def encode_task(rows: TaskRows) -> bytes:
+    """The record of a task, or of packed documents."""
     return rows.columns.to_bytes(
         {
             "part": rows.facts.part,

@@ -19,15 +19,16 @@ from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import parse_split
 from shardkit.errors import ConfigurationError, UsageError
-from shardkit.formats import extension, normalise_compression
+from shardkit.formats import Schema, extension, normalise_compression
 from shardkit_tools.building.engine import BuildResult, Engine, EngineSettings
+from shardkit_tools.building.packing import PackReport, PackSettings
 from shardkit_tools.building.progress import Progress, ProgressCallback
 from shardkit_tools.building.reading import SkippedRow
 from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers import Importer, ImportOptions, open_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
-__all__ = ["BuildResult", "Progress", "ProgressCallback", "SkippedRow", "build"]
+__all__ = ["BuildResult", "PackReport", "Progress", "ProgressCallback", "SkippedRow", "build"]
 
 
 def build(
@@ -50,6 +51,7 @@ def build(
     text_field: str | None = None,
     output_schema: Mapping[str, str] | None = None,
     unique: str | None = None,
+    pack: Mapping[str, int] | None = None,
     append: bool = False,
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
@@ -88,6 +90,9 @@ def build(
         text_field: the field to tokenise, where several are text.
         output_schema: field → type of what ``apply`` and ``tokenizer`` make, in place of the inferred types.
         unique: field; of rows whose values of it are equal to the last byte the first of the source stays.
+        pack: ragged field → length, such as ``{"tokens": 2048}``: the samples are documents that are put together
+            into rows of this length, with their borders in ``boundaries``; of other fields only those by which the
+            dataset is stratified stay. Rows are filled up with zeros.
         append: put the rows behind those of the version that ``ref`` names; the rest must be as it was built.
             Appending the very files that the last version appended changes nothing.
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
@@ -138,23 +143,29 @@ def build(
             skip=on_error == "skip",
         )
         transforms = importer.transforms()
-    marks = RowMarks.of(importer.schema, unique=unique, packed=None)
+    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
+    schema, classes = importer.schema, importer.classes
+    encoder = RowEncoder(schema, format, stratify=axes, classes=classes, split_by=split_by)
+    packing = _packing(schema, pack, axes, format)
+    marks = RowMarks.of(schema, unique=unique, packed=packing.field if packing else None)
     if unique is not None:
         transforms["unique"] = unique
-    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
+    if packing is not None:
+        transforms["pack"] = packing.describe()
+        schema = packing.rows
+        classes = classes if "label" in schema else ()
     version = NewVersion(
-        schema=importer.schema,
+        schema=schema,
         format=format,
         compression=compression,
         axes=axes,
-        classes=importer.classes,
+        classes=classes,
         settings=settings,
         split=parsed_split,
         recipe={"source": importer.describe(), **transforms},
         about=given_about(about),
-        lookups=parse_lookup(lookup, importer.schema) if lookup else (),
+        lookups=parse_lookup(lookup, schema) if lookup else (),
     )
-    encoder = RowEncoder(importer.schema, format, stratify=axes, classes=importer.classes, split_by=split_by)
     engine = Engine(
         importer,
         encoder,
@@ -170,8 +181,23 @@ def build(
             ref=ref,
             message=message,
             author=author,
+            pack=packing,
             marks=marks,
         ),
         progress,
     )
     return engine.count() if dry_run else engine.build()
+
+
+def _packing(
+    schema: Schema, pack: Mapping[str, int] | None, axes: tuple[str, ...], format: str
+) -> PackSettings | None:
+    if pack is None:
+        return None
+    if len(pack) != 1:
+        raise ConfigurationError(
+            f"pack names {len(pack)} fields ({', '.join(pack)}); give one field and its length"
+        )
+    ((field, length),) = pack.items()
+    RowMarks.of(schema, unique=None, packed=field)
+    return PackSettings.of(schema, field, length, axes, format)

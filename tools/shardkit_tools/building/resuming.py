@@ -12,27 +12,32 @@ from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.reading import TaskRows, decode_task, record_name
 from shardkit_tools.importers.protocol import SourceTask
 
-__all__ = ["finished_tasks"]
+__all__ = ["finished_rows", "finished_tasks"]
 
 
 def finished_tasks(job: JobDirectory, tasks: Sequence[SourceTask]) -> dict[int, TaskRows]:
-    """Tasks whose rows are in scratch, by number; everything else of pass 1 is removed from the directory."""
+    """Tasks whose rows are in scratch, by number; everything else of pass 1 is removed from the directory.
+
+    What was packed stays: its records are named by what they were made of.
+    """
     finished: dict[int, TaskRows] = {}
     keep = {"lock", "boot"}
     for number, task in enumerate(tasks):
         name = record_name(task)
-        rows = _finished(job, number, name)
+        rows = finished_rows(job, number, name)
         if rows is not None:
             finished[number] = rows
             keep |= {name, rows.facts.part}
     for name in job.names():
-        if name not in keep and not name.endswith(".done"):
+        packed = name.startswith("packed-") and not job.may_have_lost_pages
+        if name not in keep and not packed and not name.endswith(".done"):
             job.remove(name)
     job.note_verified()  # only now: a kill before this must not pass unverified parts off as good
     return finished
 
 
-def _finished(job: JobDirectory, number: int, name: str) -> TaskRows | None:
+def finished_rows(job: JobDirectory, number: int, name: str) -> TaskRows | None:
+    """The rows that a record tells of; None where there is none, or its scratch file is not whole."""
     data = job.read(name)
     if data is None:
         return None

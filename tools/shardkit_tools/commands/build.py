@@ -120,6 +120,15 @@ def build(
             help="Of samples that are equal in this field keep the first.",
         ),
     ] = None,
+    pack: Annotated[
+        str | None,
+        typer.Option(
+            "--pack",
+            metavar="FIELD=LENGTH",
+            rich_help_panel="Samples",
+            help="Put documents together into rows of this length, such as tokens=2048.",
+        ),
+    ] = None,
     stratify: Annotated[
         list[str] | None,
         typer.Option(
@@ -275,6 +284,7 @@ def build(
             text_field=text_field,
             output_schema=parse_field_types(output_schema or [], "--output-schema"),
             unique=unique,
+            pack=_pack(pack),
             stratify=stratify,
             format=shard_format.value,
             compression=compression,
@@ -306,6 +316,15 @@ def build(
         print_json(document(result, root, ref))
     else:
         print_result(result, root, ref)
+
+
+def _pack(text: str | None) -> dict[str, int] | None:
+    if text is None:
+        return None
+    name, _, length = text.partition("=")
+    if not name or not length.isascii() or not length.isdigit():
+        raise UsageError(f"--pack {text!r}: expected a field and a length, such as tokens=2048")
+    return {name: int(length)}
 
 
 def split_shares(text: str | None) -> dict[str, float | str] | None:

@@ -1,0 +1,337 @@
+"""Between the passes: documents of any length, packed into rows of a fixed length, again as rows in scratch.
+
+Documents of one stratum (and one split, with ``split_by``) are packed together, in groups of neighbours in the source
+of at most `_GROUP_BYTES`. Groups depend on the documents alone, so the rows do not depend on jobs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow
+from shardkit.dataset.row_table import AllRows
+from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch_parts import PartFiles, read_rows
+from shardkit.errors import ConfigurationError
+from shardkit.formats import Row, Schema, raw_row_bytes
+from shardkit_tools.building.job_directory import write_record
+from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
+from shardkit_tools.building.row_marks import ITEMS
+from shardkit_tools.building.workers import Report
+from shardkit_tools.transforms.best_fit import Packing, pack
+
+__all__ = [
+    "BOUNDARIES",
+    "Documents",
+    "PackReport",
+    "PackSettings",
+    "PackWorker",
+    "cut_documents",
+    "packed_record",
+]
+
+BOUNDARIES = "boundaries"
+_GROUP_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PackSettings:
+    """What is packed into what.
+
+    Attributes:
+        field: the ragged field.
+        length: items of a row.
+        documents: schema of what is packed.
+        rows: schema of what comes out: the field, the boundaries, and what the dataset is stratified by.
+        axes: by which it is stratified.
+        format: of the shards, for sizes.
+    """
+
+    field: str
+    length: int
+    axes: tuple[str, ...]
+    documents: Schema
+    rows: Schema
+    format: str
+
+    @classmethod
+    def of(cls, documents: Schema, field: str, length: int, axes: Sequence[str], format: str) -> PackSettings:
+        """The settings for a dataset.
+
+        Args:
+            documents: their schema; ``field`` is ragged.
+            field: to be packed.
+            length: items of a row.
+            axes: fields by which the dataset is stratified.
+            format: of the shards.
+
+        Raises:
+            ConfigurationError: no such length, or a name is taken.
+        """
+        if not 1 <= length < 2**31:
+            raise ConfigurationError(f"--pack {field}={length}: expected a length from 1 to {2**31 - 1}")
+        kept = ["label" if axis == CLASS_AXIS else axis for axis in axes]
+        if BOUNDARIES in (field, *kept):
+            raise ConfigurationError(
+                f"--pack: the name {BOUNDARIES!r} is that of the document boundaries; give your field another one"
+            )
+        types = {field: f"{documents[field].dtype}[{length}]", BOUNDARIES: "int32[*]"}
+        types |= {name: str(documents[name]) for name in kept}
+        return cls(field, length, tuple(axes), documents, Schema.parse(types), format)
+
+    def describe(self) -> dict[str, object]:
+        """What the recipe says of it."""
+        return {"field": self.field, "length": self.length}
+
+
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What packing did.
+
+    Attributes:
+        documents: packed. tokens: of all of them. rows: that they fill. padding: items of rows that hold none.
+    """
+
+    documents: int
+    tokens: int
+    rows: int
+    padding: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Documents for one process; arrays have one entry per document, those of a group lie together.
+
+    Attributes:
+        number: of this item.
+        group_start: int64[groups + 1].
+        ordinal, part, offset, length, check, items, split: see `AllRows`.
+        identity: uint64[n, 2].
+        stratum: texts of the stratum of each group.
+        raw_bytes: of all of them.
+    """
+
+    number: int
+    group_start: NDArray[np.int64]
+    ordinal: NDArray[np.int64]
+    part: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    check: NDArray[np.uint64]
+    items: NDArray[np.int64]
+    split: NDArray[np.uint64]
+    identity: NDArray[np.uint64]
+    stratum: tuple[tuple[str, ...], ...]
+    raw_bytes: int
+
+    def __str__(self) -> str:
+        return f"documents to pack, part {self.number}"
+
+    def fingerprint(self) -> str:
+        """32 hex digits that are equal only where the same documents are packed in the same way."""
+        digest = xxhash.xxh3_128(str(self.number).encode())
+        for column in (self.ordinal, self.check, self.length, self.items, self.group_start):
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
+
+
+def packed_record(item: Documents) -> str:
+    """Name of the record of packed documents."""
+    return f"packed-{item.fingerprint()}.rows"
+
+
+def cut_documents(
+    rows: AllRows, split: NDArray[np.int16] | None, group_bytes: int = _GROUP_BYTES
+) -> Iterator[Documents]:
+    """Documents in items of at most ``group_bytes`` (or one document), by stratum and split, then in source order.
+
+    Args:
+        rows: all documents.
+        split: int16[n], the split of each where documents of different splits must not share a row.
+        group_bytes: of an item.
+    """
+    kinds: list[NDArray[np.integer]] = [rows.table.stratum] if split is None else [split, rows.table.stratum]
+    order = np.lexsort(kinds)  # stable: source order within
+    is_first = np.zeros(len(order), dtype=np.bool_)
+    is_first[:1] = True
+    for kind in kinds:
+        is_first[1:] |= kind[order[1:]] != kind[order[:-1]]
+    firsts = np.flatnonzero(is_first)
+    ends = np.cumsum(rows.table.raw_bytes[order])
+    start = number = 0
+    while start < len(order):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + group_bytes, side="right")))
+        yield _item(rows, number, order[start:stop], firsts[(firsts > start) & (firsts < stop)] - start)
+        start, number = stop, number + 1
+
+
+def _item(rows: AllRows, number: int, places: NDArray[np.int64], borders: NDArray[np.int64]) -> Documents:
+    kept = len(rows.offset) > 0
+    group_start = np.concatenate([[0], borders, [len(places)]]).astype(np.int64)
+    return Documents(
+        number=number,
+        group_start=group_start,
+        ordinal=places,
+        part=rows.part[places],
+        offset=rows.offset[places] if kept else rows.offset,
+        length=rows.length[places] if kept else rows.length,
+        check=rows.check[places] if kept else rows.check,
+        items=rows.marks[ITEMS][places].astype(np.int64),
+        split=rows.split[places],
+        identity=rows.table.identity[places],
+        stratum=tuple(rows.strata[n] for n in rows.table.stratum[places[group_start[:-1]]].tolist()),
+        raw_bytes=int(rows.table.raw_bytes[places].sum()),
+    )
+
+
+class PackWorker:
+    """Packs documents; one per process.
+
+    Args:
+        settings: of the packing.
+        seed: of the shuffle, None where rows keep their order.
+        folder: the job directory; "" counts only.
+        parts: names of the scratch files of the documents.
+        run_bytes: of `RowSpool`.
+    """
+
+    def __init__(
+        self, settings: PackSettings, *, seed: int | None, folder: str, parts: Sequence[str], run_bytes: int
+    ) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._folder = folder
+        self._parts = PartFiles(folder, parts)
+        self._run_bytes = run_bytes
+        self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
+        self._raw_bytes = functools.lru_cache(maxsize=4096)(
+            functools.partial(raw_row_bytes, settings.format, settings.rows)
+        )
+
+    def close(self) -> None:
+        """Close the scratch files."""
+        self._parts.close()
+
+    def work(self, item: Documents, report: Report) -> TaskRows:
+        """Pack documents; in a job directory, leave a record of the rows there.
+
+        Raises:
+            StoreError: the scratch disk fails.
+            IntegrityError: a scratch record changed.
+        """
+        part = f"packed-{os.getpid()}-{secrets.token_hex(8)}" if self._folder else ""
+        spool = RowSpool(
+            self._folder, part, seed=self._seed, run_bytes=self._run_bytes, always_file=bool(part)
+        )
+        try:
+            documents = self._documents(item) if part else None
+            for group, stratum in enumerate(item.stratum):
+                first, last = int(item.group_start[group]), int(item.group_start[group + 1])
+                self._pack(
+                    item,
+                    first,
+                    pack(item.items[first:last], self._settings.length),
+                    stratum,
+                    documents,
+                    spool,
+                )
+            columns, kept = spool.finish()
+            if kept is not None:
+                kept.close()
+        except BaseException:
+            spool.drop()
+            raise
+        size = os.stat(f"{self._folder}/{part}").st_size if part else 0
+        made = TaskRows(TaskFacts(item.number, part, size, (), ()), columns)
+        if part:
+            write_record(self._folder, packed_record(item), encode_task(made))
+        report(len(columns), item.raw_bytes)
+        return made
+
+    def _documents(self, item: Documents) -> list[Row]:
+        return list(
+            read_rows(
+                self._parts,
+                item.part,
+                item.offset,
+                item.length,
+                item.check,
+                item.ordinal,
+                len(self._settings.documents),
+            )
+        )
+
+    def _pack(
+        self,
+        item: Documents,
+        base: int,
+        packing: Packing,
+        stratum: tuple[str, ...],
+        documents: list[Row] | None,
+        spool: RowSpool,
+    ) -> None:
+        document = (base + packing.document).tolist()
+        start, length = packing.start.tolist(), packing.length.tolist()
+        borders = packing.row_start.tolist()
+        for row in range(len(packing)):
+            first, last = borders[row], borders[row + 1]
+            pieces = list(zip(document[first:last], start[first:last], length[first:last], strict=True))
+            lead, at, _ = pieces[0]
+            encoded = self._encode(pieces, documents, stratum, int(item.split[lead]))
+            spool.append(encoded, _identity(item.identity[lead], at))
+
+    def _encode(
+        self,
+        pieces: list[tuple[int, int, int]],
+        documents: list[Row] | None,
+        stratum: tuple[str, ...],
+        split: int,
+    ) -> EncodedRow:
+        """A row of pieces (document, start, length); without documents only its size is right."""
+        settings = self._settings
+        ends = np.cumsum([0, *(length for _, _, length in pieces)], dtype="<i4")
+        if documents is None:
+            payloads: tuple[bytes, ...] = ()
+            source = None
+            sizes = (settings.length * self._item_bytes, ends.nbytes, *self._sizes_of_kept(stratum))
+        else:
+            lead = documents[pieces[0][0]]
+            source = lead.source
+            payloads = (
+                self._join(pieces, documents),
+                ends.tobytes(),
+                *(lead.payloads[settings.documents.position(name)] for name in list(settings.rows)[2:]),
+            )
+            sizes = tuple(map(len, payloads))
+        return EncodedRow(None, None, source, payloads, None, stratum, split or None, self._raw_bytes(sizes))
+
+    def _join(self, pieces: list[tuple[int, int, int]], documents: list[Row]) -> bytes:
+        position = self._settings.documents.position(self._settings.field)
+        size = self._item_bytes
+        data = b"".join(
+            documents[document].payloads[position][start * size : (start + length) * size]
+            for document, start, length in pieces
+        )
+        return data.ljust(self._settings.length * size, b"\0")
+
+    def _sizes_of_kept(self, stratum: tuple[str, ...]) -> Iterator[int]:
+        """Payload bytes of the fields that the dataset is stratified by, from the texts of the stratum."""
+        axes = self._settings.axes
+        for name, kind in list(self._settings.rows.items())[2:]:
+            size = kind.item_bytes
+            yield len(stratum[axes.index(name)].encode("utf-8")) if size is None else size
+
+
+def _identity(document: NDArray[np.uint64], start: int) -> tuple[int, int]:
+    """Rows are told apart by their first piece."""
+    high, low = document.tolist()
+    return divmod(xxhash.xxh3_128_intdigest(b"packed %d %d %d" % (high, low, start)), 2**64)
