@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from shardkit.errors import IntegrityError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
+from shardkit.storage.adopted import adopted_place
 from shardkit.storage.objects import object_name
 from shardkit.storage.reading import BlockRequest, LocatedStore
 from shardkit.storage.repository import Repository
@@ -172,7 +173,9 @@ class BlockReader:
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
-        return f"shard {shard} ({digest[:12]}…) block {block} in {self.repository_of(shard).store.url}"
+        store = self.repository_of(shard).store
+        place = adopted_place(store, self.shard_name(shard)) or store.url
+        return f"shard {shard} ({digest[:12]}…) block {block} in {place}"
 
     def request(self, shard: int, block: int) -> BlockRequest:
         """What to ask a location for: a block's place, and the digest by which its bytes are known."""
