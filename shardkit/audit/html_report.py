@@ -124,7 +124,7 @@ def _epochs(audit: Audit) -> str:
         if one.is_whole and one.is_exact:
             state = (
                 f"every sample once, but {one.remainder:,} left out"
-                if one.remainder
+                if one.remainder > 0
                 else "every sample exactly once"
             )
         rows.append(

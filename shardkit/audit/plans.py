@@ -84,10 +84,12 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     configuration = record.settings.get("configuration")
     candidates: list[tuple[str, PlanRecipe, Plan]] = []
     try:
-        if event.get("settings"):
-            recipe = recipe_of(population, event["settings"])
+        if event.get("history"):
+            recipe = recipe_of(population, event["history"])
             candidates.append(("the ledger's settings", recipe, recipe.make()))
-        if configuration:
+        if (
+            configuration and len(event.get("history") or ()) <= 1
+        ):  # a configuration knows nothing of amendments
             recipe = configured_settings(population, configuration)
             candidates.append(("run.json", recipe, recipe.make()))
     except ShardkitError as error:
@@ -95,7 +97,8 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     chosen = next((one for one in candidates if one[2].digest == expected), None)
     for source, _, plan in candidates:
         if plan.digest != expected:
-            differing = _differences(event.get("settings") or {}, plan)
+            history = event.get("history") or [{"settings": {}}]
+            differing = _differences(history[-1]["settings"], plan)
             record.add(
                 "violated", "plan", subject,
                 f"{source} make the plan {plan.digest[:12]}…, which is another than the run followed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +13,57 @@ from shardkit.plan import Plan, Population, make_plan
 __all__ = ["PlanRecipe", "configured_settings", "recipe_of"]
 
 _PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffle", "epoch_steps")
-_KNOWN = {*_PLAIN, "stages"}
+_KNOWN = {*_PLAIN, "stages", "buckets", "join"}
 
 
 @dataclass(frozen=True)
 class PlanRecipe:
-    """A plan that can be made anywhere: a population and the arguments of `make_plan`. Pickles."""
+    """A plan that can be made anywhere: a population, and arguments of `make_plan` and `Plan.amend`. Pickles."""
 
     population: Population
     arguments: dict[str, Any]
+    amendments: tuple[dict[str, Any], ...] = ()
 
     def make(self) -> Plan:
         """The plan."""
-        return make_plan(self.population, **self.arguments)
+        plan = make_plan(self.population, **self.arguments)
+        for amendment in self.amendments:
+            plan = plan.amend(**amendment)
+        return plan
 
 
-def recipe_of(population: Population, settings: Mapping[str, Any]) -> PlanRecipe:
-    """From the canonical settings that the ledger recorded (`plan.settings.canonical()`).
+def recipe_of(population: Population, history: Sequence[Mapping[str, Any]]) -> PlanRecipe:
+    """From what the ledger recorded (`plan.history()`).
 
     Raises:
-        PlanError: settings that this version does not know.
+        PlanError: settings that this version does not know, or an amendment that went on with other rows.
     """
+    first, *rest = history
+    amendments = []
+    for one in rest:
+        if one["manifest"] != first["manifest"]:
+            start = one["change"]["from_step"]
+            raise PlanError(
+                f"the plan was amended from step {start} on, to manifest {one['manifest']}; such plans cannot be made "
+                "again from what is recorded"
+            )
+        amendments.append(_amendment(population, one))
+    return PlanRecipe(population, _arguments(population, first["settings"]), tuple(amendments))
+
+
+def _amendment(population: Population, one: Mapping[str, Any]) -> dict[str, Any]:
+    change = one["change"]
+    asked = {
+        name: change[name] for name in ("from_step", "lanes", "global_batch") if change.get(name) is not None
+    }
+    if change.get("skip") is not None:
+        asked["skip"] = tuple(change["skip"])
+    if change.get("weights"):
+        asked["weights"] = _by_name(population, one["settings"]["stages"][0][1])
+    return asked
+
+
+def _arguments(population: Population, settings: Mapping[str, Any]) -> dict[str, Any]:
     unknown = {name for name in set(settings) - _KNOWN if settings[name] not in (None, [], {})}
     if unknown:
         raise PlanError(
@@ -44,7 +74,18 @@ def recipe_of(population: Population, settings: Mapping[str, Any]) -> PlanRecipe
     if stages:
         arguments["weights"] = stages[0][1]
         arguments["stages"] = stages[1:]
-    return PlanRecipe(population, arguments)
+    if settings.get("buckets"):
+        arguments["group_by"] = {
+            glob.escape(population.strata[stratum]): int(longest)
+            for longest, strata in settings["buckets"]
+            for stratum in strata
+        }
+    if settings.get("join"):
+        arguments |= {
+            "sequence": int(settings["join"]),
+            "row_tokens": 1,
+        }  # only their quotient is part of the plan
+    return arguments
 
 
 def configured_settings(population: Population, configuration: Mapping[str, Any]) -> PlanRecipe:

@@ -50,7 +50,8 @@ class Coverage:
         drawn: samples of these steps.
         distinct: different ones among them.
         rows: samples of the dataset.
-        remainder: how many of them a whole epoch leaves out, always fewer than a batch.
+        remainder: how many of them a whole epoch leaves out; -1 where that depends on more than their number (grouped
+            or joined rows), and is not checked.
     """
 
     epoch: int
@@ -72,7 +73,7 @@ class Coverage:
     def is_exact(self) -> bool:
         """No sample twice, and of a whole epoch none missing but the remainder."""
         return self.drawn == self.distinct and (
-            not self.is_whole or self.rows - self.distinct == self.remainder
+            not self.is_whole or self.remainder < 0 or self.rows - self.distinct == self.remainder
         )
 
 
@@ -150,6 +151,8 @@ def _count(plan: Plan, first: int, last: int, drawn: int, seen: Path) -> Coverag
     epoch = begin // (plan.steps_per_epoch or 1)
     rows = plan.population.rows
     remainder = rows % plan.global_batch if plan.settings.remainder == "drop" else 0
+    if any(plan.settings.canonical().get(name) for name in ("buckets", "join")):
+        remainder = -1
     return Coverage(epoch, first, last, begin, end, drawn, distinct, rows, remainder)
 
 
@@ -165,6 +168,8 @@ def _has_epochs(plan: Plan) -> bool:
 def _epochs(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
     while first < last:
         end = min(last, plan.epoch_bounds(first)[1]) if _has_epochs(plan) else last
+        if first < plan.from_step:
+            end = min(end, plan.from_step)  # an amendment may change the size of cells
         yield first, end
         first = end
 

@@ -244,7 +244,7 @@ def test_a_ledger_forged_throughout_contradicts_checkpoints_and_plan(home: Path,
     for name in ("ledger", "journal"):
         shutil.rmtree(run / name)
     with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"settings": plan.settings.canonical(), "dataset": [str(home / "data")]}) as journal:  # fmt: skip
+                 meta={"history": plan.history(), "dataset": [str(home / "data")]}) as journal:  # fmt: skip
         for step in range(STEPS):
             cells = plan.step(step) if step != 12 else plan.step(13)
             journal.record(step, list(enumerate(cells)))
@@ -356,7 +356,7 @@ def test_substitutions_are_listed_with_their_reasons(home: Path, tmp_path: Path)
     dataset = shardkit.open(root)
     plan = dataset.plan(**SETTINGS)
     with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"settings": plan.settings.canonical(), "dataset": [root]}) as journal:  # fmt: skip
+                 meta={"history": plan.history(), "dataset": [root]}) as journal:  # fmt: skip
         for step in range(5):
             cells = plan.step(step).copy()
             if step == 3:
@@ -387,7 +387,7 @@ def test_only_explained_deviations_end_with_1(home: Path, tmp_path: Path) -> Non
     dataset = shardkit.open(root)
     plan = dataset.plan(**SETTINGS)
     with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"settings": plan.settings.canonical(), "dataset": [root]}) as journal:  # fmt: skip
+                 meta={"history": plan.history(), "dataset": [root]}) as journal:  # fmt: skip
         cells = plan.step(0).copy()
         journal.event(
             0, "substituted", lane=0, slot=0, sample=int(cells[0, 0]), by=7, field="value", reason="torn"
@@ -578,6 +578,32 @@ def test_trace_of_a_list_proves_that_none_was_used(
     assert [(one["step"], one["lane"], one["slot"]) for one in document["uses"]] == [(4, 1, 2)]
 
 
+# ---- amended plans
+
+
+def test_a_run_that_goes_on_with_an_amended_plan_is_checked_through(home: Path, tmp_path: Path) -> None:
+    """Restarted from step 30 under weights, and from step 40 on fewer samples: a fork is said where it repeats."""
+    root, run = str(home / "data"), tmp_path / "run"
+    dataset = shardkit.open(root)
+    first = dataset.plan(**SETTINGS)
+    second = first.amend(from_step=30, weights={"1": 3})
+    third = second.amend(skip=(40, 43))
+    for plan, begin, end in ((first, 0, 36), (second, 30, 41), (third, 40, 50)):
+        with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
+            loader.seek(begin)
+            step = begin
+            while step < end:
+                for batch in loader:
+                    step = batch.step + 1
+                    if step == end:
+                        break
+    audit = audit_run(run, level=None)
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.steps, audit.checked) == (50, 50 + 6 + 1)
+    assert audit.plan == third.digest
+    assert [one.subject for one in audit.findings if one.kind == "fork"] == ["step 30", "step 40"]
+
+
 # ---- lineage
 
 
@@ -612,7 +638,7 @@ if __name__ == "__main__":
     from shardkit.dataset.population import population_of
     ds = shardkit.open({str(home / "data")!r})
     plan = ds.plan(**{SETTINGS!r}, remainder="short")
-    recipe = recipe_of(population_of(ds.manifest, ds.table), plan.settings.canonical())
+    recipe = recipe_of(population_of(ds.manifest, ds.table), plan.history())
     results = []
     for jobs in (1, 3):
         coverage = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,32 @@ def test_a_plan_is_made_again_from_its_canonical_settings(
     dataset: shardkit.Dataset, plan_settings: dict[str, Any]
 ) -> None:
     plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
-    again = recipe_of(population_of(dataset.manifest, dataset.table), plan.settings.canonical()).make()
+    again = recipe_of(population_of(dataset.manifest, dataset.table), plan.history()).make()
     assert again.digest == plan.digest
     np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
+
+
+def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=6, lanes=3).amend(from_step=5, global_batch=12, lanes=4)
+    plan = (
+        plan.amend(from_step=20, weights={"a": 2})
+        .amend(skip=(30, 33))
+        .amend(from_step=40, weights={"a": 1, "b": 4})
+    )
+    again = recipe_of(
+        population_of(dataset.manifest, dataset.table), json.loads(json.dumps(plan.history()))
+    ).make()
+    assert again.digest == plan.digest
+    for first, last in ((0, 5), (5, 60)):
+        np.testing.assert_array_equal(again.steps(first, last), plan.steps(first, last))
 
 
 def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> None:
     population = population_of(dataset.manifest, dataset.table)
     with pytest.raises(PlanError, match="zigzag"):
-        recipe_of(population, {"global_batch": 4, "zigzag": 1})
+        recipe_of(
+            population, [{"manifest": "", "settings": {"global_batch": 4, "zigzag": 1}, "change": None}]
+        )
 
 
 def test_bulk_digests_of_cells_are_those_of_the_plan() -> None:

@@ -272,7 +272,7 @@ def _coverage_text(one: Any) -> str:
     part = "" if one.is_whole else f"steps {one.first:,} to {one.last - 1:,} of it: "
     if not one.is_exact:
         return f"{part}NOT exact: {one.drawn:,} drawn, {one.distinct:,} different"
-    left = f"; {count_text(one.remainder)} left out, in turn" if one.remainder and one.is_whole else ""
+    left = f"; {count_text(one.remainder)} left out, in turn" if one.remainder > 0 and one.is_whole else ""
     return f"{part}{count_text(one.distinct, 'sample')} of {one.rows:,}, each once{left}"
 
 
