@@ -62,7 +62,7 @@ class Machinery:
         self.journal = None if config.run is None else Journal(
             config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=topology.rank,
             world=topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
-            meta={"settings": plan.settings.canonical(), "dataset": reader.urls},
+            meta={"history": plan.history(), "dataset": reader.urls},
         )  # fmt: skip
 
     def row_work(self, plan: Plan, sources: Sources) -> RowWork:

@@ -38,6 +38,7 @@ class Plan:
         self, leg: Leg, parent: Plan | None = None, change: Mapping[str, object] | None = None
     ) -> None:
         self._leg, self.parent = leg, parent
+        self._change = None if parent is None else dict(change or {})
         identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": leg.population.identity}
         identity["settings"] = leg.settings.canonical()
         if parent is not None:
@@ -194,6 +195,18 @@ class Plan:
         if found is None or found[0] + self._leg.origin < self.from_step:
             return None
         return found[0] + self._leg.origin, found[1], found[2]
+
+    def history(self) -> list[dict[str, object]]:
+        """What the plan can be made from again, as canonical JSON takes it: the first plan, then each amendment.
+
+        Each has ``manifest``, ``settings`` as they hold from there on, and ``change``: what was asked for, None first.
+        """
+        own: dict[str, object] = {
+            "manifest": self.population.identity,
+            "settings": self.settings.canonical(),
+            "change": self._change,
+        }
+        return [own] if self.parent is None else [*self.parent.history(), own]
 
     def accepts(self, digest: str, step: int) -> bool:
         """A state of this plan, or of one that it amends from no earlier step, may be loaded."""
