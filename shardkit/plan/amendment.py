@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from shardkit.errors import PlanError
 
+from .buckets import BucketGrid
 from .leftover import NaturalLeftover, StratumLeftover, WeightedLeftover
 from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
+from .sequences import JoinedGrid
 from .settings import Settings, check_rows
 from .strata import group_strata, stratum_rows
 from .weighted import WeightedGrid, Weights
@@ -18,7 +20,7 @@ from .weights import WeightsLike, resolve_weights
 
 __all__ = ["AnyGrid", "Change", "Leg", "amended", "natural_grid", "weighted_grid"]
 
-AnyGrid = NaturalGrid | WeightedGrid | RestGrid
+AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,16 @@ def amended(leg: Leg, change: Change) -> Leg:
         lanes=_lanes(leg.settings, change),
     )
     if change.population is not None and change.population.identity != leg.population.identity:
+        if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
+            raise PlanError(
+                "plan: a plan with group_by or sequence does not change its manifest; make a new plan"
+            )
         return _anew(leg, settings, change.population, change)
+    if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
+        if change.weights is not None or settings != leg.settings:
+            raise PlanError("plan: a plan with group_by or sequence is amended by skip only")
+        origin = change.from_step - change.position + leg.origin
+        return Leg(settings, leg.population, leg.grid, change.from_step, origin, continues=True)
     if isinstance(leg.grid, WeightedGrid):
         return _after_weighted(leg, leg.grid, settings, change)
     return _after_natural(leg, settings, change)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .amendment import AnyGrid
 from .assignment import assign
+from .buckets import BucketGrid
 from .natural import NaturalGrid
 from .plan import Plan
 from .rest import RestGrid
+from .sequences import JoinedGrid
 
 __all__ = ["NodeReads", "lane_shards", "node_reads"]
 
@@ -37,9 +40,14 @@ class NodeReads:
 
 def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Numbers:
     """Distinct shards that hold a lane's rows of an epoch; with explicit weights, of pass ``epoch`` of each stratum."""
-    grid = plan.grid
-    if isinstance(grid, RestGrid):
-        grid = grid.after
+    return _grid_shards(plan.grid, lane, epoch)
+
+
+def _grid_shards(grid: AnyGrid, lane: int, epoch: int) -> Numbers:
+    if isinstance(grid, BucketGrid):
+        return np.unique(np.concatenate([_grid_shards(part, lane, epoch) for part in grid.grids]))
+    if isinstance(grid, (RestGrid, JoinedGrid)):
+        return _grid_shards(grid.after if isinstance(grid, RestGrid) else grid.inner, lane, epoch)
     if isinstance(grid, NaturalGrid):
         hand = grid.hand(epoch, lane)
         return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)

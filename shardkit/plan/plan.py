@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,11 @@ from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
 
 from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
+from .buckets import BucketGrid, find_buckets
+from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
+from .sequences import JoinedGrid, joined, rows_per_sequence
 from .settings import DEFAULT_WINDOW_BLOCKS, Settings, default_lanes
 from .strata import stratum_rows
 from .weighted import WeightedGrid
@@ -80,13 +84,17 @@ class Plan:
 
     @property
     def cell_size(self) -> int:
-        """m: samples of a full cell."""
-        return self.global_batch // self.lanes
+        """m: samples of a full cell; with group_by the most in any, with sequence all rows of its sequences."""
+        grid = self._leg.grid
+        return grid.width if isinstance(grid, (BucketGrid, JoinedGrid)) else self.global_batch // self.lanes
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch, the short one included; with explicit weights `epoch_steps`, or None."""
         grid = self._leg.grid
+        if isinstance(grid, JoinedGrid):
+            first, last = grid.bounds(0)
+            return last - first if not self.settings.stages else self.settings.epoch_steps
         if isinstance(grid, WeightedGrid):
             return self.settings.epoch_steps
         return (grid.after if isinstance(grid, RestGrid) else grid).steps_per_epoch
@@ -94,6 +102,9 @@ class Plan:
     @property
     def loop_steps(self) -> int:
         """Steps after which a loop over the plan ends: an epoch, or ceil(N / B) where there is none."""
+        grid = self._leg.grid
+        if isinstance(grid, JoinedGrid):
+            return self.steps_per_epoch or grid.bounds(0)[1]
         return self.steps_per_epoch or -(-self.population.rows // self.global_batch)
 
     def epoch_bounds(self, step: int) -> tuple[int, int]:
@@ -289,6 +300,9 @@ def make_plan(
     weights: WeightsLike | None = None,
     stages: Sequence[tuple[int, WeightsLike | None]] | None = None,
     epoch_steps: int | None = None,
+    group_by: Mapping[str, int] | None = None,
+    sequence: int | None = None,
+    row_tokens: int | None = None,
 ) -> Plan:
     """Plan a population.
 
@@ -305,6 +319,10 @@ def make_plan(
             then come round pass after pass, without an end.
         stages: (from_step, weights) that follow, in ascending order; weights None are like the rows.
         epoch_steps: steps of a loop over a plan with explicit weights; ceil(N / B) by default.
+        group_by: glob over strata to the greatest length of their samples. A step is of one length; cells of shorter
+            ones hold more samples, by the token budget of a cell of the longest, of which B / L make one.
+        sequence: tokens of a training sequence: consecutive rows are joined, and B counts sequences.
+        row_tokens: tokens of a row, for ``sequence``.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
@@ -314,17 +332,29 @@ def make_plan(
     resolved = resolve_stages(weights, stages, population.strata, rows)
     if epoch_steps is not None and not resolved:
         raise PlanError(f"plan: epoch_steps is {epoch_steps}, expected it only with explicit weights")
+    join = None if sequence is None else rows_per_sequence(sequence, row_tokens)
+    units = population if join is None else joined(population, join)
     settings = Settings(
         global_batch=global_batch,
-        lanes=default_lanes(population, global_batch) if lanes is None else lanes,
+        lanes=default_lanes(units, global_batch) if lanes is None else lanes,
         seed=seed,
         remainder=remainder,
         window_blocks=window_blocks,
         shuffle=shuffle,
         stages=resolved,
         epoch_steps=epoch_steps,
+        join=join,
     )
     if not total:
         raise PlanError("plan: the dataset has no selected row")
-    grid = weighted_grid(population, settings) if resolved else natural_grid(population, settings, rows)
-    return Plan(Leg(settings, population, grid))
+    if group_by is not None:
+        if resolved or join is not None:
+            raise PlanError("plan: group_by goes neither with weights nor with sequence; leave one out")
+        buckets = find_buckets(group_by, population.strata, global_batch // settings.lanes)
+        settings = replace(settings, buckets=tuple((b.longest, b.strata) for b in buckets))
+        return Plan(Leg(settings, population, BucketGrid(population, buckets, settings)))
+    if resolved:
+        grid: NaturalGrid | WeightedGrid = weighted_grid(units, settings)
+    else:
+        grid = natural_grid(units, settings, stratum_rows(units))
+    return Plan(Leg(settings, population, grid if join is None else JoinedGrid(grid, population, join)))

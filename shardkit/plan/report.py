@@ -8,13 +8,17 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
+from .amendment import AnyGrid
+from .buckets import BucketGrid
 from .locality import lane_shards, node_reads
 from .mixing import mixing
 from .natural import NaturalGrid
 from .plan import Plan
 from .rest import RestGrid
+from .sequences import JoinedGrid
 from .settings import num_blocks
 from .strata import stratum_rows
+from .weighted import WeightedGrid
 
 __all__ = ["balance", "describe_plan", "efficiency", "expected_counts", "stratum_counts"]
 
@@ -49,6 +53,7 @@ def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int
         "shards_per_lane": {"least": min(map(len, shards)), "most": max(map(len, shards))},
         "nodes": [asdict(node_reads(plan, n, shards)) for n in nodes if n <= plan.lanes],
         "working_set": _working_set(plan),
+        "lengths": _lengths(plan),
         "mixing": {"plan": asdict(mine), "full_shuffle": asdict(full)},
         "worlds": [{"ranks": r, "efficiency": e} for r, e in enumerate(efficiency(plan.lanes), 1)],
     }
@@ -105,7 +110,7 @@ def _remainder(plan: Plan) -> int:
 
 def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
     expected = expected_counts(plan)
-    natural = isinstance(plan.grid, (NaturalGrid, RestGrid))
+    natural = not plan.settings.stages
     return [
         {
             "name": name,
@@ -119,20 +124,21 @@ def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
     ]
 
 
+def _lengths(plan: Plan) -> dict[str, object]:
+    """What grouping by length or joining rows does to padding."""
+    if isinstance(plan.grid, BucketGrid):
+        groups = [{"longest": b.longest, "cell_size": b.cell_size} for b in plan.grid.buckets]
+        return {"groups": groups, **plan.grid.padding()}
+    return (
+        {"rows_per_sequence": plan.grid.join, "filled": plan.grid.filled}
+        if isinstance(plan.grid, JoinedGrid)
+        else {}
+    )
+
+
 def _working_set(plan: Plan) -> dict[str, object]:
     """Blocks that a lane holds open: its windows; of strata rarer than one per cell, two windows per slot."""
-    grid = plan.grid.after if isinstance(plan.grid, RestGrid) else plan.grid
-    if isinstance(grid, NaturalGrid):
-        masses, windows = np.array(grid.groups.masses, dtype=float), grid.windows
-    else:
-        masses, windows = np.array(plan.settings.stages[0][1], dtype=float), grid.tapes.windows
-    often = plan.cell_size * masses >= masses.sum()
-    few = (
-        min(int((~often & (masses > 0)).sum()), 2 * plan.cell_size)
-        if isinstance(grid, NaturalGrid)
-        else (~often).sum()
-    )
-    blocks = int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))
+    blocks = max(_open_blocks(grid) for grid in _parts(plan.grid))
     size = plan.population.shard_bytes
     each = -1 if size is None else int(size.sum()) // max(1, num_blocks(plan.population))
     return {
@@ -141,3 +147,23 @@ def _working_set(plan: Plan) -> dict[str, object]:
         "bytes_per_lane": -1 if each < 0 else blocks * each,
         "bytes_all_lanes": -1 if each < 0 else blocks * each * plan.lanes,
     }
+
+
+def _parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
+    if isinstance(grid, BucketGrid):
+        return list(grid.grids)
+    if isinstance(grid, (RestGrid, JoinedGrid)):
+        return _parts(grid.after if isinstance(grid, RestGrid) else grid.inner)
+    return [grid]
+
+
+def _open_blocks(grid: NaturalGrid | WeightedGrid) -> int:
+    if isinstance(grid, NaturalGrid):
+        masses, windows = np.array(grid.groups.masses, dtype=float), grid.windows
+    else:
+        masses, windows = np.array(grid.weights[0].masses, dtype=float), grid.tapes.windows
+    often = grid.cell_size * masses >= masses.sum()
+    few = int((~often & (masses > 0)).sum())
+    if isinstance(grid, NaturalGrid):
+        few = min(few, 2 * grid.cell_size)
+    return int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))

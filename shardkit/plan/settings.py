@@ -35,6 +35,8 @@ class Settings:
     shuffle: str = "window"
     stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
     epoch_steps: int | None = None
+    buckets: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    join: int | None = None
 
     def __post_init__(self) -> None:
         _at_least("global_batch", self.global_batch, 1)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .population import Population
 
-__all__ = ["Groups", "group_strata", "stratum_rows"]
+__all__ = ["Groups", "each_alone", "group_strata", "stratum_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,13 @@ class Groups:
             total += mass
             sums.append(total)
         return sums
+
+
+def each_alone(rows: Sequence[int]) -> Groups:
+    """Every stratum a group of its own, whatever its size; group numbers are stratum numbers."""
+    counts = tuple(int(r) for r in rows)
+    strata = tuple((s,) for s in range(len(counts)))
+    return Groups(counts, counts, strata, np.arange(len(counts), dtype=np.int32), pooled=False)
 
 
 def stratum_rows(population: Population) -> list[int]:

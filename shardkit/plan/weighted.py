@@ -15,7 +15,7 @@ from .permutation import derive, derive_each, order
 from .population import Population
 from .recent import Recent
 from .stage import Stage, StageGroup, first_step, plan_groups, whole_turn
-from .strata import Groups, stratum_rows
+from .strata import each_alone, stratum_rows
 from .tapes import Leftover, Tapes
 from .tree import Tree
 
@@ -72,7 +72,7 @@ class WeightedGrid:
         self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
         self.cell_size = global_batch // lanes
         self.rows: Numbers = np.array(stratum_rows(population), dtype=np.int64)
-        self.order = BaseOrder(population, _each_alone(self.rows))
+        self.order = BaseOrder(population, each_alone(self.rows.tolist()))
         self.shared = self._shared_strata(stages)
         masses = stages[0].masses
         windows = [_window(m, sum(masses), global_batch, lanes, window_blocks) for m in masses]
@@ -326,13 +326,6 @@ class WeightedGrid:
             return before
         key = derive(self.seed, _CELLS, lane, step + stage.start)
         return int(np.flatnonzero(order(key, stage.batch // self.lanes) == before)[0])
-
-
-def _each_alone(rows: Numbers) -> Groups:
-    numbers = range(len(rows))
-    counts = tuple(int(r) for r in rows)
-    of = np.arange(len(rows), dtype=np.int32)
-    return Groups(counts, counts, tuple((s,) for s in numbers), of, pooled=False)
 
 
 def _window(mass: int, total: int, batch: int, lanes: int, budget: int) -> int:

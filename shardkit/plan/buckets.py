@@ -1,0 +1,132 @@
+"""Grouping by length: each bucket is a grid of its own, and steps are dealt over the buckets (SPEC.md §10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import PlanError
+
+from .base_order import BaseOrder
+from .natural import NaturalGrid
+from .permutation import derive
+from .population import Population
+from .settings import Settings
+from .stage import first_step
+from .strata import each_alone, group_strata, stratum_rows
+from .tree import Tree
+
+__all__ = ["Bucket", "BucketGrid", "find_buckets"]
+
+Numbers = NDArray[np.int64]
+
+_BUCKET = 6  # what a key below the seed is for
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Strata whose samples are at most ``longest`` long, and how many of them make a cell."""
+
+    longest: int
+    strata: tuple[int, ...]
+    cell_size: int
+
+
+def find_buckets(group_by: Mapping[str, int], strata: Sequence[str], cell_size: int) -> tuple[Bucket, ...]:
+    """Resolve globs over strata to buckets, the longest first.
+
+    A cell of the longest bucket has ``cell_size`` samples; that times its length is the token budget of every cell.
+
+    Raises:
+        PlanError: a stratum is in no bucket or a length is no positive integer.
+    """
+    for pattern, longest in group_by.items():
+        if type(longest) is not int or longest < 1:
+            raise PlanError(f"plan: group_by {pattern!r} is {longest!r}, expected its greatest length, >= 1")
+    of = [next((n for p, n in group_by.items() if fnmatchcase(name, p)), None) for name in strata]
+    missing = [name for name, longest in zip(strata, of, strict=True) if longest is None]
+    if missing:
+        raise PlanError(
+            f"plan: stratum {missing[0]!r} is in no group of group_by; name it or end with a glob '*'"
+        )
+    lengths = sorted({n for n in of if n is not None}, reverse=True)
+    budget = cell_size * lengths[0]
+    return tuple(Bucket(n, tuple(s for s, m in enumerate(of) if m == n), budget // n) for n in lengths)
+
+
+class BucketGrid:
+    """Natural weights in buckets: a step is of one bucket, and its cells are as large as the token budget allows.
+
+    Cells are as wide as the largest; -1 fills the others. Every bucket keeps the promises of `NaturalGrid` by itself.
+    After any number of steps each bucket has had its share of them within one, and all end with the epoch.
+    """
+
+    def __init__(self, population: Population, buckets: Sequence[Bucket], settings: Settings) -> None:
+        rows = stratum_rows(population)
+        self.buckets = tuple(b for b in buckets if any(rows[s] for s in b.strata))
+        self.grids: list[NaturalGrid] = []
+        for number, bucket in enumerate(self.buckets):
+            masses = [n if s in set(bucket.strata) else 0 for s, n in enumerate(rows)]
+            batch = bucket.cell_size * settings.lanes
+            if settings.remainder == "drop" and sum(masses) < batch:
+                raise PlanError(
+                    f"plan: the group of length {bucket.longest} has {sum(masses)} rows, its step takes {batch}; "
+                    f'take a smaller global batch, join groups, or take remainder="short"'
+                )
+            grid = NaturalGrid(
+                population,
+                group_strata(population.strata, masses, masses, batch),
+                global_batch=batch,
+                lanes=settings.lanes,
+                seed=derive(settings.seed, _BUCKET, number) >> 1,
+                remainder=settings.remainder,
+                window_blocks=settings.window_blocks,
+                shuffle=settings.shuffle,
+            )
+            self.grids.append(grid)
+        self.order = BaseOrder(population, each_alone(rows))
+        self.width = max(b.cell_size for b in self.buckets)
+        self.steps_per_epoch = sum(g.steps_per_epoch for g in self.grids)
+        self._tree = Tree([g.steps_per_epoch for g in self.grids])
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and end step of the epoch that holds a step."""
+        first = step - step % self.steps_per_epoch
+        return first, first + self.steps_per_epoch
+
+    def bucket_of(self, steps: Numbers) -> tuple[Numbers, Numbers]:
+        """The bucket of each step, and that bucket's own step. The pattern repeats at least once an epoch."""
+        return self._tree.draws(steps)
+
+    def cells(self, start: int, stop: int, lane: int) -> Numbers:
+        """Cells of one lane for steps [start, stop): (steps, width) int64, -1 behind the samples of each."""
+        out = np.full((stop - start, self.width), -1, dtype=np.int64)
+        bucket, own = self.bucket_of(np.arange(start, stop, dtype=np.int64))
+        for number, grid in enumerate(self.grids):
+            at = np.flatnonzero(bucket == number)
+            if len(at):
+                out[at, : grid.cell_size] = grid.cells(int(own[at[0]]), int(own[at[-1]]) + 1, lane)
+        out.flags.writeable = False
+        return out
+
+    def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
+        """(step, lane, slot) of a sample in an epoch; None where it is dropped."""
+        stratum = int(self.order.strata_of(np.array([sample]))[0])
+        bucket = next(i for i, b in enumerate(self.buckets) if stratum in b.strata)
+        found = self.grids[bucket].locate(sample, number)
+        if found is None:
+            return None
+        turns, rest = divmod(found[0], int(self._tree.masses[bucket]))
+        step = first_step(lambda n: int(self._tree.totals(np.array([n]))[0, bucket]), rest, self._tree.period)
+        return turns * self._tree.period + (step or 0), found[1], found[2]
+
+    def padding(self) -> dict[str, float]:
+        """Share of a batch that is padding at worst, if all samples were as long as their bucket's longest."""
+        rows = [g.rows for g in self.grids]
+        filled = sum(n * b.longest for n, b in zip(rows, self.buckets, strict=True))
+        whole = sum(rows) * max(b.longest for b in self.buckets)
+        return {"tokens_ungrouped": whole, "tokens_grouped": filled, "saved": 1 - filled / whole}
