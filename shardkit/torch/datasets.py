@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, Topology, check_state, find_topology
-from shardkit.loader.state import STATE_VERSION
+from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
 
 __all__ = ["PlanDataset", "dataset"]
@@ -73,8 +73,9 @@ class PlanDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Any]:
         """The steps of this worker, from the cursor to the end of the epoch."""
         worker, workers = _worker()
-        start, length = int(self._cursor), self._plan.loop_steps
-        first, stop = self._own or (start + worker, (start // length + 1) * length)
+        start = int(self._cursor)
+        check_geometry(self._plan, start)
+        first, stop = self._own or (start + worker, self._plan.epoch_bounds(start)[1])
         self._own, self._at = None, (first, stop)
         return self._hand_out(first, stop, workers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -58,7 +59,7 @@ class Checkpointer:
         self._store, self._world, self._keep, self._event = store, world, keep, event
         self._asynchronous = asynchronous
         # its own group: collectives of two threads on one group would be matched in any order
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(600.0, timeout_s)))
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(600.0, timeout_s)))
         self._staged: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -80,11 +81,14 @@ class Checkpointer:
         if self._asynchronous and not wait:
             staged = {part: self._stage(part, tensors) for part, tensors in state.items()}
             self._thread = threading.Thread(
-                target=self._write, args=(step, staged, dict(meta)), name="checkpoint", daemon=True
+                target=self._write,
+                args=(step, staged, dict(meta), self._group),
+                name="checkpoint",
+                daemon=True,
             )
             self._thread.start()
         else:
-            self._write(step, state, dict(meta))
+            self._write(step, state, dict(meta), self._group)
             self.wait()
 
     def _exists(self, step: int) -> bool:
@@ -98,11 +102,14 @@ class Checkpointer:
         Raises:
             RunError: it does not end.
         """
+        # Whoever has failed already lets go of the group, so that its sockets close and nobody waits for it.
+        self._group, self._error = None, None
+        gc.collect()
         if self._thread is not None:
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 raise RunError(f"a checkpoint's writer does not end within {patience_s} s; restart the run")
-        self._thread = self._error = None
+        self._thread, self._error = None, None
 
     def wait(self) -> None:
         """Until the save in the background is published.
@@ -135,15 +142,20 @@ class Checkpointer:
             staged[name] = _with_part(tensor, self._staged[key])
         return staged
 
-    def _write(self, step: int, state: dict[str, dict[str, Tensor]], meta: dict[str, object]) -> None:
-        """Runs in the thread: write, then prune before any rank may begin the next save."""
+    def _write(
+        self, step: int, state: dict[str, dict[str, Tensor]], meta: dict[str, object], group: Any
+    ) -> None:
+        """Runs in the thread: write, then prune before any rank may begin the next save.
+
+        ``group`` is this save's and is never looked up again: the ranks may have changed meanwhile.
+        """
         name = checkpoint_name(step)
         started = time.monotonic()
         try:
             if name in self._damaged and self._world.rank == 0:
                 self._store.delete(f"checkpoints/{name}.json")
             writer = CheckpointWriter(self._store, name, meta)
-            save_state(state, storage_writer=writer, process_group=self._group)
+            save_state(state, storage_writer=writer, process_group=group)
             self.written_bytes = writer.written_bytes
             if self._world.rank == 0:
                 self._damaged.discard(name)
@@ -153,7 +165,7 @@ class Checkpointer:
                 )
                 if self._keep:
                     prune(self._store, self._keep)
-            dist.barrier(self._group)
+            dist.barrier(group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; it is raised again by `wait`
             self._error = error
 

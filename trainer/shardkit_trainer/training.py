@@ -74,14 +74,15 @@ def train(config: Configuration) -> Summary:
                     run.attach(world)
                     return run.finish()
                 except Regroup:
-                    world = _next_world(config, world, run)
+                    pass
                 except RuntimeError as error:
                     if not is_collective_failure(error):
                         raise
                     failure = world.describe_failure(error)
                     if not world.supervised:
                         raise failure from error
-                    world = _next_world(config, world, run)
+                # outside of the handlers: a live traceback would keep the old groups, and their sockets, open
+                world = _next_world(config, world, run)
         finally:
             run.close()
             leave_world(world)
