@@ -5,6 +5,9 @@
     opening        from a URL to a dataset; several as one
     dataset        samples, views, plans, loaders
     create         the writer: samples in, one version out
+    version_writing  from rows to a committed version, in one process
+    part_files     named parts, durable until they are committed
+    parts          many writers, one commit
     layout         which row goes to which shard, segment and block (pure)
     row_table      rows as columns: identity, stratum, size, order
     scratch        encoded rows on disk until the layout is known
@@ -32,5 +35,6 @@ SPEC.md says the layout rules and what decides the manifest id.
 from shardkit.dataset.create import Writer, create
 from shardkit.dataset.dataset import Dataset
 from shardkit.dataset.opening import open_dataset
+from shardkit.dataset.parts import commit_parts, list_parts
 
-__all__ = ["Dataset", "Writer", "create", "open_dataset"]
+__all__ = ["Dataset", "Writer", "commit_parts", "create", "list_parts", "open_dataset"]

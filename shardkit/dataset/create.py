@@ -9,23 +9,17 @@ from types import TracebackType
 from typing import Any
 
 from shardkit.dataset.about import given_about
-from shardkit.dataset.appending import Base, load_base, pooling_of
-from shardkit.dataset.committing import (
-    NewVersion,
-    StratumNumbers,
-    check_about,
-    commit_version,
-    make_manifest,
-    split_rows,
-)
-from shardkit.dataset.encoding import RowEncoder, ordinal_identity
-from shardkit.dataset.layout import LayoutSettings, lay_out
+from shardkit.dataset.appending import Base, load_base
+from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
+from shardkit.dataset.layout import LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
-from shardkit.dataset.row_table import check_unique_keys, describe_row, join_parts, rows_of_shards
+from shardkit.dataset.part_files import FOLDER as PARTS
+from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import parse_split
+from shardkit.dataset.version_writing import write_version
 from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.manifest import Manifest
@@ -55,6 +49,7 @@ def create(
     lookup: str | Sequence[str] = (),
     ref: str = "main",
     message: str = "",
+    part: str | None = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> Writer:
     """Open a writer of a new version of the dataset at ``root``; a context manager.
@@ -82,7 +77,11 @@ def create(
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved to the new version.
         message: of the commit.
-        scratch: directory for what does not fit in memory; by default inside ``root``.
+        part: name of a part of a version that many writers make, on one machine or on many that share the root: closing
+            commits nothing and leaves the part, in place of one of the same name, for `commit_parts`. All parts
+            need the same settings; ref, message, append, about and lookup are given to `commit_parts`.
+        scratch: directory for what does not fit in memory; by default inside ``root``. Parts of a root that is not a
+            local folder need one that all writers share.
 
     Raises:
         SchemaError, ConfigurationError: a setting that cannot be carried out.
@@ -108,7 +107,18 @@ def create(
         lookups=parse_lookup(lookup, parsed) if lookup else (),
     )
     encoder = RowEncoder(parsed, format, stratify=axes, classes=version.classes, split_by=split_by)
+    if part is not None and (append or about is not None or lookup or message or ref != "main"):
+        raise UsageError(
+            f"part={part!r} with append, about, lookup, message or ref: a part commits nothing; "
+            "give them to commit_parts"
+        )
     repository = Repository.open(root) if append else Repository.create(root)
+    if part is not None:
+        check_part_name(part)
+        folder = part_folder(repository, scratch)
+        return Writer(
+            repository, version, encoder, ref=ref, message=message, scratch=folder.path, part=(folder, part)
+        )
     base = load_base_of(repository, version, ref) if append else None
     return Writer(repository, version, encoder, ref=ref, message=message, scratch=scratch, base=base)
 
@@ -151,6 +161,7 @@ class Writer:
         message: str,
         scratch: str | os.PathLike[str] | None,
         base: Base | None = None,
+        part: tuple[PartFolder, str] | None = None,
     ) -> None:
         self._repository = repository
         self._version = version
@@ -158,14 +169,18 @@ class Writer:
         self._ref = ref
         self._message = message
         self._base = base
+        self._part = part
         self._first = base.first_ordinal if base else 0
         self._lock = threading.Lock()
+        self._spooled = temporary_name("spool")
         self._spool: RowSpool | None = RowSpool(
             scratch_folder(repository, scratch),
-            temporary_name("spool"),
+            self._spooled,
             seed=version.settings.seed if version.settings.shuffle else None,
+            always_file=part is not None,
         )
         self._manifest: Manifest | None = None
+        self._is_written = False
 
     def add(
         self, sample: Mapping[str, object], key: str | None = None, *, source: tuple[str, int] | None = None
@@ -185,7 +200,11 @@ class Writer:
         row = self._encoder.encode(sample, key, source, where=name)
         with self._lock:
             spool = self._open()
-            spool.append(row, row.identity or ordinal_identity(self._first + len(spool)))
+            spool.append(row, row.identity or self._identity(len(spool)))
+
+    def _identity(self, number: int) -> tuple[int, int]:
+        """Of a row that has neither key nor source."""
+        return part_identity(self._part[1], number) if self._part else ordinal_identity(self._first + number)
 
     @property
     def manifest(self) -> Manifest:
@@ -194,6 +213,8 @@ class Writer:
         Raises:
             UsageError: not committed yet, or aborted.
         """
+        if self._part is not None:
+            raise UsageError(f"part {self._part[1]!r} is no version; commit all parts with commit_parts")
         if self._manifest is None:
             raise UsageError("this writer has not committed; leave its with-block, or call close(), first")
         return self._manifest
@@ -207,12 +228,15 @@ class Writer:
             StoreError: the root or the scratch disk failed; nothing was committed.
             CommitConflict: another commit moved the ref meanwhile.
         """
-        if self._manifest is not None:
+        if self._manifest is not None or self._is_written:
             return
         with self._lock:
             spool = self._open()
             try:
-                self._manifest = self._write(spool)
+                if self._part is None:
+                    self._manifest = self._write(spool)
+                else:
+                    self._write_part(spool, *self._part)
             finally:
                 self._spool = None
                 spool.drop()
@@ -244,35 +268,39 @@ class Writer:
         columns, part = spool.finish()
         if not len(columns) or part is None:
             raise UsageError("no sample was added; a dataset holds at least one")
-        rows = join_parts([columns])
-        fields = len(self._version.schema)
-        check_unique_keys(
-            rows,
-            lambda place: describe_row(rows, [part], place, fields, self._first),
-            first_ordinal=self._first,
-            held=self._base.keys if self._base else None,
+        return write_version(
+            self._repository,
+            self._version,
+            [columns],
+            [part],
+            base=self._base,
+            ref=self._ref,
+            message=self._message,
         )
-        # What cannot be split, or is said of strata that are not there, is known before anything is written.
-        check_about(self._version, rows, self._base)
-        split_rows(self._version, rows, allow_empty=self._base is not None)
-        pooling = pooling_of(rows.strata, self._base)
-        layout = lay_out(rows.table, len(rows.strata), self._version.settings, pooling)
-        before = self._base.manifest.strata if self._base else ()
-        numbers = StratumNumbers(rows.strata, layout.pooled, before)
-        shards = [
-            write_shard(
-                self._repository,
-                [part],
-                shard,
-                schema=self._version.schema,
-                format=self._version.format,
-                compression=self._version.compression,
-            )
-            for shard in rows_of_shards(rows, layout, numbers.of_stratum, self._first)
-        ]
-        made = make_manifest(self._repository, self._version, rows, layout, shards, self._base)
-        commit_version(self._repository, made, ref=self._ref, message=self._message)
-        return made.manifest
+
+    def _write_part(self, spool: RowSpool, folder: PartFolder, name: str) -> None:
+        columns, written = spool.finish()
+        if written is not None:
+            written.close()
+        folder.publish(name, self._spooled, settings_of(self._version), columns)
+        self._is_written = True
+
+
+def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:
+    """Where the parts of a root are until they are committed.
+
+    Raises:
+        UsageError: the root is not a local folder, and no folder that its writers share was given.
+    """
+    if scratch is None and not isinstance(repository.store, LocalStore):
+        raise UsageError(
+            f"parts of {repository.store.url} need a folder that all writers share; give it as scratch=, here and to "
+            "commit_parts"
+        )
+    path = os.path.join(scratch_folder(repository, scratch), PARTS)
+    with explained(f"make {path}", writing=True):
+        os.makedirs(path, exist_ok=True)
+    return PartFolder(path)
 
 
 def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:

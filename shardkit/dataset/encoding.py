@@ -18,6 +18,7 @@ __all__ = [
     "generated_key",
     "key_identity",
     "ordinal_identity",
+    "part_identity",
     "split_value",
 ]
 
@@ -182,6 +183,11 @@ def key_identity(key: str) -> tuple[int, int]:
 def ordinal_identity(ordinal: int) -> tuple[int, int]:
     """Identity of a row that has neither key nor source: its place in the order of adding."""
     return _identity(b"o" + ordinal.to_bytes(8, "little"))
+
+
+def part_identity(part: str, number: int) -> tuple[int, int]:
+    """Identity of a row of a named part that has neither key nor source: its place in the part."""
+    return _identity(b"r" + number.to_bytes(8, "little") + part.encode("ascii"))
 
 
 def split_value(text: str) -> int:

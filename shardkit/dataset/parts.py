@@ -1,0 +1,177 @@
+"""`commit_parts`: what many writers left, as one version in one commit (SPEC.md §13)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shardkit.dataset.about import given_about
+from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.create import load_base_of, part_folder
+from shardkit.dataset.layout import LayoutSettings
+from shardkit.dataset.lookups import parse_lookup
+from shardkit.dataset.part_files import PartFolder, WrittenPart
+from shardkit.dataset.scratch_parts import PartFiles
+from shardkit.dataset.splits import parse_split
+from shardkit.dataset.version_writing import write_version
+from shardkit.errors import NotFoundError, UsageError
+from shardkit.formats import Schema
+from shardkit.manifest import Manifest
+from shardkit.storage import Repository, load_manifest
+
+__all__ = ["commit_parts", "list_parts"]
+
+
+def list_parts(root: str | os.PathLike[str], *, scratch: str | os.PathLike[str] | None = None) -> list[str]:
+    """Names of the parts of a root that are whole and not committed yet, sorted.
+
+    Raises:
+        UsageError, StoreError: see `commit_parts`.
+    """
+    return part_folder(Repository.open(root), scratch).names()
+
+
+def commit_parts(
+    root: str | os.PathLike[str],
+    parts: Iterable[str] | None = None,
+    *,
+    append: bool = False,
+    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lookup: str | Sequence[str] = (),
+    ref: str = "main",
+    message: str = "",
+    author: str = "",
+    scratch: str | os.PathLike[str] | None = None,
+) -> Manifest:
+    """Commit what writers of `create(root, …, part=name)` left, as one version; then remove the parts.
+
+    The version is that of the parts in the order of their names, whoever wrote them, in whatever order and how often.
+    A second call with the same names gives the same version and commits nothing; so does one after a kill.
+
+    Args:
+        root: the dataset.
+        parts: their names, so that one that is missing is an error; by default those that are there.
+        append: put the rows behind those of the version that ``ref`` names.
+        about: see `create`.
+        lookup: see `create`.
+        ref: the ref that is moved.
+        message: of the commit.
+        author: of the commit.
+        scratch: what the writers were given.
+
+    Raises:
+        NotFoundError: a part is missing, or there are none.
+        UsageError: parts were made with different settings, or hold no rows.
+        SampleError: two samples have the same key.
+        IntegrityError: a part is damaged.
+        StoreError, CommitConflict: nothing was committed.
+    """
+    repository = Repository.open(root)
+    folder = part_folder(repository, scratch)
+    names = sorted(set(folder.names() if parts is None else parts))
+    if not names:
+        raise NotFoundError(f"{os.fspath(root)}: no parts to commit; write them with create(…, part=…)")
+    note = _note_name(names, ref, append=append)
+    committed = folder.noted(note)
+    if committed is not None and not set(names) & set(folder.names()):
+        return load_manifest(repository, committed).manifest
+    written = [folder.read(name) for name in names]
+    _check_settings(written)
+    version = _version(written, append=append, about=about, lookup=lookup, ref=ref)
+    manifest = _appended(repository, version, ref) if append else None
+    if manifest is None:
+        manifest = _write(
+            repository, folder, version, written, append=append, ref=ref, message=message, author=author
+        )
+    folder.note(note, manifest.id)
+    for part in written:
+        folder.remove(part)
+    folder.sweep()
+    return manifest
+
+
+def _write(
+    repository: Repository,
+    folder: PartFolder,
+    version: NewVersion,
+    written: Sequence[WrittenPart],
+    *,
+    append: bool,
+    ref: str,
+    message: str,
+    author: str,
+) -> Manifest:
+    base = load_base_of(repository, version, ref) if append else None
+    files = PartFiles(folder.path, [part.file for part in written])
+    try:
+        return write_version(
+            repository,
+            version,
+            [part.columns for part in written],
+            files,
+            base=base,
+            ref=ref,
+            message=message,
+            author=author,
+            once=True,
+        )
+    finally:
+        files.close()
+
+
+def _version(
+    written: Sequence[WrittenPart],
+    *,
+    append: bool,
+    about: Mapping[str, Any] | str | os.PathLike[str] | None,
+    lookup: str | Sequence[str],
+    ref: str,
+) -> NewVersion:
+    """What the settings of the parts ask for."""
+    settings = written[0].settings
+    schema = Schema.from_json(settings["schema"])
+    split = settings["split"]
+    # An append must be told from the same one again; elsewhere equal rows make equal versions, however they were cut.
+    parts = hashlib.sha256("".join(f"{part.name} {part.digest}\n" for part in written).encode()).hexdigest()
+    return NewVersion(
+        schema=schema,
+        format=str(settings["format"]),
+        compression=str(settings["compression"]),
+        axes=tuple(settings["stratify"]),
+        classes=tuple(settings["classes"]),
+        settings=LayoutSettings(
+            seed=int(settings["seed"]),
+            shuffle=bool(settings["shuffle"]),
+            shard_size=int(settings["shard_size"]),
+            block_size=int(settings["block_size"]),
+        ),
+        split=parse_split(dict(split["shares"]), split["by"], ref=ref) if split else None,
+        recipe={"parts": parts} if append else {},
+        about=given_about(about),
+        lookups=parse_lookup(lookup, schema) if lookup else (),
+    )
+
+
+def _appended(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:
+    """The version that ``ref`` names, if it was made by appending these very parts."""
+    held = load_manifest(repository, repository.resolve(ref)).manifest
+    last = held.build.get("append", {})
+    return held if last.get("parts") == version.recipe["parts"] else None
+
+
+def _check_settings(written: Sequence[WrittenPart]) -> None:
+    first = written[0]
+    for part in written[1:]:
+        for name, value in first.settings.items():
+            if part.settings.get(name) != value:
+                raise UsageError(
+                    f"parts {first.name!r} and {part.name!r} were made with different settings: {name} is {value!r} "
+                    f"and {part.settings.get(name)!r}; write one of them again"
+                )
+
+
+def _note_name(names: Sequence[str], ref: str, *, append: bool) -> str:
+    text = "\n".join([ref, str(append), *names])
+    return f"committed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
