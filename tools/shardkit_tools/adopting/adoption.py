@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from shardkit.dataset.create import scratch_folder
 from shardkit.dataset.sizes import parse_size
 from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, SourceError, UsageError
-from shardkit.formats import Schema, canonical_json
-from shardkit.manifest import ADOPTED, Manifest, ShardTable, check_against, compose
+from shardkit.formats import FieldType, Schema, canonical_json
+from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
 from shardkit.storage import LogEntry, Repository, put_manifest
 from shardkit_tools.adopting.promises import Promise, broken_promises
 from shardkit_tools.adopting.scanning import BUILD_INSTEAD
@@ -239,8 +239,7 @@ class _Adopting:
             for labels, rows in tar.runs:
                 counts[labels] = counts.get(labels, 0) + rows
         by_number = [
-            self._schema[axis].numpy_dtype.kind in "iu" and self._schema[axis].kind == "scalar"
-            for axis in self._axes
+            _is_whole(self._schema[axis]) and self._schema[axis].dtype != "bool" for axis in self._axes
         ]
 
         def order(labels: tuple[str, ...]) -> tuple[object, ...]:
@@ -275,7 +274,7 @@ class _Adopting:
             tars=len(found),
             rows=sum(tar.rows for tar in found),
             stored_bytes=sum(tar.size for tar in found),
-            strata={"/".join(labels) or "all": rows for labels, rows in strata.items()},
+            strata={Stratum(labels, 0, 0).name: rows for labels, rows in strata.items()},
             promises=tuple(broken_promises(self._axes, len(strata), largest, self._block_bytes)),
             reused=self._reused,
             read_bytes=self._read_bytes,
@@ -323,15 +322,12 @@ def _schema(files: Sequence[SourceFile], field_types: Mapping[str, str]) -> Sche
 
 def _check_axes(axes: Sequence[str], schema: Schema) -> None:
     for axis in axes:
-        kind = schema.get(axis)
-        if kind is None or not (
-            kind.kind == "str" or (kind.kind == "scalar" and kind.numpy_dtype.kind in "biu")
-        ):
-            fits = [
-                name
-                for name, one in schema.items()
-                if one.kind == "str" or one.dtype.startswith(("int", "uint"))
-            ]
+        fits = [name for name, kind in schema.items() if kind.kind == "str" or _is_whole(kind)]
+        if axis not in fits:
             raise UsageError(
                 f"stratify by {axis!r}: expected whole numbers or text ({', '.join(fits) or 'no field is such'})"
             )
+
+
+def _is_whole(kind: FieldType) -> bool:
+    return kind.kind == "scalar" and kind.numpy_dtype.kind in "biu"

@@ -1,0 +1,463 @@
+"""Tars of somebody else, adopted where they lie: read as webdataset reads them, verified, named when they change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from typer.testing import CliRunner
+
+import shardkit
+from shardkit.dataset.merging import merge_datasets
+from shardkit.dataset.removing import erase
+from shardkit.dataset.verify import verify
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.formats import read_block, xxh3
+from shardkit.storage import Repository
+from shardkit.testing.drills import drill_count
+from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adoption as adoption_module
+from shardkit_tools.main import make_app
+
+
+def sample(tar: int, row: int) -> dict[str, Any]:
+    return {
+        "__key__": f"part{tar}/s{tar}_{row:04d}",
+        "jpg": b"\xff\xd8\xff" + hashlib.sha256(f"{tar} {row}".encode()).digest() * (1 + row % 40),
+        "cls": row // 40,
+        "json": {"row": row, "text": "é" * (row % 5)},
+        "txt": f"sample {row} ü",
+        "tokens.npy": np.arange(row % 7, dtype=np.int32) - 3,
+        "emb.npy": np.full((2, 3), row / 3, np.float32),
+        "score.npy": np.float64(row / 7),
+    }
+
+
+def write_tars(folder: Path, tars: int = 3, rows: int = 120) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for tar in range(tars):
+        paths.append(str(folder / f"{tar:03d}.tar"))
+        with webdataset.TarWriter(paths[-1]) as writer:
+            for row in range(rows):
+                writer.write(sample(tar, row))
+    return paths
+
+
+def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.asarray(array), version=version)
+    return stream.getvalue()
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], tar_format: int = tarfile.USTAR_FORMAT) -> str:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def check_equal_to_webdataset(ds: Any, tars: list[str], names: Mapping[str, str]) -> None:
+    """Every value is the one that webdataset's own decoders give."""
+    theirs = webdataset.WebDataset(tars, shardshuffle=False, empty_check=False).decode()
+    count = 0
+    for row, other in enumerate(theirs):
+        ours = ds[row]
+        assert set(ours) == set(names.values())
+        for extension, name in names.items():
+            value = other[extension]
+            if isinstance(value, np.ndarray):
+                assert np.array_equal(ours[name], value), (row, name)
+                assert np.asarray(ours[name]).dtype == value.dtype or value.ndim == 0
+            else:
+                assert ours[name] == value, (row, name)
+        count += 1
+    assert count == len(ds)
+
+
+NAMES = {
+    "jpg": "image",
+    "cls": "label",
+    "json": "meta",
+    "txt": "text",
+    "tokens.npy": "tokens",
+    "emb.npy": "emb",
+    "score.npy": "score",
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tars_of_webdataset_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "tars")
+    before = [Path(path).read_bytes() for path in tars]
+    result = adopt(tars, tmp_path / "root", block_size="8KiB")
+    ds = shardkit.open(tmp_path / "root")
+    assert result.manifest is not None
+    assert result.manifest.id == ds.manifest.id
+    assert ds.manifest.features == ("adopted",)
+    assert str(tmp_path) not in ds.manifest.to_bytes().decode(), "manifests hold no paths"
+    digests = [bytes(digest).hex() for digest in ds.table.digest]
+    assert digests == [hashlib.sha256(data).hexdigest() for data in before]
+    assert [Path(path).read_bytes() for path in tars] == before
+    assert not list((tmp_path / "root").rglob("*.tar")), "nothing was copied"
+    # jpg is opaque to shardkit and decoded by webdataset only where it is told how
+    check_equal_to_webdataset(ds, tars, NAMES)
+    assert ds.table.rows.tolist() == [120, 120, 120]
+    index = ds.reader.index(1)
+    assert index.original_key(3) == "part1/s1_0003"
+    assert index.blocks > 5
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tars_of_gnu_tar_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    (folder / "deep" / ("d" * 90)).mkdir(parents=True)
+    stems = [folder / f"a{n}" for n in range(9)] + [folder / "deep" / ("d" * 90) / f"b{n}" for n in range(9)]
+    for number, stem in enumerate(stems):
+        stem.with_suffix(".cls").write_bytes(b" %03d\n" % number if number % 2 else b"+%d" % number)
+        stem.with_suffix(".txt").write_text(f"text {number}")
+        stem.with_suffix(".npy").write_bytes(npy(np.arange(4, dtype=np.uint16) + number, (2, 0)))
+    for tar_format in ("gnu", "ustar", "posix"):
+        tar = tmp_path / f"{tar_format}.tar"
+        command = ["tar", f"--format={tar_format}", "--sort=name", "-cf", str(tar), "-C", str(folder), "."]
+        subprocess.run(command, check=True)
+        adopt([tar], tmp_path / tar_format)
+        ds = shardkit.open(tmp_path / tar_format)
+        check_equal_to_webdataset(ds, [str(tar)], {"txt": "text", "npy": "array", "cls": "label"})
+        assert len(ds) == 18
+        assert not verify(str(tmp_path / tar_format), level="decode").exit_code
+
+
+def test_reading_parses_no_header(tmp_path: Path) -> None:
+    """Were every tar and npy header gone, and the checksums right, the samples would be the same."""
+    (tar,) = write_tars(tmp_path / "tars", tars=1, rows=30)
+    adopt([tar], tmp_path / "root", block_size="8KiB")
+    ds = shardkit.open(tmp_path / "root")
+    index = ds.reader.index(0)
+    whole = Path(tar).read_bytes()
+    assert index.field_offset is not None
+    assert index.field_size is not None
+    for block in range(index.blocks):
+        start, size = int(index.block_offset[block]), int(index.block_size[block])
+        stored = whole[start : start + size]
+        bare = bytearray(size)
+        for row in range(int(index.block_start[block]), int(index.block_start[block + 1])):
+            for offset, length in zip(
+                index.field_offset[row].tolist(), index.field_size[row].tolist(), strict=True
+            ):
+                bare[offset : offset + length] = stored[offset : offset + length]
+        checks = index.block_xxh3.copy()
+        checks[block] = xxh3(bytes(bare))
+        decoded = read_block(bytes(bare), dataclasses.replace(index, block_xxh3=checks), block)
+        for row in range(decoded.rows):
+            ours, theirs = decoded.sample(row), ds[int(index.block_start[block]) + row]
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ds.schema)  # type: ignore[arg-type]
+
+
+def test_runs_of_one_label_are_strata(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "tars")
+    adopt(tars, tmp_path / "root", stratify="label", block_size="4KiB")
+    ds = shardkit.open(tmp_path / "root")
+    assert ds.strata == {"0": 120, "1": 120, "2": 120}
+    assert ds.table.segment_stratum.tolist() == [0, 1, 2] * 3
+    assert ds.table.segment_rows.tolist() == [40] * 9
+    plan = ds.plan(global_batch=6, lanes=2)
+    labels = [ds[int(number)]["label"] for number in plan.step(3).ravel()]
+    assert sorted(labels) == [0, 0, 1, 1, 2, 2], "each batch is balanced"
+    with pytest.raises(SourceError, match=r"000\.tar: 120 runs of one text in 120 samples.*shardkit build"):
+        adopt(tars, tmp_path / "other", stratify="text")
+
+
+def test_a_training_loop_over_adopted_data(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "tars")
+    adopt(tars, tmp_path / "root", block_size="8KiB")
+    ds = shardkit.open(tmp_path / "root")
+    plan = ds.plan(global_batch=20, lanes=4, seed=1)
+    seen: list[int] = []
+    weights = np.zeros(6)
+    for step, batch in enumerate(ds.loader(plan, rank=0, world=1)):
+        emb = np.asarray(batch["emb"], np.float64).reshape(20, 6)
+        weights += emb.sum(axis=0)  # a gradient
+        numbers = np.asarray(batch["samples"]).ravel().tolist()
+        assert sorted(numbers) == sorted(plan.step(step).ravel().tolist())
+        for place, number in enumerate(numbers):
+            assert batch["text"][place] == f"sample {number % 120} ü"
+        seen += numbers
+    assert sorted(seen) == list(range(360))
+    assert np.allclose(weights, 3 * sum(range(120)) / 3)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "grow", "replace", "remove"])
+def test_a_changed_tar_is_noticed_and_named(tmp_path: Path, how: str) -> None:
+    tars = write_tars(tmp_path / "tars", tars=2)
+    adopt(tars, tmp_path / "root", block_size="8KiB")
+    path = Path(tars[1])
+    data, stat = path.read_bytes(), path.stat()
+    index = shardkit.open(tmp_path / "root").reader.index(1)
+    row = int(index.block_start[3])
+    if how == "flip":
+        assert index.field_offset is not None
+        at = int(index.block_offset[3] + index.field_offset[row, index.schema.position("image")]) + 5
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a time tells nothing
+    elif how == "truncate":
+        path.write_bytes(data[: int(index.block_offset[3]) + 100])
+    elif how == "grow":
+        path.write_bytes(data + bytes(512))
+    elif how == "replace":
+        path.write_bytes(Path(tars[0]).read_bytes())
+    else:
+        path.unlink()
+    ds = shardkit.open(tmp_path / "root")
+    assert ds[row]["text"] == f"sample {row} ü", "the other tar is as it was"
+    if how != "grow":  # what was adopted is still there, and read
+        expected: type[ShardkitError] = NotFoundError if how == "remove" else IntegrityError
+        with pytest.raises(expected, match=r"001\.tar"):
+            ds[120 + row]
+    found = verify(str(tmp_path / "root"))
+    assert found.exit_code == 2
+    (damage,) = found.damaged
+    assert damage.name == str(path)
+    assert "shardkit adopt" in damage.action
+    if how == "flip":
+        assert damage.blocks == (3,)
+
+
+def test_root_and_tars_may_move_together_and_tars_alone_are_adopted_again(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "a" / "tars", tars=2)
+    first = adopt(tars, tmp_path / "a" / "root")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert shardkit.open(tmp_path / "b" / "root")[150]["text"] == "sample 30 ü"
+    (tmp_path / "b" / "tars").rename(tmp_path / "elsewhere")
+    with pytest.raises(NotFoundError, match="shardkit adopt TARS"):
+        shardkit.open(tmp_path / "b" / "root")[150]
+    again = adopt([tmp_path / "elsewhere"], tmp_path / "b" / "root")
+    assert again.manifest is not None
+    assert first.manifest is not None
+    assert again.manifest.id == first.manifest.id
+    assert again.commit is None
+    assert shardkit.open(tmp_path / "b" / "root")[150]["text"] == "sample 30 ü"
+
+
+def test_adopted_data_is_selected_and_merged(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "tars", tars=2)
+    adopt(tars, tmp_path / "root")
+    merge_datasets({"x": tmp_path / "root", "y": tmp_path / "root"}, tmp_path / "merged")
+    ds = shardkit.open(tmp_path / "merged")
+    assert len(ds) == 480
+    assert ds[250]["text"] == "sample 10 ü"
+    assert not verify(str(tmp_path / "merged")).exit_code
+    chosen = CliRunner().invoke(
+        make_app("select"), ["select", str(tmp_path / "root"), "--where", "label == 1", "--ref", "one"]
+    )
+    assert chosen.exit_code == 0, chosen.output
+    ds = shardkit.open(f"{tmp_path / 'root'}@one")
+    assert [ds[n]["label"] for n in range(len(ds))] == [1] * 80
+    with pytest.raises(UsageError, match=r"outside of this root \(adopted\).*erase them where they lie"):
+        erase(str(tmp_path / "root"), rows=[3], reason="asked for")
+
+
+def test_jobs_and_journal_do_not_change_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption_module, "SMALL_BYTES", 0)
+    tars = write_tars(tmp_path / "tars", tars=4)
+    ids = {adopt(tars, tmp_path / f"j{jobs}", jobs=jobs).manifest.id for jobs in (1, 2)}  # type: ignore[union-attr]
+    assert len(ids) == 1
+
+
+ADOPTER = """
+import sys
+from shardkit_tools.adopting import adopt, adoption
+if __name__ == "__main__":
+    adoption.SMALL_BYTES = 0
+    def tell(now):
+        print(now.phase, now.rows, flush=True)
+    result = adopt([sys.argv[1]], sys.argv[2], block_size="8KiB", jobs=int(sys.argv[3]), progress=tell)
+    print("id", result.manifest.id, result.reused, flush=True)
+"""
+
+
+@pytest.mark.drill
+def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
+    """SIGKILL from outside at random moments, then the same command: one id; nothing torn under a final name."""
+    tars = tmp_path / "tars"
+    write_tars(tars, tars=12, rows=60)
+    whole = adopt([tars], tmp_path / "whole", block_size="8KiB").manifest
+    assert whole is not None
+    script = tmp_path / "adopter.py"
+    script.write_text(ADOPTER)
+    moments = random.Random(3)
+    killed = reused = 0
+    for turn in range(max(2, drill_count(20))):
+        root = tmp_path / str(turn)
+        command = [sys.executable, str(script), str(tars), str(root), str(1 + turn % 2)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun
+            wanted = moments.randrange(10)
+            while process.poll() is None and len(list(root.glob("tmp/*/tar-*.done"))) < wanted:
+                time.sleep(0.001)
+            time.sleep(moments.random() * 0.02)
+            with contextlib.suppress(ProcessLookupError):  # it was done already
+                os.killpg(process.pid, signal.SIGKILL)
+            killed += process.wait() == -signal.SIGKILL
+        for path in (root / "objects").rglob("*.*"):
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name.partition(".")[0]
+        result = adopt([tars], root, block_size="8KiB")
+        assert result.manifest is not None
+        assert result.manifest.id == whole.id
+        reused += result.reused
+        assert shardkit.open(root)[700]["text"] == "sample 40 ü"
+        Repository.open(root)  # sweeps
+        assert list((root / "tmp").iterdir()) == []
+    assert killed
+    assert reused, "work of killed runs is used"
+
+
+def test_finished_tars_are_not_read_again_unless_they_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tars = write_tars(tmp_path / "tars", tars=4)
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adoption_module, "put_manifest", stopped)
+        with pytest.raises(KeyboardInterrupt, match="run the same command again to go on"):
+            adopt(tars, tmp_path / "root")
+    write_tars(tmp_path / "tars", tars=1, rows=100)
+    result = adopt(tars, tmp_path / "root")
+    assert result.reused == 3
+    assert result.rows == 100 + 3 * 120
+    assert result.manifest is not None
+    assert result.manifest.id == adopt(tars, tmp_path / "whole").manifest.id  # type: ignore[union-attr]
+
+
+def hostile(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def two_names(path: Path) -> str:
+    """A pax header that calls the member ``b.txt`` while its own header says ``a.txt``."""
+    info = tarfile.TarInfo("a.txt")
+    info.size = 2
+    header = info.create_pax_header({**info.get_info(), "name": "a.txt"}, "utf-8")
+    record = b"14 path=b.txt\n"
+    extension = tarfile.TarInfo("x")
+    extension.type, extension.size = tarfile.XHDTYPE, len(record)
+    start = extension.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+    return hostile(path, start + header + b"hi".ljust(512, b"\0") + bytes(1024))
+
+
+def linked(path: Path) -> str:
+    info = tarfile.TarInfo("a.txt")
+    info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    return hostile(path, info.tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+
+
+GOOD = {"a.txt": b"one", "a.cls": b"1"}
+REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
+    "two names": (two_names, r"member 'b\.txt' is called 'a\.txt' in its own header.*shardkit build"),
+    "link": (linked, r"'a\.txt' is a symbolic link"),
+    "traversal": (lambda p: write_tar(p, {"../a.txt": b""}), "leads out of its folder"),
+    "trailing": (lambda p: hostile(p, Path(write_tar(p, GOOD)).read_bytes() + b"x" * 512), "follows the end"),
+    "cut": (lambda p: hostile(p, Path(write_tar(p, GOOD)).read_bytes()[:1200]), "cut short"),
+    "empty": (lambda p: write_tar(p, {}), "holds no samples"),
+    "missing": (lambda p: write_tar(p, {**GOOD, "b.txt": b"two"}), r"'b'.*'label' is missing"),
+    "added": (lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "b.json": b"{}"}), "field 'meta'"),
+    "twice": (
+        lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "a.json": b"{}"}),
+        "'a' appears twice",
+    ),
+    "number": (
+        lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"-01"}),
+        r"'b\.cls'.*not an integer.*build",
+    ),
+    "range": (lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"9" * 19}), r"sample 'b'.*int64"),
+    "text": (lambda p: write_tar(p, {**GOOD, "b.txt": b"\xff", "b.cls": b"1"}), r"sample 'b'.*UTF-8"),
+    "pickle": (lambda p: write_tar(p, {"a.pyd": b"x"}), "pickle can run any code"),
+    "big-endian": (
+        lambda p: write_tar(p, {"a.npy": npy(np.arange(3, dtype=">i4"))}),
+        r"a\.npy.*dtype >i4.*build",
+    ),
+    "columns": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3), order="F"))}), "Fortran order.*build"),
+    "shape": (
+        lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3))), "b.npy": npy(np.ones((3, 2)))}),
+        r"float64\[3,2\]",
+    ),
+    "short npy": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3)))[:-8]}), "header asks for"),
+    "objects": (lambda p: write_tar(p, {"a.npy": npy(np.array([1j]))}), "cannot be stored"),
+    "gzip": (lambda p: hostile(p, b"\x1f\x8b\x08" + bytes(1000)), "compressed with gzip.*shardkit build"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_adopted_is_refused_by_name_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    write, message = REFUSED[name]
+    path = write(tmp_path / "bad.tar")
+    with pytest.raises(SourceError, match=rf"(?s)bad\.tar.*{message}"):
+        adopt([path], tmp_path / "root")
+    assert not (tmp_path / "root" / "locations").exists()
+    if (tmp_path / "root").exists():
+        assert Repository.open(tmp_path / "root").head() is None
+
+
+def test_schema_of_later_tars_is_held_to_the_first(tmp_path: Path) -> None:
+    one = write_tar(tmp_path / "1.tar", {f"a{n:04d}.npy": npy(np.zeros(2, np.int32)) for n in range(1000)})
+    two = write_tar(tmp_path / "2.tar", {"b.npy": npy(np.zeros(3, np.int32))})
+    with pytest.raises(SourceError, match=r"2\.tar member 'b\.npy'.*shape \(3,\).*int32\[\*\]"):
+        adopt([one, two], tmp_path / "root")
+    adopt([one, two], tmp_path / "root", field_types={"array": "int32[*]"})
+    assert shardkit.open(tmp_path / "root")[1000]["array"].tolist() == [0, 0, 0]
+    (tmp_path / "copy.tar").write_bytes(Path(one).read_bytes())
+    with pytest.raises(SourceError, match=r"copy\.tar: the same bytes as .*1\.tar"):
+        adopt([one, tmp_path / "copy.tar"], tmp_path / "other")
+
+
+def test_uneven_samples_make_smaller_blocks(tmp_path: Path) -> None:
+    """Many small samples first would otherwise put hundreds of large ones into a block."""
+    members = {f"a{n:04d}.bin": bytes([n % 256]) * (1 if n < 40 else 90_000) for n in range(120)}
+    adopt([write_tar(tmp_path / "a.tar", members)], tmp_path / "root", block_size="32KiB")
+    ds = shardkit.open(tmp_path / "root")
+    assert int(ds.table.largest_block[0]) <= 65 * 32 * 1024
+    assert [ds[n]["blob"] for n in range(120)] == list(members.values())
+
+
+def test_command(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "tars", tars=2)
+    root = str(tmp_path / "root")
+    dry = CliRunner().invoke(make_app("adopt"), ["adopt", *tars, root, "--dry-run", "--json"])
+    assert dry.exit_code == 0, dry.output
+    assert json.loads(dry.output)["samples"] == 240
+    assert not (tmp_path / "root").exists()
+    done = CliRunner().invoke(make_app("adopt"), ["adopt", *tars, root, "--stratify", "label"])
+    assert done.exit_code == 0, done.output
+    for word in ("strata", "order", "blocks", "custody", "erasure"):
+        assert f"\n  {word} " in done.output
+    document = json.loads(CliRunner().invoke(make_app("adopt"), ["adopt", *tars, root, "--json"]).output)
+    assert document["id"] == shardkit.open(root).manifest.id
+    assert "order" in document["does_not_hold"]
+    with pytest.raises(UsageError, match=r"expected whole numbers or text \(label, text\)"):
+        adopt(tars, root, stratify="emb")
