@@ -1,0 +1,68 @@
+"""`shardkit plan` on a real dataset: report, step, cell, picture, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import shardkit
+from shardkit.errors import PlanError
+from shardkit_tools.main import make_app
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    rng = np.random.default_rng(0)
+    with shardkit.create(
+        str(tmp_path / "ds"),
+        schema={"x": "bytes", "label": "int64"},
+        stratify="label",
+        shard_size="32KiB",
+        block_size="2KiB",
+    ) as writer:
+        for _ in range(1500):
+            writer.add({"x": rng.bytes(100), "label": int(rng.integers(0, 6))})
+    return str(tmp_path / "ds")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(
+        make_app("plan"), ["plan", *arguments], catch_exceptions=False, env={"COLUMNS": "120"}
+    )
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_report_and_cells_agree_with_the_plan(root: str) -> None:
+    report = json.loads(run(root, "-b", "64", "--lanes", "16", "--json"))
+    plan = shardkit.open(root).plan(64, lanes=16)
+    assert report["digest"] == plan.digest
+    assert report["balance"]["batch"] < report["balance"]["batch_bound"] == 2
+    assert sum(s["rows"] for s in report["strata"]) == report["rows"] == 1500
+    assert report["remainder"] == {"mode": "drop", "rows": 1500 % 64}
+    step = json.loads(run(root, "-b", "64", "--lanes", "16", "--step", "7", "--json"))
+    assert [c["samples"] for c in step["cells"]] == plan.step(7).tolist()
+    assert [c["digest"] for c in step["cells"]] == [plan.cell_digest(7, lane) for lane in range(16)]
+    text = run(root, "-b", "64", "--lanes", "16", "--step", "7", "--lane", "3")
+    assert plan.cell_digest(7, 3)[:12] in text
+    page = run(root, "-b", "64")
+    for word in ("batch balance", "shards per lane", "full shuffle", "all ranks busy at"):
+        assert word in page
+
+
+def test_weights_and_picture(root: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    page = run(root, "-b", "64", "--weights", '{"3": 5}', "--plot", str(picture))
+    assert "endless" in page
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(PlanError, match="matches no stratum"):
+        run(root, "--weights", '{"nobody": 5}')
+    with pytest.raises(PlanError, match="JSON object"):
+        run(root, "--weights", "3")
+    with pytest.raises(PlanError, match="largest batch that fits is 1500"):
+        run(root, "-b", "2000")
