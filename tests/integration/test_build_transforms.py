@@ -17,7 +17,14 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.errors import ConfigurationError, MissingDependency, SampleError, SchemaError, ShardkitError
+from shardkit.errors import (
+    ConfigurationError,
+    MissingDependency,
+    SampleError,
+    SchemaError,
+    ShardkitError,
+    UsageError,
+)
 from shardkit_tools.building import engine as engine_module
 from shardkit_tools.importers import line_ranges
 from shardkit_tools.main import run
@@ -192,6 +199,8 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(
     lines = source(tmp_path / "a.jsonl")
     with pytest.raises(ShardkitError, match="no_such"):
         shardkit_tools.build(lines, tmp_path / "root", tokenizer=tmp_path / "no_such.json")
+    with pytest.raises(UsageError, match="without tokenizer"):
+        shardkit_tools.build(lines, tmp_path / "root", text_field="text")
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     with pytest.raises(ConfigurationError, match="not a file of the tokenizers library"):

@@ -133,6 +133,8 @@ def build(
     parsed_split = parse_split(split, split_by, ref=ref) if split is not None else None
     importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
     transforms: dict[str, object] = {}
+    if text_field is not None and tokenizer is None:
+        raise UsageError(f"text_field={text_field!r} without tokenizer; give the tokenizer too")
     if apply is not None or tokenizer is not None or output_schema:
         importer = TransformedImporter(
             importer,
