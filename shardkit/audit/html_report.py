@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
-from shardkit.audit.auditing import Audit
+from shardkit.audit.result import Audit
 
 __all__ = ["html_report"]
 

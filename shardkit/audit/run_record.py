@@ -11,33 +11,19 @@ from typing import Any, Final
 
 import numpy as np
 
+from shardkit.audit.checkpoint_records import CheckpointRecord, read_checkpoints
 from shardkit.audit.findings import Finding, Severity
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps
 from shardkit.ledger import Ledger, Merge, journal_paths
-from shardkit.ledger.journal import JournalFile
+from shardkit.ledger.journal_reading import JournalFile
 from shardkit.ledger.ledger import read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records
-from shardkit.storage import Store, object_name, open_store
 
-__all__ = ["CheckpointRecord", "RunRecord", "load_run"]
+__all__ = ["RunRecord", "load_run"]
 
-_MAX_REF: Final = 1 << 16
-_MAX_CHECKPOINT: Final = 1 << 30
 _SHOWN: Final = 10
-
-
-@dataclass(frozen=True)
-class CheckpointRecord:
-    """A checkpoint's claim: which steps it had consumed, and the ledger's head at that time."""
-
-    name: str
-    step: int
-    manifest: str
-    plan: str
-    head: dict[str, Any] | None
 
 
 @dataclass
@@ -93,7 +79,9 @@ def load_run(path: Path) -> RunRecord:
     run = RunRecord(path)
     run.settings = _read_settings(run)
     _read_ledger(run)
-    _read_checkpoints(run)
+    run.checkpoints, broken = read_checkpoints(path)
+    for name, text in broken:
+        run.add("violated", "checkpoint", name, text)
     run.reached = _logged_steps(path)
     return run
 
@@ -270,53 +258,6 @@ def _unequal(head: dict[str, Any], what: str) -> str:
         f"a head of {steps['size']} steps (root {steps['root'][:12]}…) and {events['size']} events {what}, and the "
         "recorded steps and events do not give it: they were changed since"
     )
-
-
-# ---- checkpoints and logs
-
-
-def _read_checkpoints(run: RunRecord) -> None:
-    store = open_store(run.path)
-    for name in sorted(store.list_after("checkpoints/")):
-        try:
-            meta = _checkpoint_meta(store, name)
-            head = meta.get("ledger")
-            one = CheckpointRecord(
-                name.removeprefix("checkpoints/").removesuffix(".json"), int(meta["step"]), str(meta.get("manifest")),
-                str(meta.get("plan")), head if isinstance(head, dict) else None,
-            )  # fmt: skip
-        except (ShardkitError, KeyError, TypeError, ValueError) as error:
-            run.add("violated", "checkpoint", name, f"cannot be read: {error}")
-            continue
-        run.checkpoints.append(one)
-    run.checkpoints.sort(key=lambda one: one.step)
-
-
-def _checkpoint_meta(store: Store, name: str) -> dict[str, Any]:
-    """The meta of a checkpoint: its ref and its manifest are checked against their digests."""
-    body = loads(store.get(name, max_bytes=_MAX_REF), _MAX_REF)
-    claimed = body.pop("digest", None)
-    if claimed != sha256_digest(dumps(body)):
-        raise IntegrityError("the ref is damaged: its digest does not fit")
-    size = int(body["size"])
-    data = store.get(object_name(body["checkpoint"], "checkpoint"), max_bytes=min(size, _MAX_CHECKPOINT))
-    if sha256_digest(data) != body["checkpoint"]:
-        raise IntegrityError(f"its manifest is not the object {body['checkpoint']}")
-    meta = loads(data, size)["meta"]
-    decoded = _decoded(meta)
-    return decoded if isinstance(decoded, dict) else {}
-
-
-def _decoded(value: Any) -> Any:
-    """A checkpoint's values spell their types out, as ``{"dict": [[key, value], …]}`` (the trainer's SPEC.md §4)."""
-    if not isinstance(value, dict) or len(value) != 1:
-        return value
-    ((kind, body),) = value.items()
-    if kind == "dict":
-        return {_decoded(name): _decoded(item) for name, item in body}
-    if kind in ("list", "tuple"):
-        return [_decoded(item) for item in body]
-    return float.fromhex(body) if kind == "float" else value
 
 
 def _logged_steps(path: Path) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import shardkit
-from shardkit.audit.auditing import Audit
+from shardkit.audit.result import Audit
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, MissingDependency, NotFoundError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest

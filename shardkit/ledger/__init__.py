@@ -2,18 +2,26 @@
 
 ::
 
-    journal   one rank's steps and events as they happened: append-only, torn tails recognised
-    merkle    trees of RFC 6962: roots, inclusion and consistency proofs
-    records   the bytes of the ledger's files, and the digest of a step
-    ledger    one record per step, one line per event, committed in one step
-    merging   from the ranks' journals to the ledger: one leaf per step on any topology
+    journal          one rank's steps and events as they happen: append-only
+    journal_format   its bytes
+    journal_reading  torn tails recognised, everything else checked
+    merkle           trees of RFC 6962: roots, inclusion and consistency proofs
+    records          the bytes of the ledger's files, and the digest of a step
+    state            what is committed
+    ledger           one record per step, one line per event, committed in one step
+    collecting       a step whose cells are not all known yet
+    merging          from the ranks' journals to the ledger: one leaf per step on any topology
+    heads            the head for a checkpoint
 
 SPEC.md says the bytes, the order of writes and what is promised.
 """
 
-from shardkit.ledger.journal import CellRecord, Journal, journal_paths, read_journal
+from shardkit.ledger.heads import ledger_head
+from shardkit.ledger.journal import Journal
+from shardkit.ledger.journal_format import CellRecord
+from shardkit.ledger.journal_reading import journal_paths, read_journal
 from shardkit.ledger.ledger import Ledger
-from shardkit.ledger.merging import Merge, ledger_head, merge_journals
+from shardkit.ledger.merging import Merge, merge_journals
 from shardkit.ledger.records import step_digest, step_digests
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardkit.errors import FormatError
-from shardkit.ledger.journal import Entry
+from shardkit.ledger.journal_format import Entry
 
 __all__ = ["Conflict", "PartialStep", "WaitingRecord", "unpack_numbers"]
 

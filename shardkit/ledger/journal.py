@@ -1,7 +1,7 @@
 """What one rank consumed, as it happened: an append-only file, one entry per step or event (SPEC.md, "Journal").
 
-Written without a collective and without a wait: one `write` per step. An entry that a SIGKILL tore is recognised and
-left out; every other change is found, since each entry's checksum goes on from the one before.
+Written without a collective and without a wait: one `write` per step. Each entry's checksum goes on from the
+one before.
 """
 
 from __future__ import annotations
@@ -9,95 +9,40 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError, StoreError
-from shardkit.formats.canonical_json import dumps, loads
+from shardkit.errors import StoreError
+from shardkit.formats.canonical_json import dumps
+from shardkit.ledger.journal_format import (
+    CELLS,
+    CHECK,
+    EVENT,
+    FILE_NAME,
+    HEAD,
+    HEADER,
+    MAGIC,
+    META,
+    Header,
+    xxh3,
+)
 from shardkit.storage.os_errors import explained
 
-__all__ = ["CellRecord", "Entry", "Header", "Journal", "JournalFile", "journal_paths", "read_journal"]
-
-_MAGIC: Final = b"shardkit cells 2\n"
-_HEADER: Final = struct.Struct("<24s32s32sIIIIIIQQ")
-_HEAD: Final = struct.Struct("<QIIQ")  # step, kind, bytes of the body, XXH3 of these three
-_CHECK: Final = struct.Struct("<Q")
-_MAX_BODY: Final = 1 << 26
-_CELL_BYTES: Final = 24
-_NAME: Final = re.compile(r"(\d{5,})-(\d{5,})\.cells")
-
-CELLS, EVENT, META = 0, 1, 2
-"""Kinds of entries."""
+__all__ = ["Journal"]
 
 ROTATE_BYTES: Final = 1 << 20
 """A rank goes on in a new file from here on, so that files whose steps are merged can be removed."""
 
 _sha256 = hashlib.sha256
-_xxh3 = xxhash.xxh3_64_intdigest
-
-
-class CellRecord(NamedTuple):
-    """One consumed cell."""
-
-    step: int
-    lane: int
-    rows: int
-    digest: str  # hex, 32 characters
-
-
-class Header(NamedTuple):
-    """What a journal file says of itself."""
-
-    manifest: str  # "sha256:…"
-    plan: str  # hex
-    rank: int
-    world: int
-    lanes: int  # of the plan
-    worker: int  # this process hands out the steps ≡ worker modulo workers
-    workers: int
-    part: int  # number of this file in the attempt's sequence
-    started: int  # when the attempt began: nanoseconds since 1970
-
-
-class Entry(NamedTuple):
-    """One entry of a journal file.
-
-    Attributes:
-        step: counted over the whole run.
-        kind: CELLS, EVENT or META.
-        body: CELLS: lanes (u32 each), rows (u32 each), digests (16 bytes each); else canonical JSON.
-        end: offset of the byte after the entry.
-        check: its checksum, from which the next one goes on.
-    """
-
-    step: int
-    kind: int
-    body: bytes
-    end: int
-    check: int
-
-    def cells(self) -> tuple[bytes, bytes, bytes]:
-        """(lanes, rows, digests) of a CELLS entry."""
-        count = len(self.body) // _CELL_BYTES
-        return self.body[: 4 * count], self.body[4 * count : 8 * count], self.body[8 * count :]
-
-    def document(self) -> dict[str, Any]:
-        """The JSON object of an EVENT or META entry."""
-        value = loads(self.body, _MAX_BODY)
-        if not isinstance(value, dict):
-            raise FormatError(f"journal entry of step {self.step}: expected a JSON object; do not trust it")
-        return value
 
 
 class Journal:
@@ -203,10 +148,10 @@ class Journal:
                 self.close()
                 self._header = self._header._replace(part=self._header.part + 1)
                 self._open()
-            head = _HEAD.pack(step, kind, len(body), 0)[:-8]
-            head_check = _xxh3(head, seed=self._check)
-            self._check = _xxh3(body, seed=head_check)
-            self._write(b"".join((head, _CHECK.pack(head_check), body, _CHECK.pack(self._check))))
+            head = HEAD.pack(step, kind, len(body), 0)[:-8]
+            head_check = xxh3(head, seed=self._check)
+            self._check = xxh3(body, seed=head_check)
+            self._write(b"".join((head, CHECK.pack(head_check), body, CHECK.pack(self._check))))
 
     def _write(self, data: bytes) -> None:
         with explained(f"write {self.path}", writing=True):
@@ -224,137 +169,9 @@ class Journal:
             # Held as long as this process lives: a file whose lock is free is never written again (SPEC.md).
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
-        packed = _HEADER.pack(_MAGIC, _raw(header.manifest), _raw(header.plan), *header[2:], 0)[:-8]
-        self._check = _xxh3(packed)
-        self._write(packed + _CHECK.pack(self._check))
-
-
-class JournalFile:
-    """A journal file as it was when it was opened.
-
-    Args:
-        path: of the file.
-        settled: (offset, checksum) where reading goes on; what lies before it is not read again.
-
-    Raises:
-        FormatError: not a journal of this version, its header is damaged, or it ends before `settled`.
-    """
-
-    def __init__(self, path: Path, settled: tuple[int, int] | None = None) -> None:
-        self.path = path
-        self.torn_bytes = 0
-        self.header: Header | None = None
-        """None where the file was killed while it was made."""
-        with explained(f"read {path}"), path.open("rb") as file:
-            head = file.read(_HEADER.size)
-            if len(head) == _HEADER.size:
-                self.header, check = _read_header(head, path)
-                self.start = (_HEADER.size, check) if settled is None else settled
-                """(offset, checksum) from which the first entry goes on."""
-                file.seek(self.start[0])
-            else:
-                self.start, self.torn_bytes = (len(head), 0), len(head)
-            self._data = file.read()
-            size = os.fstat(file.fileno()).st_size
-        if size < self.start[0]:
-            raise FormatError(
-                f"{path} ends at byte {size}, and {self.start[0]} bytes of it were merged before: it was cut"
-            )
-
-    def entries(self) -> Iterator[Entry]:
-        """The whole entries; what a kill tore is counted in `torn_bytes`.
-
-        Raises:
-            FormatError: an entry is damaged, dropped or out of its place; says at which byte.
-        """
-        if self.header is None:
-            return
-        data = memoryview(self._data)
-        before, check = self.start
-        offset = 0
-        while offset < len(data):
-            entry = _entry(data, offset, check)
-            if entry is None:
-                if _is_torn(data, offset, check):
-                    self.torn_bytes = len(data) - offset
-                    return
-                raise FormatError(
-                    f"{self.path}: the entry at byte {before + offset} is damaged or not the one that was written "
-                    "there: its checksum does not go on from the entry before"
-                )
-            offset, check = entry.end, entry.check
-            yield entry._replace(end=before + offset)
-
-
-def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
-    magic, manifest, plan, *numbers, check = _HEADER.unpack(head)
-    if magic.rstrip(b"\0") != _MAGIC or _xxh3(head[:-8]) != check:
-        raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
-    return Header("sha256:" + manifest.hex(), plan.hex(), *numbers), int(check)
-
-
-def journal_paths(directory: Path) -> list[Path]:
-    """The journal files of a run, by rank and number."""
-    found = []
-    with explained(f"list {directory}"):
-        for name in os.listdir(directory) if directory.is_dir() else ():
-            match = _NAME.fullmatch(name)
-            if match:
-                found.append((int(match[1]), int(match[2]), directory / name))
-    return [path for _, _, path in sorted(found)]
-
-
-def read_journal(path: Path, *, manifest: str | None = None, plan: str | None = None) -> Iterator[CellRecord]:
-    """The cells of a journal file in the order in which they were handed out; what a kill tore is left out.
-
-    Raises:
-        FormatError: not a journal, of another dataset or plan than asked for, or damaged.
-    """
-    file = JournalFile(path)
-    if file.header is None:
-        return  # killed while it was being made: nothing was consumed yet
-    for what, expected, got in (
-        ("manifest", manifest, file.header.manifest),
-        ("plan", plan, file.header.plan),
-    ):
-        if expected is not None and expected != got:
-            raise FormatError(f"{path} was written for {what} {got[:19]}…, expected {expected[:19]}…")
-    for entry in file.entries():
-        if entry.kind == CELLS:
-            lanes, rows, digests = entry.cells()
-            numbers = zip(_numbers(lanes), _numbers(rows), range(0, len(digests), 16), strict=True)
-            for lane, count, at in numbers:
-                yield CellRecord(entry.step, lane, count, digests[at : at + 16].hex())
-
-
-def _numbers(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
-
-
-def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
-    """The entry at `offset`, None where there is none whose checksum goes on from `check`."""
-    if offset + _HEAD.size + _CHECK.size > len(data):
-        return None
-    step, kind, size, head_check = _HEAD.unpack_from(data, offset)
-    end = offset + _HEAD.size + size + _CHECK.size
-    if end > len(data) or _xxh3(data[offset : offset + _HEAD.size - 8], seed=check) != head_check:
-        return None
-    body = data[offset + _HEAD.size : end - _CHECK.size]
-    (tail,) = _CHECK.unpack_from(data, end - _CHECK.size)
-    if _xxh3(body, seed=head_check) != tail or (kind == CELLS and size % _CELL_BYTES):
-        return None
-    return Entry(step, kind, bytes(body), end, tail)
-
-
-def _is_torn(data: memoryview, offset: int, check: int) -> bool:
-    """Whether what follows is the beginning of an entry that was never written to its end."""
-    rest = len(data) - offset
-    if rest < _HEAD.size or not any(data[offset:]):
-        return True  # zeros: a power cut kept the size and lost the bytes
-    _, _, size, head_check = _HEAD.unpack_from(data, offset)
-    if _xxh3(data[offset : offset + _HEAD.size - 8], seed=check) != head_check:
-        return False
-    return rest <= _HEAD.size + int(size) + _CHECK.size
+        packed = HEADER.pack(MAGIC, _raw(header.manifest), _raw(header.plan), *header[2:], 0)[:-8]
+        self._check = xxh3(packed)
+        self._write(packed + CHECK.pack(self._check))
 
 
 def _little_endian(samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -375,7 +192,7 @@ def _raw(digest: str) -> bytes:
 
 def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
     """A new file of the rank, numbered after all it has had; removed ones leave no number free (SPEC.md)."""
-    numbers = [int(match[2]) for name in os.listdir(directory) if (match := _NAME.fullmatch(name))
+    numbers = [int(match[2]) for name in os.listdir(directory) if (match := FILE_NAME.fullmatch(name))
                and int(match[1]) == rank]  # fmt: skip
     number = max(numbers, default=-1) + 1
     while True:

@@ -6,22 +6,19 @@ in order; a step is complete when all lanes of the plan have been recorded, by w
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import heapq
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardkit.ledger.collecting import Conflict, PartialStep, WaitingRecord
-from shardkit.ledger.journal import CELLS, EVENT, META, Entry, Header, JournalFile, journal_paths
+from shardkit.ledger.journal_format import CELLS, EVENT, META, Entry, Header
+from shardkit.ledger.journal_reading import JournalFile, journal_paths
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.records import step_digest
-from shardkit.storage.os_errors import explained
 
-__all__ = ["Merge", "ledger_head", "merge_journals"]
+__all__ = ["Merge", "merge_journals"]
 
 Key = tuple[str, str, int]  # manifest, plan, step
 
@@ -299,46 +296,3 @@ def merge_journals(run: Path, *, limit: int | None = None) -> tuple[Ledger, Merg
     """The ledger with everything that the journals hold merged into it in memory; nothing is written."""
     ledger = Ledger(run)
     return ledger, Merge(ledger, limit)
-
-
-def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Merge the journals into the ledger, durably, and return its heads: to be stored in a checkpoint.
-
-    To be called by one process, at a checkpoint after `step` steps, when all ranks have been handed those steps.
-    Journal files that are merged and will not be written again are removed.
-
-    Returns:
-        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex; of the steps before
-        `step` where it is given.
-
-    Raises:
-        IntegrityError: the ledger was cut or damaged.
-        StoreError: it cannot be written.
-    """
-    with Ledger(Path(run), writing=True) as ledger:
-        merge = Merge(ledger, step)
-        head = ledger.head(step)
-        ledger.commit()
-        _prune(merge)
-    return head
-
-
-def _prune(merge: Merge) -> None:
-    """Remove journal files that are merged whole, have a successor, and whose writer is gone."""
-    newest: dict[int, str] = {}
-    for source in merge.sources:
-        newest[source.header.rank] = max(newest.get(source.header.rank, ""), source.name)
-    for source in merge.sources:
-        path = source.file.path
-        with explained(f"remove {path}", writing=True), contextlib.suppress(FileNotFoundError):
-            if source.name == newest[source.header.rank] or source.settled[0] != os.stat(path).st_size:
-                continue
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_size == source.settled[0]:
-                    os.unlink(path)
-            except BlockingIOError:
-                continue  # still written to
-            finally:
-                os.close(descriptor)
