@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -78,7 +79,7 @@ class _HeldStream:
         self._where = where
         self._report = report
         self._gap = 0
-        self.held = bytearray()
+        self._held: deque[bytes] = deque()
         self.position = 0
 
     def read(self, size: int = -1, /) -> bytes:
@@ -86,7 +87,7 @@ class _HeldStream:
             data = self._file.read(size)
         except OSError as error:
             raise SourceError(f"{self._where}: cannot be read ({error.strerror}); mend the disk") from error
-        self.held += data
+        self._held.append(data)
         self.position += len(data)
         self._gap += len(data)
         if self._gap > _MAX_GAP_BYTES:
@@ -94,6 +95,16 @@ class _HeldStream:
         if data:
             self._report(0, len(data))
         return data
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes that were read; members begin and end where reads do, so nothing is cut."""
+        parts = []
+        while size > 0:
+            parts.append(self._held.popleft())
+            size -= len(parts[-1])
+        if size:
+            raise SourceError(f"{self._where}: a member begins inside another; write the tar again")
+        return b"".join(parts)
 
     def met_member(self) -> None:
         self._gap = 0
@@ -173,7 +184,7 @@ class _Scan:
         if not self.rows:
             raise SourceError(f"{self._file.path}: the tar holds no samples; leave it out")
         self._cut(end)
-        tail = bytes(self._stream.held)
+        tail = self._stream.take(self._stream.position - end)
         self._sha256.update(tail)
         self._check_runs()
         return ScannedTar(f"sha256:{self._sha256.hexdigest()}", self._index(tail), tuple(self._runs))
@@ -265,8 +276,7 @@ class _Scan:
     def _cut(self, end: int) -> None:
         """Close the block: it reaches from where the last one ended up to `end`."""
         size = end - self._block_start
-        data = bytes(memoryview(self._stream.held)[:size])
-        del self._stream.held[:size]
+        data = self._stream.take(size)
         self._sha256.update(data)
         self._digests.append((xxh3(data), hashlib.sha256(data).digest()))
         self._spans.append((self._block_start, size))
