@@ -83,7 +83,7 @@ class WeightedGrid:
         for weights in stages:
             self._append(weights, len(stages))
         self.loop_steps = -(-int(self.rows.sum()) // global_batch)
-        self._chunk = chunk_steps(global_batch, lanes, self.loop_steps)
+        self._chunk = chunk_steps(global_batch, lanes, max(64, self.loop_steps))
         self._cells: Recent[tuple[int, int, int], Numbers] = Recent(3 * lanes)
 
     def _target(self, masses: Sequence[int], stages: int) -> int:

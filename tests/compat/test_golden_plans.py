@@ -35,12 +35,13 @@ def population_of(document: dict[str, Any]) -> Population:
 
 
 def plan_of(document: dict[str, Any]) -> Plan:
-    settings = dict(document["settings"])
+    settings: dict[str, Any] = dict(document["settings"])
     settings["stages"] = [(step, weights) for step, weights in settings.pop("stages", [])] or None
     amendments = settings.pop("amendments", [])
     plan = make_plan(population_of(document), **settings)
     for change in amendments:
-        plan = plan.amend(**{k: tuple(v) if isinstance(v, list) else v for k, v in change.items()})
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in change.items()}
+        plan = plan.amend(**arguments)
     return plan
 
 

@@ -123,7 +123,7 @@ def test_the_report_is_plain_and_complete() -> None:
     report = describe_plan(plan, steps=40)
     assert report["balance"]["batch"] < 2  # type: ignore[index]
     assert report["balance"]["cell"] < 1 + 2 / 64  # type: ignore[index]
-    assert [w["efficiency"] for w in report["worlds"]][47] == 64 / (48 * 2)  # type: ignore[index, attr-defined]
+    assert [w["efficiency"] for w in report["worlds"]][47] == 64 / (48 * 2)  # type: ignore[attr-defined]
     assert efficiency(64)[63] == 1.0
     weighted = describe_plan(
         make_plan(SHAPES["ten strata"][0], global_batch=512, weights={"s0003": 4}), steps=20

@@ -44,7 +44,7 @@ def test_batches_follow_the_weights_and_nothing_drifts(population, shape, weight
         if not mass:
             assert not per_step[:, s].any()
         elif e >= 1:
-            assert ((per_step[:, s] > e - 2) & (per_step[:, s] < e + 2)).all()
+            assert all(e - 2 < int(n) < e + 2 for n in np.unique(per_step[:, s]))
             cells = (drawn == s).sum(axis=2)
             assert all(abs(int(c) - e / plan.lanes) < 1 + Fraction(2, plan.lanes) for c in np.unique(cells))
         else:
@@ -69,7 +69,7 @@ def test_passes_of_a_stratum_stay_together(population, shape, weights, then, at,
     plan = planned(population, shape, weights, seed=seed, stages=[(at, later)])
     stratum = strata_of(population)
     seen = np.zeros(population.rows, dtype=np.int64)
-    for start in range(0, 240, 40):
+    for start in range(0, 160, 40):
         seen += np.bincount(plan.steps(start, start + 40).ravel(), minlength=population.rows)
         for s in np.unique(stratum):
             times = seen[stratum == s]
@@ -77,7 +77,7 @@ def test_passes_of_a_stratum_stay_together(population, shape, weights, then, at,
 
 
 @few
-@given(populations(max_rows=2000), grids(16, 12), weight_lists, st.integers(0, 200), st.data())
+@given(populations(max_rows=1200, max_strata=10), grids(8, 12), weight_lists, st.integers(0, 150), st.data())
 def test_cold_cells_and_locate(population, shape, weights, step, data):  # type: ignore[no-untyped-def]
     plan = planned(population, shape, weights, stages=[(90, None)])
     cells = plan.steps(0, step + 1)
@@ -88,8 +88,8 @@ def test_cold_cells_and_locate(population, shape, weights, step, data):  # type:
     sample = int(cells[step, lane, slot])
     times = int((cells == sample).sum())
     # passes of a row are numbered from 0; earlier and later rows may be up to two passes apart
-    found = [plan.locate(sample, epoch) for epoch in range(max(0, times - 40), times + 2)]
-    if times <= 40:
+    found = [plan.locate(sample, epoch) for epoch in range(max(0, times - 12), times + 2)]
+    if times <= 12:
         assert (step, lane, slot) in found
     places = [f for f in found if f is not None]
     assert len(set(places)) == len(places)

@@ -45,7 +45,8 @@ def spread(counts: np.ndarray, shards: int, block_rows: int) -> Population:
 
 def heavy(strata: int, rows: int) -> np.ndarray:
     share = 1.0 / np.arange(1, strata + 1)
-    return (share / share.sum() * rows).astype(np.int64) + 1
+    counts: np.ndarray = (share / share.sum() * rows).astype(np.int64) + 1
+    return counts
 
 
 def big() -> Population:

@@ -37,7 +37,7 @@ def mosaicml(rows: int, shards: int, batch: int, locality_rows: int) -> dict[str
     # locality on a smaller set: canonical nodes stay at 48, physical nodes vary
     sizes = np.full(480, locality_rows // 480, dtype=np.int64)
     order = get_shuffle("py1e", sizes, 48, 7, 0, 1 << 18)
-    reads = {}
+    reads: dict[int, float | str] = {}
     for nodes in (1, 2, 4, 5, 8, 24):
         try:
             ids = get_partitions(
