@@ -50,12 +50,13 @@ class Assembler:
         world: int,
         by_cell: bool,
         tensors: bool,
+        pin: bool,
         work: RowWork,
         counts: LoaderCounts,
     ) -> None:
         self._plan, self._schema, self._fields = plan, schema, list(fields)
         self._lanes, self._world, self._by_cell, self._tensors = list(lanes), world, by_cell, tensors
-        self._work, self._counts = work, counts
+        self._work, self._counts, self._pin = work, counts, pin
 
     def __call__(self, group: StepGroup, blocks: Sequence[GatherColumns]) -> Iterator[StepBatches]:
         """The steps of a group, in order; `blocks` are those of `group.blocks`."""
@@ -103,7 +104,7 @@ class Assembler:
             fields, samples = self._work(fields, step, samples, slots)
             self._counts.transform_s += time.perf_counter() - started
         batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
-        return to_tensors(batch) if self._tensors else batch
+        return to_tensors(batch, pin=self._pin) if self._tensors else batch
 
 
 def _slice(value: Any, first: int, last: int) -> Any:

@@ -58,6 +58,18 @@ class Batch(dict[str, Any]):
             )
         raise AttributeError(name)
 
+    def to(self, device: Any, non_blocking: bool = False, **_: Any) -> Batch:
+        """This batch with its tensors on `device`; frameworks that move batches call it by name.
+
+        From pinned memory and with ``non_blocking=True`` the copy overlaps with what runs on the device.
+        """
+        fields = {name: _move(value, device, non_blocking) for name, value in self.items()}
+        copy = Batch(fields, step=self.step, samples=fields["samples"])
+        for name in ("lane", "slots", "weight"):
+            if hasattr(self, name):
+                setattr(copy, name, getattr(self, name))
+        return copy
+
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: value for name, value in self.items() if name not in ("step", "samples")}
         rest = [getattr(self, name, None) for name in ("lane", "samples", "slots", "weight")]
@@ -75,15 +87,28 @@ def _rebuild(
     return Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
 
 
-def to_tensors(batch: Batch) -> Batch:
-    """Turn the arrays of a batch into torch tensors that share their memory; lists stay lists.
+def _move(value: Any, device: Any, non_blocking: bool) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_move(part, device, non_blocking) for part in value)
+    return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+
+def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:
+    """Turn the arrays of a batch into torch tensors that share their memory, or pinned copies; lists stay lists.
 
     torch is taken from the running program: the loader never imports it (`import shardkit` stays light).
     """
     torch = sys.modules["torch"]
+
+    def tensor(array: NDArray[Any]) -> Any:
+        made = torch.from_numpy(array)
+        return (
+            made.pin_memory() if pin else made
+        )  # torch keeps and reuses pinned blocks once copies from them are done
+
     for name, value in batch.items():
         if isinstance(value, np.ndarray):
-            batch[name] = torch.from_numpy(value)
+            batch[name] = tensor(value)
         elif isinstance(value, tuple):
-            batch[name] = tuple(torch.from_numpy(part) for part in value)
+            batch[name] = tuple(tensor(part) for part in value)
     return batch

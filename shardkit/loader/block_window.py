@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from typing import Any
 
 from shardkit.loader.gather import GatherColumns
 
@@ -50,10 +51,13 @@ class WindowCounts:
 class _Entry:
     """One block that is loaded or being loaded."""
 
-    __slots__ = ("future", "pins", "position", "size", "stale")
+    __slots__ = ("future", "loaded", "mapped", "pins", "position", "size", "stale")
 
-    def __init__(self, future: Future[list[GatherColumns]], position: int, size: int) -> None:
-        self.future, self.position, self.size = future, position, size
+    def __init__(
+        self, future: Future[list[GatherColumns]], position: int, size: int, *, mapped: bool
+    ) -> None:
+        self.future, self.position, self.size, self.mapped = future, position, size, mapped
+        self.loaded: GatherColumns | None = None  # once somebody waited for it: futures are slow to ask
         self.pins = 0
         self.stale = False  # counts, but must be loaded again before it is used
 
@@ -68,18 +72,10 @@ class Lease:
         """The loaded blocks in the order in which they were asked for; raises what loading one of them raised."""
         loaded = []
         for entry in self._entries:
-            future = entry.future
-            if not future.done():
-                started = time.perf_counter()
-                while True:
-                    try:
-                        future.result(timeout_s)
-                        break
-                    except FutureTimeout:
-                        if future.done():
-                            break
-                        on_stall(time.perf_counter() - started)
-            loaded.append(future.result()[entry.position])
+            if entry.loaded is None:
+                _wait(entry.future, timeout_s, on_stall)
+                entry.loaded = entry.future.result()[entry.position]
+            loaded.append(entry.loaded)
         return loaded
 
     def release(self) -> None:
@@ -87,6 +83,16 @@ class Lease:
         entries, self._entries = self._entries, []
         if entries:
             self._window.unpin(entries)
+
+
+def _wait(future: Future[Any], timeout_s: float, on_stall: Callable[[float], None]) -> None:
+    started = time.perf_counter()
+    while not future.done():
+        try:
+            future.result(timeout_s)
+        except FutureTimeout:
+            if not future.done():  # else it is what loading raised
+                on_stall(time.perf_counter() - started)
 
 
 class BlockWindow:
@@ -167,13 +173,15 @@ class BlockWindow:
 
     def _submit(self, blocks: list[int], sizes: list[int]) -> list[_Entry]:
         entries: list[_Entry] = []
-        mapped = bool(blocks) and self._source.mapped(blocks[0])
+        mapped = [self._source.mapped(block) for block in blocks]
         share = -(-len(blocks) // self._threads)
-        each = max(1, min(_BLOCKS_PER_TASK, share)) if mapped else 1
+        each = max(1, min(_BLOCKS_PER_TASK, share)) if all(mapped) else 1
         for first in range(0, len(blocks), each):
             part = blocks[first : first + each]
             future = self._pool.submit(self._load, part)
-            entries += [_Entry(future, i, sizes[first + i]) for i in range(len(part))]
+            entries += [
+                _Entry(future, i, sizes[first + i], mapped=mapped[first + i]) for i in range(len(part))
+            ]
         self.counts.block_loads += len(blocks)
         self.counts.bytes_loaded += sum(sizes)
         return entries
@@ -212,11 +220,11 @@ class BlockWindow:
             for block, entry in list(self._entries.items()):
                 if entry.pins:
                     continue
-                entry.future.cancel()
-                if entry.future.cancelled() or (entry.future.done() and entry.future.exception()):
+                future = entry.future
+                if entry.loaded is None and (future.cancel() or (future.done() and future.exception())):
                     self._remove(block, entry)
                 else:
-                    entry.stale = self._source.mapped(block)
+                    entry.stale = entry.mapped
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what has, drop everything; may be called twice."""

@@ -23,7 +23,7 @@ from shardkit.loader.row_work import RowWork
 from shardkit.loader.schedule import StepGroup, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
-from shardkit.loader.state import STATE_VERSION, check_state
+from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.statistics import LoaderCounts
 from shardkit.loader.transforms import RowFunction
 from shardkit.loader.watchdog import Watchdog
@@ -61,7 +61,6 @@ class Loader:
         self._events = EventLog(config.run, self.topology.rank)
         self._function = RowFunction(
             seed=plan.settings.seed,
-            cell_size=plan.cell_size,
             decoders=find_decoders(config.decode, sources.schema),
             transform=config.transform,
         )
@@ -89,9 +88,9 @@ class Loader:
         """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch."""
         self._stop_pipeline()
         config = self._config
-        length = self.plan.loop_steps
-        start, stop = self._start, (self._start // length + 1) * length
-        self._start = start - start % length  # a loop left early begins its epoch again
+        check_geometry(self.plan, self._start)
+        start = self._start
+        self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
         self._handed_out = start
         numbers = range(start + config.offset, stop, config.stride)
         pipeline = self._pipeline = self._open_pipeline(numbers)
@@ -151,17 +150,23 @@ class Loader:
             world=self.topology.world,
             by_cell=self._config.by_cell,
             tensors=self._tensors,
+            pin=self._pins(),
             work=work,
             counts=counts,
         )
         return Pipeline(group, assembler, machinery.window, numbers=numbers, settings=settings, counts=counts)
+
+    def _pins(self) -> bool:
+        """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
+        cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+        return bool(self._tensors and cuda is not None and cuda.is_initialized())
 
     def _prefetch(self, rows: int, work: RowWork) -> int:
         if self._config.prefetch is not None:
             return self._config.prefetch
         fixed = all(self._sources.schema[name].item_bytes is not None for name in self._fields)
         small = rows * self._sources.row_bytes(self._fields) <= _INLINE_BYTES
-        return 0 if fixed and small and not work else _DEFAULT_PREFETCH
+        return 0 if fixed and small and not work and not self._pins() else _DEFAULT_PREFETCH
 
     def _stop_pipeline(self) -> None:
         pipeline, self._pipeline = self._pipeline, None

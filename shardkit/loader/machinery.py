@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Machinery:
         self._config, self._function = config, function
         reader, rows = sources.reader, sources.rows
 
+        is_view = lru_cache(maxsize=1 << 16)(reader.is_view)
+
         def load(block: int) -> GatherColumns:
             return GatherColumns(reader.read(*rows.shard_of_block(block)), fields)
 
@@ -48,8 +51,8 @@ class Machinery:
         self.window = BlockWindow(
             BlockSource(
                 load=load,
-                size_of=sources.block_bytes,
-                mapped=lambda block: reader.is_view(rows.shard_of_block(block)[0]),
+                size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
+                mapped=lambda block: is_view(rows.shard_of_block(block)[0]),
                 forget=lambda block: reader.forget(*rows.shard_of_block(block)),
             ),
             config.memory,
@@ -74,6 +77,7 @@ class Machinery:
             parts=self._threads * 2,
             on_error=self._config.on_error,
             substitutes=SubstituteDraw(plan.population, plan.settings.seed, sources.fetch),
+            cell_size=plan.cell_size,
         )
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ class RowWork:
         parts: into how many pieces a batch is cut for them.
         on_error: what becomes of rows that do not decode.
         substitutes: draws another sample.
+        cell_size: of the plan; finds a row's lane and slot.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class RowWork:
         parts: int,
         on_error: OnError,
         substitutes: Substitutes,
+        cell_size: int,
     ) -> None:
         self._function, self._batch_transform = function, batch_transform
         self._workers, self._parts, self._on_error = workers, parts, on_error
-        self._substitutes = substitutes
+        self._substitutes, self._cell_size = substitutes, cell_size
         self._replaced: list[dict[str, Any]] = []
         self.at: tuple[int, int] | None = None  # (step, first sample) under way, for the watchdog
 
@@ -83,7 +85,7 @@ class RowWork:
         if self._on_error == "mask":
             fields["valid"] = valid
         if self._batch_transform is not None:
-            generators = LazyGenerators(self._function.seed, step, slots, self._function.cell_size)
+            generators = LazyGenerators(self._function.seed, step, slots, self._cell_size)
             fields = dict(self._batch_transform(fields, generators))
         self.at = None
         return fields, samples
@@ -140,11 +142,16 @@ class RowWork:
         self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
     ) -> list[Mapping[str, Any] | RowFailure]:
         if self._workers is None or len(slots) < 2:
-            return self._function(columns, step, slots)
+            return self._function(columns, step, slots, self._cell_size)
         size = -(-len(slots) // self._parts)
         spans = [(a, min(a + size, len(slots))) for a in range(0, len(slots), size)]
         pieces = [
-            ({name: _rows_of(value, a, b) for name, value in columns.items()}, step, slots[a:b])
+            (
+                {name: _rows_of(value, a, b) for name, value in columns.items()},
+                step,
+                slots[a:b],
+                self._cell_size,
+            )
             for a, b in spans
         ]
         call = _work_here if isinstance(self._workers, ProcessPoolExecutor) else self._function
@@ -175,9 +182,9 @@ class RowWork:
             other, raw = self._substitutes(sample, step, slot, attempt)
             raw = {name: raw[name] for name in fields}
             columns = {name: [value] for name, value in raw.items()}
-            (row,) = self._function(columns, step, one)
+            (row,) = self._function(columns, step, one, self._cell_size)
             if not isinstance(row, RowFailure):
-                lane, place = divmod(slot, self._function.cell_size)
+                lane, place = divmod(slot, self._cell_size)
                 kind = "substitution" if self._on_error == "substitute" else "mask"
                 self._replaced.append(
                     {"step": step, "kind": kind, "lane": lane, "slot": place, "sample": sample, "by": other,
@@ -228,8 +235,8 @@ def _end_with(sentinel: int) -> None:
 
 
 def _work_here(
-    columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
+    columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], cell_size: int
 ) -> list[Mapping[str, Any] | RowFailure]:
     assert _function is not None
-    rows = _function(columns, step, slots)
+    rows = _function(columns, step, slots, cell_size)
     return [row._replace(error=None) if isinstance(row, RowFailure) else row for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 from shardkit.errors import StateError
 from shardkit.plan import Plan
 
-__all__ = ["STATE_VERSION", "check_state"]
+__all__ = ["STATE_VERSION", "check_geometry", "check_state"]
 
 STATE_VERSION = 1
 
@@ -22,7 +22,7 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
     step = state.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise StateError(f"loader state: step is {step!r}, a whole number from 0 on is expected")
-    if _is_of_ancestor(state, plan, step):
+    if _fits(state, plan, step):
         return step
     expected = {"manifest": manifest, "plan": plan.digest}
     differing = [name for name, value in expected.items() if state.get(name) != value]
@@ -32,14 +32,34 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
             f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
             "with the settings of the run, or start at step 0"
         )
-    return step
+    raise AssertionError("unreachable: the state has this plan and manifest")
 
 
-def _is_of_ancestor(state: Mapping[str, Any], plan: Plan, step: int) -> bool:
-    """Whether the state was taken with a plan that `plan` amends, before they part."""
-    parent, until = getattr(plan, "parent", None), getattr(plan, "from_step", None)
-    while parent is not None and until is not None and step <= until:
-        if state.get("plan") == parent.digest and state.get("manifest") == parent.population.identity:
-            return True
-        parent, until = getattr(parent, "parent", None), getattr(parent, "from_step", None)
+def check_geometry(plan: Plan, step: int) -> None:
+    """Refuse to begin at a step that an amendment left to a plan with other cells or rows.
+
+    Raises:
+        StateError: says with which plan these steps are read.
+    """
+    found = plan
+    while found.parent is not None and step < found.from_step:
+        until, found = found.from_step, found.parent
+        there = (found.lanes, found.cell_size, found.population.identity)
+        if there != (plan.lanes, plan.cell_size, plan.population.identity):
+            raise StateError(
+                f"step {step}: up to step {until} this plan is its parent's, with {found.lanes} lanes of "
+                f"{found.cell_size} samples over manifest {found.population.identity[:19]}…; read these steps with the "
+                f"parent plan, then go on with this one at step {until}"
+            )
+
+
+def _fits(state: Mapping[str, Any], plan: Plan, step: int) -> bool:
+    """Whether the state was taken with `plan`, or with one that it amends, before they part."""
+    found: Plan | None = plan
+    while found is not None:
+        if state.get("plan") == found.digest:
+            return state.get("manifest") == found.population.identity
+        if step > found.from_step:
+            return False
+        found = found.parent
     return False

@@ -71,16 +71,15 @@ class RowFunction:
     """What is done to each row: decode fields, then transform. Picklable where its functions are."""
 
     seed: int
-    cell_size: int
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
     transform: SampleTransform | None = None
 
     def __call__(
-        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
+        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], cell_size: int
     ) -> list[Mapping[str, Any] | RowFailure]:
         """One result per row, in order; `columns` hold decoded-to-be fields only where there is no transform."""
         readers = {name: row_reader(value) for name, value in columns.items()}
-        generators = LazyGenerators(self.seed, step, slots, self.cell_size)
+        generators = LazyGenerators(self.seed, step, slots, cell_size)
         return [self._one(readers, position, generators) for position in range(len(slots))]
 
     def _one(

@@ -147,3 +147,14 @@ def test_set_epoch_moves_only_to_another_epoch(ds: shardkit.Dataset, tmp_path: P
     data.load_state_dict({**data.state_dict(after=next(iter(data))), "step": len(data) + 3})
     data.set_epoch(1)
     assert next(iter(data)).step == len(data) + 3
+
+
+def test_a_batch_moved_to_a_device_keeps_what_it_is(ds: shardkit.Dataset) -> None:
+    batch = next(iter(ds.loader(_plan(ds), rank=1, world=2, tensors=True)))
+    moved = batch.to("cpu", non_blocking=True)
+    assert (moved.step, moved.lane, moved.weight) == (batch.step, batch.lane, batch.weight)
+    assert torch.equal(moved["x"], batch["x"])
+    bare = type(batch)(dict(batch))  # what frameworks make that know dicts only
+    assert bare.step == batch.step
+    with pytest.raises(AttributeError, match="this copy of a batch has no weight"):
+        _ = bare.weight

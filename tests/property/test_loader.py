@@ -296,3 +296,27 @@ def test_a_flipped_bit_reaches_the_caller_as_an_error(dataset: shardkit.Dataset,
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match="block 0"):
         list(copy.loader(copy.plan(global_batch=20, lanes=5), tensors=False))
+
+
+def test_the_state_of_a_parent_fits_its_amendment_up_to_where_they_part(dataset: shardkit.Dataset) -> None:
+    parent = dataset.plan(global_batch=20, lanes=5)
+    plan = parent.amend(from_step=30, skip=(30, 33))
+    first = dataset.loader(parent, tensors=False, fields=["label"])
+    taken = {}
+    for batch in first:
+        taken[batch.step + 1] = first.state_dict(after=batch)
+    loader = dataset.loader(plan, tensors=False, fields=["label"])
+    loader.load_state_dict(taken[28])
+    got = [batch.samples.tolist() for batch in loader]
+    assert got[:2] == [parent.step(s).ravel().tolist() for s in (28, 29)]
+    assert got[2] == parent.step(33).ravel().tolist()
+    loader.load_state_dict(taken[30])
+    assert next(iter(loader)).samples.tolist() == got[2]
+    with pytest.raises(StateError, match="plan is"):
+        loader.load_state_dict(taken[31])
+    with pytest.raises(StateError, match="plan is"):
+        first.load_state_dict(loader.state_dict())
+    narrow = dataset.loader(parent.amend(from_step=40, lanes=4), tensors=False)
+    narrow.load_state_dict(taken[30])
+    with pytest.raises(StateError, match="step 30: up to step 40 this plan is its parent's, with 5 lanes"):
+        iter(narrow)
