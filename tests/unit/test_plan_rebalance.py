@@ -105,5 +105,10 @@ def test_replay_of_a_journal_and_wrong_rules():  # type: ignore[no-untyped-def]
     assert in_force(start, journal, first.assignment.from_step - 1) == start
     assert in_force(start, journal, first.assignment.from_step) == first.assignment
     assert rebalance(first.decided_at + 1, [RankTelemetry((1.0,))] * 8, start, journal[:1]) is None
+    # telemetry from before a change must not lead to the next one
+    slow = [RankTelemetry((5.0 if rank == 6 else 1.0,)) for rank in range(8)]
+    effect = first.assignment.from_step
+    assert rebalance(effect + Rules().settle - 1, slow, start, journal[:1]) is None
+    assert rebalance(effect + Rules().settle, slow, start, journal[:1]) is not None
     with pytest.raises(PlanError, match="expected lead"):
         Rules(gain=0)
