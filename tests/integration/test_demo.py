@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.ledger import read_journal
 
 
 @pytest.mark.slow
@@ -29,14 +28,18 @@ def test_the_demo_builds_trains_resumes_and_proves(tmp_path: Path) -> None:
     assert re.search(r"resumed at step \d+ of \d+ on 1 rank", done.stdout)
     assert "XXH3 mismatch" in done.stdout
     # what it claims to have proven, proven again from the files that it left
+    audit = subprocess.run(
+        [sys.executable, "-m", "shardkit_tools", "audit", "runs/gpt", "--json"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert audit.returncode == 0, audit.stdout + audit.stderr
     ds = shardkit.open(str(place / "data" / "stdlib"))
-    plan = ds.plan(global_batch=16, lanes=8)
-    cells: dict[tuple[int, int], str] = {}
-    for path in (place / "runs" / "gpt" / "journal").glob("*.cells"):
-        for record in read_journal(path, manifest=ds.manifest.id, plan=plan.digest):
-            assert cells.setdefault((record.step, record.lane), record.digest) == record.digest
-    steps = 1 + max(step for step, _ in cells)
-    assert cells == {(s, lane): plan.cell_digest(s, lane) for s in range(steps) for lane in range(plan.lanes)}
+    assert ds.plan(global_batch=16, lanes=8).digest in audit.stdout
+    assert ds.manifest.id in audit.stdout
     assert not list((place / "data" / "stdlib" / "tmp").glob("*"))
 
 
