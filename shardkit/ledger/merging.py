@@ -18,7 +18,7 @@ from shardkit.ledger.journal_reading import JournalFile, journal_paths
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.records import step_digest
 
-__all__ = ["Merge", "merge_journals"]
+__all__ = ["Merge", "Source", "merge_journals"]
 
 Key = tuple[str, str, int]  # manifest, plan, step
 
@@ -35,10 +35,12 @@ class Source:
 
     @property
     def name(self) -> str:
+        """The file's name."""
         return self.file.path.name
 
     @property
     def attempt(self) -> tuple[int, int, int]:
+        """(when it began, rank, worker): one sequence of files."""
         return self.header.started, self.header.rank, self.header.worker
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals
+from shardkit.ledger import heads as heads_module
 from shardkit.ledger import journal as journal_module
 from shardkit.ledger.merkle import Tree, leaf_hash
 
@@ -78,6 +79,7 @@ def test_the_tree_is_the_same_on_any_topology_through_kills(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "ROTATE_BYTES", data.draw(st.sampled_from([400, 1500, 1 << 20])))
+    monkeypatch.setattr(heads_module, "KEEP_BYTES", data.draw(st.sampled_from([0, 3000, 1 << 24])))
     run, saved = tmp_path_factory.mktemp("run"), 0
     for _ in range(data.draw(st.integers(1, 5))):
         start = Start(run, data.draw(st.integers(1, LANES)))
@@ -214,6 +216,7 @@ def test_merged_journals_are_removed_and_the_ledger_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "ROTATE_BYTES", 4096)
+    monkeypatch.setattr(heads_module, "KEEP_BYTES", 10_000)
     start = Start(tmp_path, 2)
     for step in range(400):
         start.step(step)
