@@ -222,6 +222,8 @@ class Dataset:
         stall_s: float = 60.0,
         on_stall: Any = None,
         run: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        cache_size: int | str | None = None,
         stride: int = 1,
         offset: int = 0,
     ) -> Loader:
@@ -252,6 +254,9 @@ class Dataset:
             stall_s: a wait of so many seconds is reported, with rank, lane, shard and stage.
             on_stall: gets the report as a dict instead of a RuntimeWarning.
             run: run directory; every consumed cell is journaled there, and events are recorded.
+            cache: directory on a local disk for blocks that came over a network; all ranks and runs of a machine may
+                share it. Without it they are streamed.
+            cache_size: the most that it may take, for example ``"200GiB"``; by default most of the disk's free room.
             stride: hand out every `stride`-th step only, from the `offset`-th on: how worker processes share steps.
             offset: see `stride`.
 
@@ -265,6 +270,8 @@ class Dataset:
             memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, decode=decode or {},
             transform=transform, batch_transform=batch_transform, workers=workers, on_error=on_error, stall_s=stall_s,
             on_stall=on_stall, run=None if run is None else Path(run), stride=stride, offset=offset,
+            cache=None if cache is None else Path(cache),
+            cache_size=None if cache_size is None else parse_size(cache_size),
         )  # fmt: skip
         if plan.population.identity != self.manifest.id:
             raise UsageError(

@@ -123,6 +123,10 @@ class BlockWindow:
         """Bytes of all blocks that are loaded or being loaded."""
         return self._bytes
 
+    def is_loaded(self, block: int) -> bool:
+        """Whether a block is in memory or on its way."""
+        return block in self._entries
+
     def holds(self, blocks: Sequence[int]) -> bool:
         """Whether all these blocks together fit into a third of the budget: three groups are under way at a time."""
         return sum(map(self._source.size_of, blocks)) <= self._budget // 3

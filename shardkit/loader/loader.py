@@ -97,13 +97,16 @@ class Loader:
         return self._hand_out(pipeline, stop)
 
     def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
-        journal = self._open_machinery().journal
+        machinery = self._open_machinery()
+        journal, remote = machinery.journal, machinery.remote
         for one in pipeline:
             if journal is not None:
                 journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
             for facts in one.replaced:
                 self._record_replaced(facts, journal)
             self._handed_out = one.step + 1
+            if remote is not None:
+                remote.advance(one.step)
             if one.step + self._config.stride >= stop:
                 self._start = stop
             yield one.batches if self._config.by_cell else one.batches[0]
@@ -119,7 +122,7 @@ class Loader:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
         if self._machinery is None or self._machinery.process != os.getpid():
             self._machinery = Machinery(self.plan, self._sources, self._config, self.topology, self._function,
-                                         self._fields)  # fmt: skip
+                                         self._fields, self.lanes, self._events)  # fmt: skip
             # not through `self`: what the machinery's threads hold must not keep the loader alive
             weakref.finalize(self, self._machinery.close)
         return self._machinery
@@ -132,6 +135,8 @@ class Loader:
         def group(numbers: range) -> StepGroup:
             return plan_group(plan, sources.rows.locate, lanes, numbers)
 
+        if machinery.remote is not None and numbers:
+            machinery.remote.start(numbers.start, machinery.window.is_loaded)
         work = machinery.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
         settings = PipelineSettings(
@@ -224,6 +229,8 @@ class Loader:
             window = self._machinery.window
             result |= {name: float(getattr(window.counts, name)) for name in window.counts.__slots__}
             result["window_bytes"] = float(window.nbytes)
+            if self._machinery.remote is not None:
+                result |= self._machinery.remote.stats()
         pipeline = self._pipeline
         if pipeline is not None:
             elapsed = pipeline.elapsed_s

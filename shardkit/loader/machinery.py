@@ -11,8 +11,10 @@ import numpy as np
 
 from shardkit.ledger import Journal
 from shardkit.loader.block_window import BlockSource, BlockWindow
+from shardkit.loader.events import EventLog
 from shardkit.loader.gather import GatherColumns
 from shardkit.loader.ranks import Topology
+from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.substitutes import SubstituteDraw
@@ -35,10 +37,13 @@ class Machinery:
         topology: Topology,
         function: RowFunction,
         fields: Sequence[str],
+        lanes: list[int],
+        events: EventLog,
     ) -> None:
         self.process = os.getpid()
         self._config, self._function = config, function
-        reader, rows = sources.reader, sources.rows
+        self.remote = open_remote_blocks(plan, sources, config, lanes, events)
+        reader, rows = (self.remote or sources).reader, sources.rows
 
         is_view = lru_cache(maxsize=1 << 16)(reader.is_view)
 
@@ -84,6 +89,8 @@ class Machinery:
         """End all of it; may be called twice, and in a forked child does nothing."""
         if self.process != os.getpid():
             return
+        if self.remote is not None:
+            self.remote.close()
         self.window.close()
         if self.workers is not None:
             self.workers.shutdown(wait=True, cancel_futures=True)

@@ -54,6 +54,8 @@ class LoaderConfig:
     stall_s: float = 60.0
     on_stall: OnStall | None = None
     run: Path | None = None
+    cache: Path | None = None
+    cache_size: int | None = None  # bytes; most of the disk's free room where None
     stride: int = (
         1  # hand out every stride-th step from the offset-th on: how DataLoader workers share the steps
     )

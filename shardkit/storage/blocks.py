@@ -10,13 +10,17 @@ import weakref
 from collections import OrderedDict
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardkit.errors import IntegrityError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import adopted_place
 from shardkit.storage.objects import object_name
-from shardkit.storage.reading import BlockRequest, LocatedStore
+from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
+from shardkit.storage.store import Store
 
 __all__ = ["BlockReader"]
 
@@ -181,7 +185,22 @@ class BlockReader:
         """What to ask a location for: a block's place, and the digest by which its bytes are known."""
         index = self.index(shard)
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
-        return BlockRequest(self.shard_name(shard), offset, size, index.block_sha256[block].tobytes())
+        place = int(place_ids(self._table.digest[shard : shard + 1], np.array([block]))[0])
+        return BlockRequest(self.shard_name(shard), offset, size, index.block_sha256[block].tobytes(),
+                            int(index.block_xxh3[block]), place)  # fmt: skip
+
+    def places(self, shards: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """`place_ids` of blocks given by shard and number in it, without their indexes."""
+        return place_ids(self._table.digest[shards], blocks)
+
+    @property
+    def stores(self) -> list[Store]:
+        """Stores of the parts."""
+        return [repository.store for repository in self._repositories]
+
+    def has_file(self, shard: int) -> bool:
+        """Whether a shard is a local file."""
+        return self.repository_of(shard).store.local_path(self.shard_name(shard)) is not None
 
     def through(self, supply: BlockSupply | None) -> BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""

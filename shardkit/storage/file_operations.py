@@ -19,6 +19,7 @@ __all__ = ["FileOperations", "Handle", "active", "substituted"]
 
 _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block us
+_OPEN_SHARED: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -57,6 +58,10 @@ class FileOperations:
         """Create a new file for writing; the umask decides who may read it."""
         return Handle(os.open(name, _OPEN_NEW, 0o666, dir_fd=parent.fd), parent.child(name))
 
+    def open_shared(self, parent: Handle, name: str) -> Handle:
+        """Open a file that several processes read, append to and lock; made where it is missing."""
+        return Handle(os.open(name, _OPEN_SHARED, 0o666, dir_fd=parent.fd), parent.child(name))
+
     def make_directory(self, parent: Handle, name: str) -> None:
         """Create a directory; the umask decides who may use it."""
         os.mkdir(name, dir_fd=parent.fd)
@@ -68,6 +73,10 @@ class FileOperations:
     def write(self, file: Handle, data: memoryview) -> int:
         """Append; may write less than asked, as a full disk makes it do."""
         return os.write(file.fd, data)
+
+    def write_at(self, file: Handle, data: bytes, offset: int) -> int:
+        """Write over what is there; only for a few bytes of a file that no store publishes."""
+        return os.pwrite(file.fd, data, offset)
 
     def read(self, file: Handle, length: int, offset: int) -> bytes:
         """Read at most `length` bytes from `offset`; fewer at the end of the file."""
@@ -113,6 +122,26 @@ class FileOperations:
         except BlockingIOError:
             return False
         return True
+
+    def try_share(self, file: Handle) -> bool:
+        """Take the file's advisory lock together with others, unless a process holds it alone."""
+        try:
+            fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def lock(self, file: Handle) -> None:
+        """Wait for the file's advisory lock; for locks that are held for moments."""
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
+
+    def unlock(self, file: Handle) -> None:
+        """Give the lock back."""
+        fcntl.flock(file.fd, fcntl.LOCK_UN)
+
+    def truncate(self, file: Handle, size: int) -> None:
+        """Cut a file."""
+        os.ftruncate(file.fd, size)
 
     def close(self, handle: Handle) -> None:
         """Close a file or directory."""

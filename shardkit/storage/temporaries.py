@@ -52,7 +52,9 @@ def private_folder(url: str) -> str:
             os.mkdir(parent, 0o700)
         found = os.lstat(parent)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise StoreError(f"{parent} is not a private directory of this user; remove it, or name a scratch directory")
+        raise StoreError(
+            f"{parent} is not a private directory of this user; remove it, or name a scratch directory"
+        )
     return os.path.join(parent, hashlib.sha256(url.encode()).hexdigest()[:16])
 
 

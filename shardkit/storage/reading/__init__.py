@@ -14,7 +14,7 @@
 from shardkit.storage.reading.attestations import Attestation
 from shardkit.storage.reading.detours import Detour, Detours
 from shardkit.storage.reading.located_store import LocatedStore
-from shardkit.storage.reading.locations import BlockRequest, Location, block_name
+from shardkit.storage.reading.locations import BlockRequest, Location, block_name, place_ids
 from shardkit.storage.reading.read_path import ReadPath, ReadSettings, Want
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "ReadSettings",
     "Want",
     "block_name",
+    "place_ids",
 ]

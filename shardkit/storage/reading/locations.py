@@ -7,10 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardkit.errors import ConfigurationError
 from shardkit.storage.store import Store
 
-__all__ = ["BlockRequest", "Location", "block_name", "check_locations"]
+__all__ = ["BlockRequest", "Location", "block_name", "check_locations", "place_ids"]
 
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
@@ -56,6 +59,25 @@ class BlockRequest(NamedTuple):
     length: int
     sha256: bytes
     """Of the block's stored bytes: 32 bytes, from the verified index."""
+    xxh3: int | None = None
+    """The fast checksum of the same bytes, for copies on this machine; SHA-256 is used where it is None."""
+    place: int = 0
+    """`place_ids` of shard and block: what a plan knows of a block before any index is read."""
+
+
+def place_ids(shard_digests: NDArray[np.uint8], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Numbers that tell blocks apart without their digests.
+
+    Args:
+        shard_digests: (n, 32), SHA-256 of the shards.
+        blocks: (n,), block in the shard.
+
+    Returns:
+        (n,) uint64; 64 bits of a digest, moved on by the block, so that two blocks share one by bad luck only.
+    """
+    heads = np.ascontiguousarray(shard_digests[:, :8]).view("<u8").reshape(-1)
+    numbers: NDArray[np.uint64] = heads + blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return numbers
 
 
 def block_name(sha256: bytes) -> str:

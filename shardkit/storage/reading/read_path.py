@@ -25,8 +25,9 @@ __all__ = ["ReadPath", "ReadSettings", "Want"]
 
 Buffer = Any
 
-_HEDGE_SHARE: Final = 0.1
-_HEDGES_FREE: Final = 8
+_HEDGE_SHARE: Final = 0.03  # of all reads: what hedging may cost in requests and bytes
+_HEDGES_FREE: Final = 4
+_HEDGE_OVER_MEDIAN: Final = 2.0  # where all answers take about as long, the slowest twentieth of them is not late
 _LEAST_HEDGE_S: Final = 0.005
 
 
@@ -274,8 +275,11 @@ class _Turn:
         return max(0.0, due - now)
 
     def _late_after(self, known: _Known) -> float | None:
-        usual = known.latencies.quantile(self._want.num_bytes, 0.95)
-        return None if usual is None or not self._path.settings.hedge else max(_LEAST_HEDGE_S, usual)
+        late = known.latencies.quantile(self._want.num_bytes, 0.95)
+        typical = known.latencies.quantile(self._want.num_bytes, 0.5)
+        if late is None or typical is None or not self._path.settings.hedge:
+            return None
+        return max(_LEAST_HEDGE_S, late, _HEDGE_OVER_MEDIAN * typical)
 
     def _wake(self) -> None:
         """Nothing came in time: hedge, or give up on those that were silent for too long."""

@@ -118,7 +118,9 @@ def _told(request: Callable[[], _Result]) -> _Result:
     except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
         failure = classify(error)
         answer = getattr(error, "response", None)
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+        status = (
+            answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+        )
         raise _with_status(failure, status) from None
 
 

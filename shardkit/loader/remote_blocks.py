@@ -1,0 +1,153 @@
+"""Blocks that come over a network, for one loader in one process: the cache, reading ahead, events to the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ShardkitError
+from shardkit.loader.events import EventLog
+from shardkit.loader.schedule import plan_group
+from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.plan import Plan
+from shardkit.storage import BlockReader, LocalStore
+from shardkit.storage.cache import BlockCache, Supply
+from shardkit.storage.reading import Attestation, BlockRequest, Detour, Detours, LocatedStore
+
+__all__ = ["RemoteBlocks", "open_remote_blocks"]
+
+Int64s = NDArray[np.int64]
+
+_GROUP_ROWS: Final = 65536
+_AHEAD_BYTES: Final = 256 << 20
+_AHEAD_THREADS: Final = 16
+_HORIZON_LOOPS: Final = 2  # what the cache knows of the future: the rest of this loop and the next
+_SHARE_OF_DISK: Final = 0.8
+
+
+class RemoteBlocks:
+    """Made by `open_remote_blocks`.
+
+    Attributes:
+        reader: gives the same blocks as the dataset's, through the cache.
+    """
+
+    def __init__(
+        self, plan: Plan, sources: Sources, config: LoaderConfig, lanes: list[int], events: EventLog
+    ) -> None:
+        self._plan, self._rows, self._lanes, self._config = plan, sources.rows, lanes, config
+        self._stores = [store for store in sources.reader.stores if isinstance(store, LocatedStore)]
+        detours = self._stores[0].detours if self._stores else Detours()
+        cache = None if config.cache is None else BlockCache(
+            config.cache, limit=config.cache_size or _default_limit(str(config.cache)), detours=detours
+        )  # fmt: skip
+        ahead = min(_AHEAD_BYTES, config.memory // 4)
+        self._detours = detours
+        self.supply = Supply(
+            cache, ahead_bytes=ahead, threads=_AHEAD_THREADS, clock=int(plan.digest[:16], 16)
+        )
+        self.reader: BlockReader = sources.reader.through(self.supply)
+        self._listen(events)
+
+    def _listen(self, events: EventLog) -> None:
+        run = self._config.run
+
+        def record(detour: Detour) -> None:
+            events.record(f"read_{detour.kind}", location=detour.location, **detour.details)
+
+        def attest(found: Attestation) -> None:
+            if run is not None:  # a reader need not have the right to write the root: a repair reads it here
+                with contextlib.suppress(ShardkitError):
+                    LocalStore(run).put_new(found.new_name(), found.to_bytes())
+
+        for store in self._stores:
+            healing = any(location.heal for location in store.locations)
+            store.listen(events=record, attest=None if healing or run is None else attest)
+
+    def start(self, step: int, is_loaded: Callable[[int], bool]) -> None:
+        """Read ahead from `step` on, what is not `is_loaded` (dataset-wide block number) in memory."""
+        reader, rows = self.reader, self._rows
+        shards = rows.shard_first_block
+
+        def request(block: int) -> tuple[LocatedStore, BlockRequest] | None:
+            shard, inside = rows.shard_of_block(block)
+            store = reader.repository_of(shard).store
+            if is_loaded(block) or not isinstance(store, LocatedStore) or reader.has_file(shard):
+                return None
+            return store, reader.request(shard, inside)
+
+        def places(blocks: Int64s) -> NDArray[np.uint64]:
+            shard = np.searchsorted(shards, blocks, side="right") - 1
+            return reader.places(shard, blocks - shards[shard])
+
+        loop = self._plan.loop_steps
+        horizon = (step // loop + _HORIZON_LOOPS) * loop
+        self.supply.follow(self._uses, request, places, step=step, horizon=horizon)
+
+    def advance(self, step: int) -> None:
+        """The trainer has been handed `step`."""
+        self.supply.advance(step)
+
+    def stats(self) -> dict[str, float]:
+        """Counters of all reads over the network of this process, and of the cache; for `Loader.stats`."""
+        found: dict[str, float] = {}
+        for detours in {
+            id(one): one for one in (self._detours, *(store.detours for store in self._stores))
+        }.values():
+            for name, value in detours.stats().items():
+                found[name] = found.get(name, 0.0) + value
+        return found
+
+    def close(self) -> None:
+        """Stop reading ahead; may be called twice."""
+        self.supply.close()
+        for store in self._stores:
+            store.listen()
+
+    def _uses(self, first: int) -> Iterator[tuple[Int64s, Int64s]]:
+        """Runs of (step, block): each block at the first step that needs it, in that order.
+
+        A block that the run of steps before needed too is in memory still, and is not needed anew.
+        """
+        plan, stride, loop = self._plan, self._config.stride, self._plan.loop_steps
+        most = max(1, _GROUP_ROWS // max(1, plan.cell_size * len(self._lanes)))
+        step, size = first, 1
+        before: set[int] = set()
+        while True:
+            end = min(step + size * stride, (step // loop + 1) * loop)
+            numbers = range(step, end, stride)
+            group = plan_group(plan, self._rows.locate, self._lanes, numbers)
+            if not group.blocks and not len(group.samples):
+                return
+            _, rows = np.unique(group.which, return_index=True)
+            steps = np.asarray(numbers)[np.searchsorted(group.borders, rows, side="right") - 1]
+            new = np.array([block not in before for block in group.blocks], dtype=bool)
+            yield steps[new], np.array(group.blocks, dtype=np.int64)[new]
+            step = numbers[-1] + stride
+            before = set(group.blocks) if step % loop >= stride else set()
+            size = min(most, size * 4)
+
+
+def open_remote_blocks(
+    plan: Plan, sources: Sources, config: LoaderConfig, lanes: list[int], events: EventLog
+) -> RemoteBlocks | None:
+    """What a loader needs beside its threads where blocks come over a network; None where all are local files."""
+    remote = any(store.local_path("shardkit.json") is None for store in sources.reader.stores)
+    several = any(isinstance(store, LocatedStore) for store in sources.reader.stores)
+    if not remote and not several:
+        return None
+    return RemoteBlocks(plan, sources, config, lanes, events)
+
+
+def _default_limit(path: str) -> int:
+    """Most of what the disk has room for; what the cache holds already is part of it."""
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    return max(1 << 20, int(shutil.disk_usage(place).free * _SHARE_OF_DISK))

@@ -1,0 +1,19 @@
+"""The per-node cache: blocks on a local disk, shared by all processes, evicted by what the plan knows.
+
+::
+
+    block_cache.py  fetch, verify, publish, evict
+    catalogue.py    which blocks there are, as all processes see it
+    future.py       when each block is needed next; who goes first
+    leases.py       what the other live processes will need
+    filesystems.py  refuses network file systems
+    supply.py       between a reader and the locations: the cache, and reading ahead by deadline
+    serving.py      the blocks of a cache for neighbours, over HTTP
+"""
+
+from shardkit.storage.cache.block_cache import BlockCache
+from shardkit.storage.cache.future import NEVER, Future, choose_victims
+from shardkit.storage.cache.serving import CacheServer, parse_bind
+from shardkit.storage.cache.supply import Supply
+
+__all__ = ["NEVER", "BlockCache", "CacheServer", "Future", "Supply", "choose_victims", "parse_bind"]

@@ -1,0 +1,445 @@
+"""The per-node cache: no unverified byte at a final name, whatever dies, fills up or lies about."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
+from shardkit.formats.digest import xxh3
+from shardkit.storage.cache import NEVER, BlockCache, CacheServer, Future, choose_victims, parse_bind
+from shardkit.storage.cache.filesystems import filesystem_of, is_network
+from shardkit.storage.file_operations import substituted
+from shardkit.storage.reading import BlockRequest, LocatedStore, Location, ReadSettings, block_name
+from shardkit.storage.remote.cache_client import CacheClient
+from shardkit.testing.drills import drill_count
+from shardkit.testing.faulty_operations import CHANGES, READS, FaultyOperations
+from shardkit.testing.memory_store import MemoryStore
+
+MIB = 1 << 20
+
+
+def block_of(number: int, size: int = 100_000) -> tuple[BlockRequest, bytes]:
+    data = random.Random(number).randbytes(size)
+    place = (number * 0x9E3779B97F4A7C15) % 2**64
+    return BlockRequest("objects/x", 0, size, hashlib.sha256(data).digest(), xxh3(data), place), data
+
+
+def check_directory(path: Path, limit: int) -> int:
+    """Every file at a final name is what its name says; the number of them."""
+    files = [file for file in (path / "blocks").rglob("*") if file.is_file()]
+    for file in files:
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == file.name
+    assert sum(file.stat().st_size for file in files) <= limit
+    return len(files)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[BlockCache]:
+    made = BlockCache(tmp_path / "cache", limit=MIB)
+    yield made
+    made.close()
+
+
+class TestBlocks:
+    """One process, a healthy disk."""
+
+    def test_fetched_once(self, cache: BlockCache) -> None:
+        request, data = block_of(1)
+        calls: list[int] = []
+
+        def fetch() -> bytes:
+            calls.append(1)
+            return data
+
+        assert [cache.fetch(request, fetch) for _ in range(3)] == [data] * 3
+        assert len(calls) == 1
+        again = BlockCache(cache.path, limit=MIB)
+        assert again.fetch(request, fetch) == data
+        assert len(calls) == 1
+        assert again.used == len(data)
+        again.close()
+
+    def test_the_limit_holds(self, cache: BlockCache, tmp_path: Path) -> None:
+        for number in range(40):
+            request, data = block_of(number)
+            assert cache.fetch(request, functools.partial(bytes, data)) == data
+        held = check_directory(tmp_path / "cache", MIB)
+        assert 8 <= held <= 10
+        stats = cache.detours.stats()
+        assert stats["cache_fills"] == 40
+        assert stats["cache_evictions"] == 40 - held
+
+    def test_sixteen_threads_fetch_a_block_once(self, cache: BlockCache) -> None:
+        request, data = block_of(1)
+        calls: list[int] = []
+        gate = threading.Barrier(16)
+
+        def fetch() -> bytes:
+            calls.append(1)
+            time.sleep(0.05)
+            return data
+
+        def run(_: int) -> bytes:
+            gate.wait()
+            return bytes(cache.fetch(request, fetch))
+
+        with ThreadPoolExecutor(16) as pool:
+            assert set(pool.map(run, range(16))) == {data}
+        assert len(calls) == 1
+
+    def test_what_fails_to_come_leaves_nothing(self, cache: BlockCache, tmp_path: Path) -> None:
+        request, data = block_of(1)
+
+        def fail() -> bytes:
+            raise IntegrityError("wrong bytes")
+
+        with pytest.raises(IntegrityError):
+            cache.fetch(request, fail)
+        assert check_directory(tmp_path / "cache", MIB) == 0
+        assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+        assert cache.fetch(request, lambda: data) == data
+
+
+class TestDamage:
+    """What lies in the directory is trusted by nobody."""
+
+    @pytest.mark.parametrize("restarts", [0, 2])
+    def test_a_damaged_block_is_fetched_again(self, tmp_path: Path, restarts: int) -> None:
+        request, data = block_of(1)
+        path = tmp_path / "cache"
+        cache = BlockCache(path, limit=MIB)
+        cache.fetch(request, lambda: data)
+        file = path / block_name(request.sha256)
+        for spoiled in (bytes([data[0] ^ 1]) + data[1:], data[:-1], data + b"x", b"", bytes(len(data))):
+            file.write_bytes(spoiled)
+            for _ in range(restarts):
+                cache.close()
+                cache = BlockCache(path, limit=MIB)
+            assert cache.get(request) is None
+            assert cache.fetch(request, lambda: data) == data
+            assert file.read_bytes() == data
+        cache.close()
+
+    def test_a_corrupt_download_never_has_a_name(self, tmp_path: Path) -> None:
+        """A location serves wrong bytes, the run fails, and two restarts on the same cache find nothing of it."""
+        request, data = block_of(1)
+        source = MemoryStore()
+        source.put_new(request.name, bytes([data[0] ^ 1]) + data[1:])
+        for _ in range(3):
+            cache = BlockCache(tmp_path / "cache", limit=MIB)
+            store = LocatedStore([Location(name="a", store=source)], settings=ReadSettings(deadline_s=5))
+            with pytest.raises(IntegrityError):
+                cache.fetch(request, functools.partial(store.read_block, request))
+            assert check_directory(tmp_path / "cache", MIB) == 0
+            cache.close()
+        source.replace(request.name, data)
+        cache = BlockCache(tmp_path / "cache", limit=MIB)
+        assert cache.fetch(request, lambda: store.read_block(request)) == data
+        cache.close()
+
+    def test_a_dirty_directory(self, tmp_path: Path) -> None:
+        """Foreign files, leftovers and links in it: untouched, unfollowed, and no reason to stop."""
+        path, outside = tmp_path / "cache", tmp_path / "outside"
+        outside.mkdir()
+        (path / "blocks" / "ab").mkdir(parents=True)
+        (path / "tmp").mkdir()
+        foreign = {
+            "thesis.tex": b"do not delete",
+            "blocks/readme": b"me neither",
+            "blocks/ab/notes.txt": b"nor me",
+            "tmp/draft": b"nor me",
+            "catalogue": b"torn record",
+        }
+        for name, text in foreign.items():
+            (path / name).write_bytes(text)
+        request, data = block_of(1)
+        (path / "tmp" / f"{request.sha256.hex()}.part").write_bytes(b"left by a killed process")
+        (path / "blocks" / request.sha256.hex()[:2]).symlink_to(outside)
+        cache = BlockCache(path, limit=MIB)
+        assert cache.fetch(request, lambda: data) == data, "it goes without the cache"
+        assert list(outside.iterdir()) == [], "no link is followed"
+        for number in range(2, 30):
+            other, bytes_ = block_of(number)
+            assert cache.fetch(other, functools.partial(bytes, bytes_)) == bytes_
+        cache.close()
+        for name in ("thesis.tex", "blocks/readme", "blocks/ab/notes.txt", "tmp/draft"):
+            assert (path / name).read_bytes() == foreign[name]
+        assert not (path / "tmp" / f"{request.sha256.hex()}.part").exists()
+
+    def test_files_that_vanish(self, cache: BlockCache, tmp_path: Path) -> None:
+        for number in range(8):
+            request, data = block_of(number)
+            cache.fetch(request, functools.partial(bytes, data))
+        for file in (tmp_path / "cache" / "blocks").rglob("*"):
+            if file.is_file():
+                file.unlink()
+        for number in range(12):
+            request, data = block_of(number)
+            assert cache.fetch(request, functools.partial(bytes, data)) == data
+        check_directory(tmp_path / "cache", MIB)
+
+
+class TestFullAndFailingDisks:
+    """The cache's own troubles are noted, never raised."""
+
+    @pytest.mark.parametrize("torn", [False, True])
+    @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+    def test_any_call_may_fail(self, tmp_path: Path, error: int, torn: bool) -> None:
+        for at in range(0, 40, 1 if error == errno.ENOSPC else 3):
+            path = tmp_path / f"cache{at}"
+            cache = BlockCache(path, limit=MIB)
+            operations = FaultyOperations(error, at, torn=torn, calls=[*CHANGES, *READS], forever=at % 2 == 1)
+            with substituted(operations):
+                for number in range(3):
+                    request, data = block_of(number, 5_000)
+                    assert cache.fetch(request, functools.partial(bytes, data)) == data
+            cache.close()
+            check_directory(path, MIB)
+            healthy = BlockCache(path, limit=MIB)
+            for number in range(3):
+                request, data = block_of(number, 5_000)
+                assert healthy.fetch(request, functools.partial(bytes, data)) == data
+            assert check_directory(path, MIB) == 3
+            healthy.close()
+
+    def test_short_writes(self, tmp_path: Path) -> None:
+        cache = BlockCache(tmp_path / "cache", limit=MIB)
+        request, data = block_of(1)
+        with substituted(FaultyOperations(0, None, short=1_000)):
+            assert cache.fetch(request, lambda: data) == data
+        assert check_directory(tmp_path / "cache", MIB) == 1
+        cache.close()
+
+    def test_what_cannot_be_made_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(StoreError):
+            BlockCache(tmp_path / "file" / "cache", limit=MIB)
+        with pytest.raises(UsageError, match="at least"):
+            BlockCache(tmp_path / "cache", limit=10)
+
+
+FILLER = """
+import sys, random, hashlib
+from shardkit.formats.digest import xxh3
+from shardkit.storage.cache import BlockCache
+from shardkit.storage.reading import BlockRequest
+cache = BlockCache(sys.argv[1], limit=1 << 20)
+seed = int(sys.argv[2])
+order = random.Random(seed)
+print("ready", flush=True)
+for turn in range(int(sys.argv[3])):
+    number = order.randrange(60)
+    data = random.Random(number).randbytes(30_000)
+    request = BlockRequest("objects/x", 0, len(data), hashlib.sha256(data).digest(), xxh3(data), number)
+    assert cache.fetch(request, lambda: data) == data
+cache.close()
+"""
+
+
+def filler(path: Path, seed: int, turns: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", FILLER, str(path), str(seed), str(turns)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+class TestProcesses:
+    """Several processes, some of them killed."""
+
+    def test_two_runs_at_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "cache"
+        with contextlib.ExitStack() as running:
+            children = [running.enter_context(filler(path, seed, 300)) for seed in range(2)]
+            assert [child.wait(120) for child in children] == [0, 0]
+        assert check_directory(path, MIB) > 20
+        cache = BlockCache(path, limit=MIB)
+        assert cache.used == sum(f.stat().st_size for f in (path / "blocks").rglob("*") if f.is_file())
+        cache.close()
+
+    @pytest.mark.drill
+    def test_kills_while_filling(self, tmp_path: Path) -> None:
+        path = tmp_path / "cache"
+        chance = random.Random(1)
+        for turn in range(drill_count(60)):
+            with filler(path, turn, 10_000_000) as child:
+                assert child.stdout is not None
+                assert child.stdout.readline() == "ready\n"
+                time.sleep(chance.uniform(0, 0.15))
+                child.send_signal(signal.SIGKILL)
+            check_directory(path, MIB + 30_000)
+        with filler(path, 7, 200) as child:
+            assert child.wait(60) == 0
+        assert check_directory(path, MIB) > 20
+        assert list((path / "tmp").iterdir()) == []
+
+
+class TestFuture:
+    """Belady's choice, against plain definitions."""
+
+    def test_distances(self) -> None:
+        chance = random.Random(5)
+        uses = [(chance.randrange(50), chance.randrange(300)) for _ in range(400)]
+        future = Future.of(
+            np.array([place for place, _ in uses], dtype=np.uint64),
+            np.array([s for _, s in uses], dtype=np.int64),
+        )
+        for now in (0, 1, 150, 299, 300, 1_000):
+            asked = list(range(60))
+            chance.shuffle(asked)
+            expected = [
+                min((s - now for p, s in uses if p == place and s >= now), default=NEVER) for place in asked
+            ]
+            assert future.distance(np.array(asked, dtype=np.uint64), now).tolist() == expected
+
+    def test_the_furthest_goes_first(self) -> None:
+        sizes = np.array([10, 10, 10, 10])
+        seconds = np.array([5.0, np.inf, 7.0, np.inf])
+        last = np.array([0.0, 2.0, 0.0, 1.0])
+        assert choose_victims(sizes, seconds, last, 25).tolist() == [3, 1, 2]
+        assert choose_victims(sizes, seconds, last, 0).tolist() == []
+        assert choose_victims(sizes, seconds, last, 100).tolist() == [3, 1, 2, 0]
+
+    def test_other_processes_needs_count(self, tmp_path: Path) -> None:
+        """What a neighbour will need soon stays, though this process has no use for it; not so after its death."""
+        ours, theirs = BlockCache(tmp_path, limit=MIB), BlockCache(tmp_path, limit=MIB)
+        blocks = [block_of(number) for number in range(20)]
+        for request, data in blocks[:10]:
+            ours.fetch(request, functools.partial(bytes, data))
+        needed = np.array([request.place for request, _ in blocks[:5]], dtype=np.uint64)
+        theirs.follow(Future.of(needed, np.arange(5)), 0)
+        mine = np.array([request.place for request, _ in blocks[10:]], dtype=np.uint64)
+        ours.follow(Future.of(np.concatenate([mine, mine]), np.arange(20)), 0)
+        for request, data in blocks[10:15]:
+            ours.fetch(request, functools.partial(bytes, data))
+        assert all(ours.get(request) for request, _ in blocks[:5])
+        assert not all(ours.get(request) for request, _ in blocks[5:10])
+        theirs.close()
+        for request, data in blocks[15:]:
+            ours.fetch(request, functools.partial(bytes, data))
+        assert not any(ours.get(request) for request, _ in blocks[:5])
+        ours.close()
+
+
+def test_network_file_systems_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mounts = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /data rw,relatime - nfs4 server:/export rw
+31 22 0:41 / /data/scratch rw - xfs /dev/nvme0n1 rw
+32 22 0:42 / /mnt/with\\040space rw - fuse.sshfs host: rw
+33 22 0:43 / /data2 rw - tmpfs tmpfs rw
+"""
+    for path, kind, network in (
+        ("/home/cache", "ext4", False),
+        ("/data", "nfs4", True),
+        ("/data/cache/deep", "nfs4", True),
+        ("/data/scratch/cache", "xfs", False),
+        ("/mnt/with space/cache", "fuse.sshfs", True),
+        ("/data2/cache", "tmpfs", False),
+    ):
+        assert filesystem_of(path, mounts) == kind
+        assert is_network(kind) is network
+    assert filesystem_of("/x", "") is None
+    monkeypatch.setattr("shardkit.storage.cache.filesystems.filesystem_of", lambda path: "lustre")
+    with pytest.raises(UsageError, match=r"lustre.*local disk"):
+        BlockCache(tmp_path / "cache", limit=MIB)
+    assert not (tmp_path / "cache").exists()
+
+
+class TestServing:
+    """A neighbour's cache."""
+
+    @pytest.fixture
+    def server(self, cache: BlockCache) -> Iterator[CacheServer]:
+        made = CacheServer(cache.path, ("127.0.0.1", 0))
+        thread = threading.Thread(target=made.serve)
+        thread.start()
+        yield made
+        made.close()
+        thread.join()
+
+    def test_blocks_come_from_the_neighbour(self, cache: BlockCache, server: CacheServer) -> None:
+        (held, data), (lacking, other) = block_of(1), block_of(2)
+        cache.fetch(held, lambda: data)
+        source = MemoryStore()
+        source.put_new("objects/x", other)
+        neighbour = Location(name="neighbour", store=CacheClient(server.url), rank=-1, holds="blocks")
+        store = LocatedStore(
+            [Location(name="a", store=source), neighbour], settings=ReadSettings(deadline_s=10)
+        )
+        assert store.read_block(held) == data
+        assert store.read_block(lacking) == other
+        stats = store.detours.stats()
+        assert (stats["bytes_from_neighbour"], stats["bytes_from_a"]) == (len(data), len(other))
+        assert stats["remote_missing"] == 0, "what a neighbour lacks is nothing to report"
+
+    def test_a_lying_neighbour_harms_nobody(self, cache: BlockCache, server: CacheServer) -> None:
+        request, data = block_of(1)
+        cache.fetch(request, lambda: data)
+        Path(cache.path, block_name(request.sha256)).write_bytes(bytes(len(data)))
+        source = MemoryStore()
+        source.put_new("objects/x", data)
+        neighbour = Location(name="neighbour", store=CacheClient(server.url), rank=-1, holds="blocks")
+        store = LocatedStore(
+            [Location(name="a", store=source), neighbour], settings=ReadSettings(deadline_s=10)
+        )
+        assert store.read_block(request) == data
+
+    def test_nothing_else_is_given_out(self, cache: BlockCache, server: CacheServer, tmp_path: Path) -> None:
+        request, data = block_of(1)
+        cache.fetch(request, lambda: data)
+        name = block_name(request.sha256)
+        (tmp_path / "secret").write_text("secret")
+        Path(cache.path, "blocks", name[7:9], "0" * 64).write_text("wrong folder")
+        for path in (
+            "/",
+            "/shardkit-cache.json",
+            "/catalogue",
+            "/blocks/",
+            "/blocks/../../secret",
+            "/blocks/..%2f..%2fsecret",
+            f"/blocks/{name[7:9]}/../../shardkit-cache.json",
+            f"/{name}/",
+            f"/{name}%00",
+            f"/blocks/zz/{name[10:]}",
+            f"/blocks/{name[7:9]}/{'0' * 64}",
+            f"/{name.upper()}",
+        ):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(server.url + path, timeout=10)
+            assert caught.value.code == 404
+            caught.value.close()
+        for method in ("PUT", "POST", "DELETE"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(
+                    urllib.request.Request(server.url + "/" + name, b"x", method=method), timeout=10
+                )
+            assert caught.value.code == 501
+            caught.value.close()
+        with urllib.request.urlopen(f"{server.url}/{name}", timeout=10) as answer:
+            assert answer.read() == data
+
+    def test_addresses_are_explicit(self, tmp_path: Path) -> None:
+        assert parse_bind("127.0.0.1:8450") == ("127.0.0.1", 8450)
+        assert parse_bind("[::1]:0") == ("::1", 0)
+        for bad in ("8450", ":8450", "host:", "host:x", "host:99999"):
+            with pytest.raises(UsageError, match="HOST:PORT"):
+                parse_bind(bad)
+        with pytest.raises(NotFoundError, match="no cache"):
+            CacheServer(tmp_path, ("127.0.0.1", 0))
+        with pytest.raises(StoreError):
+            CacheClient("http://127.0.0.1:9").get("blocks/x", max_bytes=1)

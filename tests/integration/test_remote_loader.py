@@ -1,0 +1,260 @@
+"""Training from a bucket through the cache: the same batches, few bytes over the network, no credential anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import http.server
+import json
+import pickle
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import ShardkitError
+from shardkit.storage.cache import BlockCache
+from shardkit.storage.reading import ReadSettings
+from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+
+BUCKET = "shards"
+ROWS = 1_200
+# A hedge would fetch some bytes twice, when the machine is busy.
+SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2, hedge=False)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    try:
+        with moto(BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with FaultProxy(server) as made:
+        for name, value in s3_environment(made.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def root(server: str) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment(server).items():
+            patch.setenv(name, value)
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        with shardkit.create(url, {"x": "int64[1024]"}, shard_size="1MiB", block_size="64KiB") as writer:
+            for number in range(ROWS):
+                writer.add({"x": [number] * 1024})
+        yield url
+
+
+def epoch(loader: Any) -> list[tuple[list[int], bytes]]:
+    return [(batch["samples"].tolist(), batch["x"][:, 0].tobytes()) for batch in loader]
+
+
+def open_loader(root: str, cache: Path | None, *, rank: int = 0, world: int = 1, **settings: Any) -> Any:
+    dataset = shardkit.open(root, settings=SETTINGS)
+    plan = dataset.plan(global_batch=16, seed=1, lanes=4)
+    # So little memory that nothing stays in it from one epoch to the next.
+    return dataset.loader(
+        plan, rank=rank, world=world, tensors=False, memory="2MiB", prefetch=0, cache=cache, **settings
+    )
+
+
+def test_streamed_and_cached_give_the_same_batches(proxy: FaultProxy, root: str, tmp_path: Path) -> None:
+    with contextlib.closing(open_loader(root, None)) as loader:
+        streamed = [epoch(loader), epoch(loader)]
+        stored = loader.stats()["bytes_from_root"] / 2
+    before = proxy.body_bytes
+    with contextlib.closing(open_loader(root, tmp_path / "cache", cache_size="1GiB")) as loader:
+        cached = [epoch(loader) for _ in range(3)]
+        stats = loader.stats()
+    assert cached[:2] == streamed
+    assert stats["cache_failed"] == stats["remote_mismatches"] == 0
+    egress = proxy.body_bytes - before
+    assert egress <= 1.05 * stored, "what fits in the cache is fetched once, over three epochs"
+    with contextlib.closing(open_loader(root, tmp_path / "cache", cache_size="1GiB")) as loader:
+        before = proxy.body_bytes
+        assert epoch(loader) == streamed[0]
+        assert loader.stats()["bytes_from_root"] < 0.05 * stored, "and a new run finds it there"
+
+
+def test_two_ranks_share_one_cache(proxy: FaultProxy, root: str, tmp_path: Path) -> None:
+    """The cluster's egress over the size of the dataset, when a node's share fits."""
+    before = proxy.body_bytes
+    loaders = [
+        open_loader(root, tmp_path / "cache", rank=rank, world=2, cache_size="1GiB") for rank in range(2)
+    ]
+    with contextlib.ExitStack() as closing:
+        for loader in loaders:
+            closing.callback(loader.close)
+        for _ in range(2):
+            for batches in zip(*loaders, strict=True):
+                assert len({batch.step for batch in batches}) == 1
+    stored = shardkit.open(root).manifest.stored_bytes
+    assert (proxy.body_bytes - before) / stored <= 1.05
+
+
+def best_possible(trace: list[int], capacity: int) -> int:
+    """Hits of the optimal policy with bypass (Belady): equal sizes, the whole future known."""
+    upcoming: dict[int, list[int]] = {}
+    for i in reversed(range(len(trace))):
+        upcoming.setdefault(trace[i], []).append(i)
+    held: set[int] = set()
+    hits = 0
+    for block in trace:
+        upcoming[block].pop()
+        hits += block in held
+        held.add(block)
+        if len(held) > capacity:
+            held.remove(max(held, key=lambda one: upcoming[one][-1] if upcoming[one] else len(trace)))
+    return hits
+
+
+def least_recent(trace: list[int], capacity: int) -> int:
+    """Hits of an LRU cache."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for block in trace:
+        hits += block in held
+        held[block] = None
+        held.move_to_end(block)
+        if len(held) > capacity:
+            held.popitem(last=False)
+    return hits
+
+
+def test_a_small_cache_keeps_what_is_needed_next(
+    proxy: FaultProxy,
+    root: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """30 % of the epoch's bytes, three epochs, two ranks: Belady beside LRU and the optimum."""
+    asked: list[int] = []
+    fetch = BlockCache.fetch
+
+    def noted(self: BlockCache, request: Any, get: Any) -> Any:
+        asked.append(request.place)
+        return fetch(self, request, get)
+
+    monkeypatch.setattr(BlockCache, "fetch", noted)
+    total = shardkit.open(root).manifest.stored_bytes
+    size = int(0.3 * total)
+    loaders = [
+        open_loader(root, tmp_path / "cache", rank=rank, world=2, cache_size=size) for rank in range(2)
+    ]
+    with contextlib.ExitStack() as closing:
+        for loader in loaders:
+            closing.callback(loader.close)
+        for _ in range(3):
+            for batches in zip(*loaders, strict=True):
+                assert len(batches) == 2
+            time.sleep(0.3)  # what was read ahead lands before the next epoch begins
+        hits = int(sum(loader.stats()["cache_hits"] for loader in loaders))
+    blocks = len(set(asked))
+    capacity = int(size / (total / blocks))
+    lru, best = least_recent(asked, capacity), best_possible(asked, capacity)
+    reads = len(asked)
+    with capsys.disabled():
+        print(json.dumps({"reads": reads, "blocks": blocks, "belady": round(hits / reads, 3),
+                          "lru": round(lru / reads, 3), "optimum": round(best / reads, 3)}))  # fmt: skip
+    used = sum(file.stat().st_size for file in (tmp_path / "cache" / "blocks").rglob("*") if file.is_file())
+    assert used <= size
+    assert hits > 1.5 * lru
+    assert hits >= 0.6 * best
+
+
+class Issuer:
+    """Hands out credentials that expire at once, as a container's metadata endpoint does; only the last ones work."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        issuer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                issuer.issued += 1
+                expires = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=20)
+                body = json.dumps({
+                    "AccessKeyId": f"{ACCESS_KEY}{issuer.issued}", "SecretAccessKey": SECRET_KEY,
+                    "Token": f"canarytoken{issuer.issued}", "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
+                }).encode()  # fmt: skip
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def issuer() -> Iterator[Issuer]:
+    made = Issuer()
+    yield made
+    made.close()
+
+
+def test_a_token_that_expires_in_mid_epoch(
+    proxy: FaultProxy, root: str, tmp_path: Path, issuer: Issuer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The epoch completes, and the canary is in no log, error, attestation, event or pickle."""
+    with contextlib.closing(open_loader(root, None)) as loader:
+        truth = epoch(loader)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{issuer.server.server_port}/credentials"
+    )
+    good_from = [1]
+
+    def only_the_newest(request: Request) -> Fault | None:
+        key = request.headers.get("authorization", "").partition("Credential=")[2].partition("/")[0]
+        number = int(key.removeprefix(ACCESS_KEY) or 0)
+        if number < good_from[0]:
+            return Fault("status", status=400, code="ExpiredToken")
+        return Fault("reset") if request.number % 17 == 4 else None
+
+    proxy.faults = only_the_newest
+    loader = open_loader(root, tmp_path / "cache", cache_size="1GiB", run=tmp_path / "run")
+    seen = []
+    with contextlib.closing(loader):
+        for batch in loader:
+            seen.append((batch["samples"].tolist(), batch["x"][:, 0].tobytes()))
+            if batch.step == len(truth) // 3:
+                good_from[0] = issuer.issued + 1
+        told = [repr(loader.stats()), repr(loader._sources.reader.stores[0].detours.events)]
+        told.append(repr(pickle.dumps(loader._sources.reader)))
+    assert seen == truth
+    assert proxy.counts["status"] > 0, "some requests were refused for their token"
+    proxy.faults = lambda _request: Fault("status", status=403, code="SignatureDoesNotMatch")
+    with pytest.raises(ShardkitError) as caught:
+        shardkit.open(root, settings=ReadSettings(deadline_s=0.5, attempt_s=0.2))
+    told += [repr(caught.value), repr(caught.value.__cause__), repr(caught.value.__context__)]
+    told += [file.read_bytes().decode("latin-1") for file in tmp_path.rglob("*") if file.is_file()]
+    told += list(capsys.readouterr())
+    for canary in (SECRET_KEY, ACCESS_KEY, "canarytoken"):
+        assert not any(canary in text for text in told)
