@@ -23,6 +23,7 @@ from .membership import Membership
 
 __all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
 
+START_PATIENCE = timedelta(seconds=60)  # ranks of a busy machine start seconds apart
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
 
 
@@ -175,20 +176,23 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found: c10d.Store = dist.HashStore()  # type: ignore[attr-defined]
     if "RANK" in os.environ:
-        found, rank, size = next(
-            iter(rendezvous("env://", rank, size, timeout=max(timeout, timedelta(seconds=60))))
-        )
+        found, rank, size = next(iter(rendezvous("env://", rank, size, timeout=max(timeout, START_PATIENCE))))
     store = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
-    # ranks of a busy machine start seconds apart; only then does silence mean something
-    patience = max(timeout, timedelta(seconds=60))
-    store.set_timeout(patience)
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-    dist.barrier()
-    c10d._set_pg_timeout(timeout, dist.group.WORLD)  # noqa: SLF001 - torch has no other way to change it
+    store.set_timeout(max(timeout, START_PATIENCE))
+    _form_group(device, store, rank, size, timeout, max(timeout, START_PATIENCE))
     world = World(rank, size, device, store, owned=True)
     world.introduce()
     return world
+
+
+def _form_group(
+    device: torch.device, store: c10d.Store, rank: int, size: int, timeout: timedelta, patience: timedelta
+) -> None:
+    """Make the process group; its ranks may start ``patience`` apart, silence for ``timeout`` means something later."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    dist.barrier()
+    c10d._set_pg_timeout(timeout, dist.group.WORLD)  # noqa: SLF001 - torch has no other way to change it
 
 
 def _join_generation(membership: Membership, after: int, device: torch.device, timeout: timedelta) -> World:
@@ -197,8 +201,10 @@ def _join_generation(membership: Membership, after: int, device: torch.device, t
         generation, rank, size = membership.wait_after(after)
         store = c10d.PrefixStore(f"generation-{generation}", membership.store)
         try:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            # later groups are of processes that run already, and a death among them must not cost a minute
+            _form_group(
+                device, store, rank, size, timeout, max(timeout, START_PATIENCE) if after < 0 else timeout
+            )
         except RuntimeError:
             after = generation
             if dist.is_initialized():
