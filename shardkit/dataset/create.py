@@ -45,6 +45,7 @@ def create(
     split: Mapping[str, float | str] | None = None,
     split_by: str | None = None,
     append: bool = False,
+    single_writer: bool = False,
     about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
     ref: str = "main",
@@ -73,6 +74,7 @@ def create(
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
         split_by: field whose equal values stay in one split.
         append: put the samples behind those of the version that ``ref`` names; the rest must be as it was built.
+        single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved to the new version.
@@ -112,7 +114,7 @@ def create(
             f"part={part!r} with append, about, lookup, message or ref: a part commits nothing; "
             "give them to commit_parts"
         )
-    repository = Repository.open(root) if append else Repository.create(root)
+    repository = Repository.open(root) if append else Repository.create(root, single_writer=single_writer)
     if part is not None:
         check_part_name(part)
         folder = part_folder(repository, scratch)

@@ -27,7 +27,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
     ("Make versions of it", ("tag", "select", "merge", "rebuild", "remove")),
-    ("Check it, hand it on", ("verify", "audit", "export")),
+    ("Check it, hand it on", ("verify", "audit", "serve", "export")),
     ("Train on it", ("plan", "train")),
     ("Get to know shardkit", ("demo",)),
 )

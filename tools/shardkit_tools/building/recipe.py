@@ -20,6 +20,7 @@ from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import parse_split
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.formats import Schema, extension, normalise_compression
+from shardkit.storage import Repository
 from shardkit_tools.building.engine import BuildResult, Engine, EngineSettings
 from shardkit_tools.building.packing import PackReport, PackSettings
 from shardkit_tools.building.progress import Progress, ProgressCallback
@@ -62,6 +63,7 @@ def build(
     scratch: str | os.PathLike[str] | None = None,
     on_error: str = "raise",
     skipped_file: str | os.PathLike[str] | None = None,
+    single_writer: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> BuildResult:
@@ -98,6 +100,7 @@ def build(
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved.
+        single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
         message: of the commit.
         author: of the commit.
         jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``.
@@ -188,7 +191,11 @@ def build(
         ),
         progress,
     )
-    return engine.count() if dry_run else engine.build()
+    if dry_run:
+        return engine.count()
+    if single_writer:
+        Repository.create(root, single_writer=True)
+    return engine.build()
 
 
 def _packing(

@@ -192,6 +192,14 @@ def build(
             "--ref", metavar="NAME", rich_help_panel="Version", help="The ref that the version gets."
         ),
     ] = "main",
+    single_writer: Annotated[
+        bool,
+        typer.Option(
+            "--single-writer",
+            rich_help_panel="Version",
+            help="For a bucket without conditional writes: promise that nobody else writes this root.",
+        ),
+    ] = False,
     append: Annotated[
         bool,
         typer.Option(
@@ -295,6 +303,7 @@ def build(
             split=split_shares(split),
             split_by=split_by,
             append=append,
+            single_writer=single_writer,
             about=about,
             lookup=lookup,
             ref=ref,

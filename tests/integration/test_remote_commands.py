@@ -1,0 +1,101 @@
+"""The command line on roots in a bucket: build, look, verify, export; and a served cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit.storage.cache import BlockCache
+from shardkit.storage.reading import BlockRequest, block_name
+from shardkit.testing.servers import SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit_tools.main import run
+
+BUCKET = "shards"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    try:
+        with moto(BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = 0
+    try:
+        run(list(arguments))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    output = capsys.readouterr()
+    assert SECRET_KEY not in output.out + output.err
+    return code, output.out + output.err
+
+
+def test_a_root_in_a_bucket(
+    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in s3_environment(server).items():
+        monkeypatch.setenv(name, value)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"text": f"row {n}", "label": n % 2}) + "\n" for n in range(50)))
+    root = f"s3://{BUCKET}/{uuid.uuid4().hex}/cats"
+    code, told = call(capsys, "build", str(source), root, "--stratify", "label")
+    assert code == 0, told
+    code, _ = call(capsys, "build", str(source), str(tmp_path / "local"), "--stratify", "label")
+    assert code == 0
+    assert shardkit.open(root).manifest.id == shardkit.open(tmp_path / "local").manifest.id
+    for arguments in (["ls", root], ["show", root], ["log", root], ["cat", root, "3"], ["tag", root, "v1"],
+                      ["show", f"{root}@v1"], ["verify", root]):  # fmt: skip
+        code, told = call(capsys, *arguments)
+        assert code == 0, (arguments, told)
+    code, told = call(capsys, "show", f"s3://{BUCKET}/nothing/here")
+    assert code == 1
+    assert "no dataset at s3://shards/nothing/here" in told
+
+
+def test_single_writer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"text": "a"}\n')
+    root = f"memory://{uuid.uuid4().hex}"
+    code, told = call(capsys, "build", str(source), root)
+    assert code == 1
+    assert "put-if-absent does not hold" in told
+    code, told = call(capsys, "build", str(source), root, "--single-writer")
+    assert code == 0, told
+    assert shardkit.open(root)[0] == {"text": "a"}
+
+
+def test_serve(tmp_path: Path) -> None:
+    import hashlib
+
+    cache = BlockCache(tmp_path / "cache", limit=1 << 20)
+    request = BlockRequest("objects/x", 0, 5, hashlib.sha256(b"block").digest())
+    cache.fetch(request, lambda: b"block")
+    cache.close()
+    command = [sys.executable, "-c", "import sys; from shardkit_tools.main import run; sys.exit(run(sys.argv[1:]))",
+               "serve", cache.path, "--bind", "127.0.0.1:0"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, "COLUMNS": "200"}) as child:  # fmt: skip
+        assert child.stdout is not None
+        told = child.stdout.readline()
+        match = re.search(r"http://127\.0\.0\.1:\d+", told)
+        assert match is not None, told
+        with urllib.request.urlopen(f"{match.group()}/{block_name(request.sha256)}", timeout=10) as answer:
+            assert answer.read() == b"block"
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) in (0, 130)

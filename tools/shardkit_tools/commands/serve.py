@@ -1,0 +1,41 @@
+"""`shardkit serve`: a node's cached blocks for its neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated
+
+import typer
+
+from shardkit.storage.cache import CacheServer, parse_bind
+from shardkit_tools.console import print_line
+
+__all__ = ["serve"]
+
+
+def serve(
+    cache: Annotated[str, typer.Argument(metavar="CACHE", help="The directory that loaders use as cache=.")],
+    bind: Annotated[
+        str,
+        typer.Option(
+            "--bind",
+            metavar="HOST:PORT",
+            help="Where to listen. Others can reach it only if another address than 127.0.0.1 is named here.",
+        ),
+    ] = "127.0.0.1:8450",
+    connections: Annotated[
+        int, typer.Option("--connections", min=1, help="Requests at once; more are refused.")
+    ] = 64,
+) -> None:
+    """Share a cache with other nodes, read-only, until Ctrl-C.
+
+    A neighbour adds it as a location: shardkit.open(ROOT, locations={"rack": "http://10.0.0.5:8450"}). It verifies
+    every block by its digest, so it needs not trust this machine. Whoever can reach the address can read the blocks
+    whose digests they know.
+
+    Example: shardkit serve /var/tmp/shardkit --bind 10.0.0.5:8450
+    """
+    server = CacheServer(cache, parse_bind(bind), most_connections=connections)
+    print_line(f"serving the blocks of {server.path} at {server.url}; Ctrl-C ends it")
+    with contextlib.closing(server):
+        server.serve()
