@@ -51,9 +51,9 @@ def put_adopted(repository: Repository, digest: str, path: str) -> None:
         urls.insert(0, os.path.relpath(absolute, repository.url))  # so that root and tars may move together
     document = dumps({"format": _FORMAT, "digest": digest, "urls": urls})
     name = location_name(digest)
-    if not repository.store.put_new(name, document):
-        if repository.store.get(name, max_bytes=_MAX_BYTES) != document:
-            repository.store.replace(name, document)
+    created = repository.store.put_new(name, document)
+    if not created and repository.store.get(name, max_bytes=_MAX_BYTES) != document:
+        repository.store.replace(name, document)
 
 
 def with_adopted(repository: Repository, manifest: Manifest) -> Repository:

@@ -148,9 +148,8 @@ class NaturalModel:
         last = None
         for sample, block in hand:
             # a block that the dropped rows cut in two counts as two
-            if last is None or last != (sample - 1, block):
-                if last is None or last[1] != block or last[0] + 1 != sample:
-                    blocks.append([])
+            if last != (sample - 1, block):
+                blocks.append([])
             blocks[-1].append(sample)
             last = (sample, block)
         shuffled = permuted(_key(key, 0), blocks)

@@ -34,8 +34,8 @@ def populations(
     if draw(st.booleans()):  # a selection keeps some rows of each segment, often none
         table = rng.binomial(table, rng.choice([0.0, 0.1, 0.9, 1.0], size=table.shape))
     kept = rng.random(table.shape) < draw(st.sampled_from([0.0, 1.0]))  # with or without segments of no row
-    shard, stratum = np.nonzero((table > 0) | kept)
-    triples = np.stack([shard, stratum, table[shard, stratum]], axis=1)
+    shards_of, strata_of = np.nonzero((table > 0) | kept)
+    triples = np.stack([shards_of, strata_of, table[shards_of, strata_of]], axis=1)
     if not table.sum():
         triples = np.array([[0, 0, 1]])
     names = [f"s{i:04d}" for i in rng.permutation(strata)]

@@ -30,7 +30,7 @@ def limits(workload: Workload, scale: float, directory: str) -> dict[str, Callab
         found["numpy.take gather"] = lambda: _rate(rows, lambda: _take(table, workload.batch))
     if workload.compressed:
         frames = [
-            zstandard.ZstdCompressor(level=3).compress(data[a : a + BLOCK])
+            zstandard.ZstdCompressor(level=3).compress(data[a : a + BLOCK].tobytes())
             for a in range(0, len(data), BLOCK)
         ]
         found["zstd decompression"] = lambda: _rate(rows, lambda: _decompress(frames))
