@@ -54,7 +54,7 @@ class RowMap:
         block_starts = _starts(-(-rows // np.maximum(per_block, 1)))
         self._segment_block = block_starts[:-1]
         self.shard_first_block: Int64s = block_starts[first_segment]  # (shards + 1,)
-        self._selected_shards: NDArray[np.bool_] = np.asarray(table.selection_digest).any(axis=1)
+        self._selected_shards = table.has_selection
         self._any_selection = bool(self._selected_shards.any())
 
     def __len__(self) -> int:
