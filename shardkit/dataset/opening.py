@@ -46,7 +46,9 @@ def open_dataset(
     """
     if isinstance(url, Mapping):
         if locations:
-            raise UsageError("locations belong to one root; open the datasets one by one, or merge them first")
+            raise UsageError(
+                "locations belong to one root; open the datasets one by one, or merge them first"
+            )
         return Dataset(_open_parts(url, settings), verify=verify)
     return Dataset(_open_version(url, locations, settings, heal=heal), verify=verify)
 
