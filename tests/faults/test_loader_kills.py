@@ -82,7 +82,7 @@ def _world(
 
 
 def _rows(got: list[list[Any]]) -> list[Row]:
-    return sorted(tuple(row) for rank in got for _, rows in rank for row in rows)  # type: ignore[misc]
+    return sorted(tuple(row) for rank in got for _, rows in rank for row in rows)
 
 
 @pytest.mark.drill

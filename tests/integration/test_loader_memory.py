@@ -62,7 +62,7 @@ def test_the_bound_holds_for_the_whole_process(root: str) -> None:
     memory, batch = 24 * MIB, 32
     before, highest, counted, *_ = _run(root, memory, batch, 2)
     assert counted <= memory
-    # beside the blocks: batches that are handed out or ahead, indexes, and what allocators keep (pyarrow's about 30 MiB)
+    # beside the blocks: batches on the way, indexes, and what allocators keep (pyarrow about 30 MiB)
     assert highest - before <= memory + 6 * batch * ROW_BYTES + 48 * MIB
     assert highest - before < ROWS * ROW_BYTES // 2  # a loader that keeps all would fail
 
