@@ -193,8 +193,12 @@ class Dataset:
             global_batch: samples per step over all ranks.
             seed: of every shuffle.
             settings: lanes, weights, stages, group_by, sequence, remainder, window_blocks, epoch_steps, shuffle:
-                see `shardkit.plan.make_plan`.
+                see `shardkit.plan.make_plan`. For ``sequence=`` the tokens of a row are found in the schema where
+                one field alone is a fixed row of numbers; else pass ``row_tokens=``.
         """
+        if settings.get("sequence") is not None and "row_tokens" not in settings:
+            lengths = [field.shape[0] for field in self.schema.values() if len(field.shape) == 1]
+            settings["row_tokens"] = lengths[0] if len(lengths) == 1 else None
         return make_plan(
             population_of(self.manifest, self.table), global_batch=global_batch, seed=seed, **settings
         )
