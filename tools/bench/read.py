@@ -92,7 +92,7 @@ def measure(workload: Workload, options: argparse.Namespace, scratch: Path) -> d
     facts: dict[str, Any] = {}
     readers = []
     for name, python in pythons.items():
-        for workers in (0, 2):
+        for workers in options.workers:
             key, source = f"{name}/{workers}", SHARES_DATA.get(name, name)
             reader = Reader(name, workload, options.scale, scratch, workers, python)
             facts[key] = {"error": failed[source]} if source in failed else reader.ask("open")
@@ -137,6 +137,9 @@ def main() -> None:
     parser.add_argument("--peers-python", help="interpreter of an environment with the peers installed")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the stated row counts")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--workers", type=int, nargs="*", default=[0, 2], help="worker processes of each reader"
+    )
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--readers", nargs="*", help="only these modules of read_peers")
     parser.add_argument("--out", help="path without suffix for .md and .json")
@@ -150,6 +153,13 @@ def main() -> None:
             results[name] = measure(WORKLOADS[name], options, scratch)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+            _write(
+                options, results, load[0], time.time() - started
+            )  # what is known stays if a later workload hangs
+    print(_write(options, results, load[0], time.time() - started))
+
+
+def _write(options: argparse.Namespace, results: dict[str, Any], load_before: float, seconds: float) -> str:
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "scale": options.scale,
@@ -157,19 +167,19 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "load_before": load[0],
+        "load_before": load_before,
         "load_after": os.getloadavg()[0],
-        "seconds": time.time() - started,
+        "seconds": seconds,
         "versions": versions(sys.executable),
         "peer_versions": versions(options.peers_python or sys.executable),
     }
     text = report(facts, results)
-    print(text)
     if options.out:
         Path(options.out + ".md").write_text(text)
         Path(options.out + ".json").write_text(
             json.dumps({"facts": facts, "results": results}, indent=1) + "\n"
         )
+    return text
 
 
 if __name__ == "__main__":
