@@ -77,8 +77,8 @@ class RemoteBlocks:
 
         def request(block: int) -> tuple[LocatedStore, BlockRequest] | None:
             shard, inside = rows.shard_of_block(block)
-            store = reader.repository_of(shard).store
-            if is_loaded(block) or not isinstance(store, LocatedStore) or reader.has_file(shard):
+            store = reader.located(shard)
+            if store is None or is_loaded(block) or reader.has_file(shard):
                 return None
             return store, reader.request(shard, inside)
 

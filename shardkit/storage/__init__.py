@@ -20,6 +20,10 @@
     row_map.py          where samples lie: sample number → shard, row, block
     blocks.py           verified blocks of a dataset
     urls.py             from what a user types to a store
+    locating.py         from what a user says of locations to a store that reads over all of them
+    remote/             stores beyond the local disk: buckets, fsspec URLs, the racing probe
+    reading/            locations of which any may be slow, wrong or gone: failover, hedging, healing
+    cache/              the per-node cache, reading ahead, serving neighbours
 
 SPEC.md says the layout, the order of writes, and what is promised when.
 """
@@ -28,9 +32,11 @@ from shardkit.storage.adopted import adopted_place, put_adopted, with_adopted
 from shardkit.storage.blocks import BlockReader
 from shardkit.storage.catalog import Part, Version, load_manifest, load_selection, put_manifest, put_selection
 from shardkit.storage.local import LocalStore
+from shardkit.storage.locating import Locations, locate
 from shardkit.storage.locations import find_part, put_location
 from shardkit.storage.log import LogEntry
 from shardkit.storage.objects import Descriptor, object_name, parse_object_name
+from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit.storage.repository import DEFAULT_REF, Repository
 from shardkit.storage.row_map import RowMap
 from shardkit.storage.store import ObjectStat, Stage, Store
@@ -41,9 +47,13 @@ __all__ = [
     "BlockReader",
     "Descriptor",
     "LocalStore",
+    "LocatedStore",
+    "Location",
+    "Locations",
     "LogEntry",
     "ObjectStat",
     "Part",
+    "ReadSettings",
     "Repository",
     "RowMap",
     "Stage",
@@ -53,6 +63,7 @@ __all__ = [
     "find_part",
     "load_manifest",
     "load_selection",
+    "locate",
     "object_name",
     "open_store",
     "parse_dataset_url",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.errors import IntegrityError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
-from shardkit.storage.adopted import adopted_place
+from shardkit.storage.adopted import AdoptedStore, adopted_place
 from shardkit.storage.objects import object_name
 from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
@@ -153,8 +153,8 @@ class BlockReader:
         try:
             return read_block(self._stored(shard, block), index, block, verify=verify or self.verify)
         except IntegrityError:
-            store = self.repository_of(shard).store
-            if not isinstance(store, LocatedStore):
+            store = self.located(shard)
+            if store is None:
                 raise
             with self._lock:
                 self._maps.pop(shard, None)  # the file may be healed, and is another one then
@@ -195,8 +195,16 @@ class BlockReader:
 
     @property
     def stores(self) -> list[Store]:
-        """Stores of the parts."""
-        return [repository.store for repository in self._repositories]
+        """Stores of the parts, without what is adopted."""
+        stores = (repository.store for repository in self._repositories)
+        return [store.inner if isinstance(store, AdoptedStore) else store for store in stores]
+
+    def located(self, shard: int) -> LocatedStore | None:
+        """The locations that a shard can be read from; None where there is but one place, and it is local."""
+        store = self.repository_of(shard).store
+        if isinstance(store, AdoptedStore) and store.place(self.shard_name(shard)) is None:
+            store = store.inner
+        return store if isinstance(store, LocatedStore) else None
 
     def has_file(self, shard: int) -> bool:
         """Whether a shard is a local file."""
@@ -213,9 +221,10 @@ class BlockReader:
         index = self.index(shard)
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
         if view is None:
-            store = self.repository_of(shard).store
-            if not isinstance(store, LocatedStore):
-                return memoryview(store.get_range(self.shard_name(shard), offset, size))
+            store = self.located(shard)
+            if store is None:
+                plain = self.repository_of(shard).store
+                return memoryview(plain.get_range(self.shard_name(shard), offset, size))
             request = self.request(shard, block)
             return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
         if offset + size > len(view):

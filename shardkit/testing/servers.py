@@ -1,6 +1,7 @@
 """Object-store servers for tests, on 127.0.0.1 only; each is a context manager that yields its endpoint.
 
-moto runs in this process and is quick, but stores objects whose declared checksum is wrong. LocalStack keeps
+moto runs in this process and is quick, but stores objects whose declared checksum is wrong, and keeps conditions in a
+race only because its conditional puts are let in one by one here. LocalStack keeps
 checksums and conditions as S3 does; rclone ignores conditions, and is what the probe must refuse. The latter two need a
 Python of their own: they are set up on demand in a cache folder, and a test that cannot have one is skipped with the
 reason.
@@ -18,9 +19,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["ACCESS_KEY", "SECRET_KEY", "Unavailable", "localstack", "moto", "rclone", "s3_environment"]
 
@@ -70,7 +71,13 @@ def moto(*buckets: str) -> Iterator[str]:
         def log(self, *_: object, **__: object) -> None:
             return
 
-    application = DomainDispatcherApplication(create_backend_app)
+    inner, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        """One conditional put at a time: moto's own look and store are two steps, and two winners are possible."""
+        with lock if "HTTP_IF_NONE_MATCH" in environ else contextlib.nullcontext():
+            return inner(environ, start_response)
+
     server = ThreadedWSGIServer("127.0.0.1", 0, application, Quiet)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -360,27 +362,19 @@ class TestTraining:
                 writer.add({"x": [number] * 512})
         copy = tmp_path / "mirror"
         _copy(root, copy)
-        truth = _epoch(shardkit.open(copy), None)
+        truth = _epoch(shardkit.open(copy))
         dataset = shardkit.open(root, locations={"mirror": str(copy)}, settings=SETTINGS, heal=True)
-        steps = (
-            len(dataset.plan(global_batch=10, seed=3).step(0))
-            and dataset.plan(global_batch=10).steps_per_epoch
-        )
-        assert steps == 30
-        phase = [0]
-        ills: list[Callable[[Request], Fault | None]] = [
-            lambda _request: None,
-            lambda request: Fault("flip") if request.method == "GET" else None,
-            lambda request: Fault("stall", seconds=5) if request.method == "GET" else None,
-            lambda _request: Fault("status", status=503),
-            lambda _request: Fault("reset"),
-        ]
-        proxy.faults = lambda request: ills[phase[0]](request)
+        reads = itertools.count()
+        worse = [None] * 10 + [Fault("flip")] * 6 + [Fault("stall", seconds=5)] * 3 + [Fault("status")] * 6
 
-        def worse(step: int) -> None:
-            phase[0] = min(4, step // 6)
+        def ill(request: Request) -> Fault | None:
+            if request.method != "GET":
+                return None
+            number = next(reads)
+            return worse[number] if number < len(worse) else Fault("reset")
 
-        seen = _epoch(dataset, worse)
+        proxy.faults = ill
+        seen = _epoch(dataset)
         assert seen == truth
         store = dataset.repository.store
         assert isinstance(store, LocatedStore)
@@ -397,18 +391,11 @@ def _copy(root: str, folder: Path) -> None:
         target.put_new(name, source.get(name, max_bytes=10**9))
 
 
-def _epoch(dataset: Any, at_step: Callable[[int], None] | None) -> list[tuple[list[int], bytes]]:
+def _epoch(dataset: Any) -> list[tuple[list[int], bytes]]:
     plan = dataset.plan(global_batch=10, seed=3)
     loader = dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", prefetch=0)
-    seen = []
-    try:
-        for batch in loader:
-            if at_step is not None:
-                at_step(batch.step)
-            seen.append((batch["samples"].tolist(), batch["x"].tobytes()))
-    finally:
-        loader.close()
-    return seen
+    with contextlib.closing(loader):
+        return [(batch["samples"].tolist(), batch["x"].tobytes()) for batch in loader]
 
 
 def test_a_stranger_repository_is_not_mixed_in(tmp_path: Path) -> None:
