@@ -8,6 +8,7 @@ from shardkit.errors import UsageError
 from shardkit.storage.local import LocalStore
 from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit.storage.remote import parse_address
+from shardkit.storage.remote.cache_client import CacheClient
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
 
@@ -51,8 +52,6 @@ def open_location(name: str, url: str, *, rank: int = 1, heal: bool = False) -> 
         UsageError: The URL names a version of a dataset, or holds a credential.
     """
     if "://" in url and parse_address(url).scheme in ("http", "https"):
-        from shardkit.storage.remote.cache_client import CacheClient
-
         return Location(name=name, store=CacheClient(url), domain=url, rank=-1, holds="blocks")
     if "@sha256:" in url:
         raise UsageError(
