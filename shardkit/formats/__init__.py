@@ -8,6 +8,7 @@ canonical_json one text for one value
 compression    settings, checked zstd frames
 columns        the container of index sidecars, manifest pages and selections
 rows           one row on its way into a shard
+row_block      the rows of a block, field by field
 media          extensions of tar members by magic bytes
 ustar          strict tar headers
 npy            npy headers: ours written and compared; those of others parsed once, when they are adopted
@@ -35,6 +36,7 @@ from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
 from .reading import Verify, read_block, verify_block
 from .rebuilding import build_index
+from .row_block import RowBlock
 from .rows import Row
 from .schema import RESERVED_NAMES, FieldType, Schema
 from .texts import Texts
@@ -51,6 +53,7 @@ __all__ = [
     "FieldType",
     "FixedColumn",
     "Row",
+    "RowBlock",
     "Schema",
     "ShardIndex",
     "ShardWriter",

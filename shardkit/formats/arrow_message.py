@@ -10,9 +10,6 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardkit.errors import FormatError
 
 __all__ = [
@@ -40,16 +37,18 @@ class BatchHeader:
 
     Attributes:
         rows: Rows of the batch.
-        nodes: int64 (nodes, 2): length and null count of each array, parents first.
-        buffers: int64 (buffers, 2): offset in the body and length of each buffer; inside the body, in order.
+        lengths: Items of each array, parents first.
+        nulls: Nulls of all arrays together.
+        buffers: Offset in the body and length of each buffer; inside the body, in order.
         codec: ``none``, ``lz4`` or ``zstd``.
         body_offset: Where the body begins in the message.
         message_bytes: Bytes of the whole message.
     """
 
     rows: int
-    nodes: NDArray[np.int64]
-    buffers: NDArray[np.int64]
+    lengths: tuple[int, ...]
+    nulls: int
+    buffers: tuple[tuple[int, int], ...]
     codec: str
     body_offset: int
     message_bytes: int
@@ -102,8 +101,8 @@ class _Table:
         return self._place(slot) is None
 
 
-def _pairs(data: memoryview) -> NDArray[np.int64]:
-    return np.frombuffer(bytes(data), "<i8").reshape(-1, 2)
+def _pairs(data: memoryview) -> tuple[tuple[int, int], ...]:
+    return tuple(struct.iter_unpack("<qq", data))
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:
@@ -116,18 +115,15 @@ def read_batch_header(message: memoryview) -> BatchHeader:
     if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
         raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
     # Blocks of fixed-size rows have the same metadata again and again: what was read once is known.
-    rows, nodes, buffers, codec, body = _read_metadata(bytes(message[8 : 8 + length]))
-    body_offset = 8 + length
-    if body > len(message) - body_offset:
-        raise FormatError(f"arrow message: body of {body} bytes in a message of {len(message)}")
-    return BatchHeader(rows, nodes, buffers, codec, body_offset, body_offset + body)
+    header = _read_metadata(bytes(message[8 : 8 + length]))
+    if header.message_bytes > len(message):
+        raise FormatError(f"arrow message: {header.message_bytes} bytes in a message of {len(message)}")
+    return header
 
 
 @lru_cache(maxsize=64)
-def _read_metadata(
-    data: bytes,
-) -> tuple[int, NDArray[np.int64], NDArray[np.int64], str, int]:
-    """(rows, nodes, buffers, codec, body bytes) of a Message; the arrays are read-only and shared."""
+def _read_metadata(data: bytes) -> BatchHeader:
+    """The header whose metadata, behind the 8 bytes of prefix, is `data`."""
     metadata = memoryview(data)
     root = _Table(metadata, int.from_bytes(metadata[:4], "little"))
     version, kind, body = root.number(0, "<h"), root.number(1, "<B"), root.number(3, "<q")
@@ -142,14 +138,22 @@ def _read_metadata(
         if compression.number(1, "<b") != 0:
             raise FormatError("arrow message: unknown compression method")
         codec = _CODECS.get(compression.number(0, "<b"), "unknown")
-    buffers = _pairs(batch.structs(2, 16))
+    buffers, nodes = _pairs(batch.structs(2, 16)), _pairs(batch.structs(1, 16))
     _check_buffers(buffers, body)
-    return batch.number(0, "<q"), _pairs(batch.structs(1, 16)), buffers, codec, body
+    return BatchHeader(
+        rows=batch.number(0, "<q"),
+        lengths=tuple(length for length, _ in nodes),
+        nulls=sum(abs(count) for _, count in nodes),
+        buffers=buffers,
+        codec=codec,
+        body_offset=8 + len(data),
+        message_bytes=8 + len(data) + body,
+    )
 
 
-def _check_buffers(buffers: NDArray[np.int64], body: int) -> None:
+def _check_buffers(buffers: tuple[tuple[int, int], ...], body: int) -> None:
     end = 0
-    for offset, length in buffers.tolist():
+    for offset, length in buffers:
         if offset < end or offset % 8 or length < 0 or offset + length > body:
             raise FormatError(f"arrow message: buffer of {length} bytes at {offset} in a body of {body}")
         end = offset + length
@@ -160,7 +164,7 @@ def raw_message_bytes(header: BatchHeader, message: memoryview) -> int:
     if header.codec == "none":
         return header.message_bytes
     total = header.body_offset
-    for offset, length in header.buffers.tolist():
+    for offset, length in header.buffers:
         if length == 0:
             continue
         start = header.body_offset + offset

@@ -7,8 +7,9 @@ bounded, and checks UTF-8; the schema in the file is never asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,87 +23,195 @@ from .block import Column, FixedColumn, VariableColumn
 from .compression import MAX_RATIO
 from .schema import FieldType, Schema
 
-__all__ = ["decode_batch"]
+__all__ = ["BatchReader"]
 
 _TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)
 
 
-def _aligned(stored: memoryview) -> memoryview:
-    """`stored`, or a copy where it does not begin at a multiple of 8, as FlatBuffers and Arrow need it."""
+def _aligned(stored: memoryview) -> NDArray[np.uint8]:
+    """`stored` as bytes, or a copy where it does not begin at a multiple of 8, as FlatBuffers and Arrow need it."""
     array = np.frombuffer(stored, np.uint8)
-    return stored if array.ctypes.data % 8 == 0 else array.copy().data
+    return array if array.__array_interface__["data"][0] % 8 == 0 else array.copy()
 
 
-def decode_batch(
-    stored: memoryview,
-    schema: Schema,
-    codec: str,
-    rows: int,
-    raw_size: int,
-    *,
-    keys_checked_later: bool = False,
-) -> tuple[dict[str, Column], VariableColumn]:
-    """Columns of a record batch message, and the keys; nothing beyond `raw_size` is allocated.
+class BatchReader:
+    """Columns of one record batch message, each decoded when it is asked for.
+
+    What the metadata declares is checked at once: kinds, numbers and order of arrays and buffers, sizes. What only the
+    bytes of a column can say (offsets, UTF-8) is checked with the column.
 
     Args:
         stored: The message, its digest checked.
         schema: The index's schema; that of the file is never asked.
         codec: ``none``, ``lz4`` or ``zstd``, as the index says.
         rows: Rows that the index counts.
-        raw_size: Bytes that the index declares.
-        keys_checked_later: The caller compares the keys with ones that are known to be text.
+        raw_size: Bytes that the index declares; nothing beyond it is allocated.
 
     Raises:
         FormatError: not the message that `ArrowEncoder` writes for this schema.
     """
-    message = _aligned(stored)
-    header = read_batch_header(message)
-    if header.message_bytes != len(message) or header.rows != rows or header.codec != codec:
-        raise FormatError(
-            f"arrow message of {header.message_bytes} bytes, {header.rows} rows, codec {header.codec}; "
-            f"the index says {len(message)}, {rows}, {codec}"
-        )
-    if bool((header.nodes[:, 1] != 0).any()):
-        raise FormatError("arrow message: a column declares nulls")
-    if codec != "none" and raw_size > MAX_RATIO * len(message):
-        raise FormatError(f"arrow message: {len(message)} bytes cannot hold {raw_size}")
-    if raw_message_bytes(header, message) != raw_size:
-        raise FormatError(
-            f"arrow message: {raw_message_bytes(header, message)} raw bytes, the index says {raw_size}"
-        )
-    layout = _layout(schema)
-    if len(header.nodes) != sum(nodes for nodes, _ in layout) or len(header.buffers) != sum(
-        n for _, n in layout
-    ):
-        raise FormatError(
-            f"arrow message: {len(header.nodes)} arrays, {len(header.buffers)} buffers do not fit {schema}"
-        )
-    buffers = _plain_buffers(message, header) if codec == "none" else _decompressed_buffers(message, schema)
-    if len(buffers) != len(header.buffers):
-        raise FormatError("arrow message: pyarrow finds other buffers than its metadata")
-    reader = _Reader(header.nodes[:, 0].tolist(), buffers, rows)
-    keys = reader.variable(_BYTES if keys_checked_later else _TEXT, KEY_FIELD)
-    columns = {name: reader.column(kind, name) for name, kind in schema.items()}
-    return columns, keys
 
-
-def _layout(schema: Schema) -> list[tuple[int, int]]:
-    """(arrays, buffers) of each column, the key first."""
-    counts = [(1, 3)]
-    for kind in schema.values():
-        if kind.kind in ("bytes", "str", "json"):
-            counts.append((1, 3))
-        elif kind.kind == "ragged":
-            counts.append((2, 4))
+    def __init__(self, stored: memoryview, schema: Schema, codec: str, rows: int, raw_size: int) -> None:
+        message = _aligned(stored)
+        header = read_batch_header(message.data)
+        if header.message_bytes != len(message) or header.rows != rows or header.codec != codec:
+            raise FormatError(
+                f"arrow message of {header.message_bytes} bytes, {header.rows} rows, codec {header.codec}; "
+                f"the index says {len(message)}, {rows}, {codec}"
+            )
+        if codec != "none" and raw_size > MAX_RATIO * len(message):
+            raise FormatError(f"arrow message: {len(message)} bytes cannot hold {raw_size}")
+        declared = raw_message_bytes(header, message.data)
+        if declared != raw_size:
+            raise FormatError(f"arrow message: {declared} raw bytes, the index says {raw_size}")
+        self._rows, self._schema, self._lengths = rows, schema, header.lengths
+        self._places, self._fixed = _layout(header, schema)
+        if codec == "none":
+            self._spans, self._plain = header.buffers, message[header.body_offset :]
+            self._decompressed: list[NDArray[np.uint8]] | None = None
         else:
-            counts.append((1 + len(kind.shape), 2 + len(kind.shape)))
-    return counts
+            self._decompressed = _decompressed_buffers(message.data, schema)
+            if len(self._decompressed) != len(header.buffers):
+                raise FormatError("arrow message: pyarrow finds other buffers than its metadata")
+
+    def keys(self, *, checked_later: bool = False) -> VariableColumn:
+        """The keys; `checked_later` where the caller compares them with ones that are known to be text."""
+        return self._variable(KEY_FIELD, _BYTES if checked_later else _TEXT)
+
+    def column(self, name: str) -> Column:
+        """A field of the schema."""
+        known = self._fixed.get(name)
+        if known is not None:
+            return FixedColumn(_read_only(np.ndarray(known.shape, known.dtype, self._plain, known.offset)))
+        kind = self._schema[name]
+        if kind.kind in ("bytes", "str", "json"):
+            return self._variable(name, kind)
+        if kind.kind == "ragged":
+            return self._ragged(name, kind)
+        _, buffer = self._places[name]
+        count = self._rows * prod(kind.shape)
+        for validity in range(buffer, buffer + 1 + len(kind.shape)):
+            self._no_bitmap(validity, name)
+        values = self._items(buffer + 1 + len(kind.shape), count, kind.numpy_dtype, name)
+        return FixedColumn(values.reshape(self._rows, *kind.shape))
+
+    def _variable(self, name: str, kind: FieldType) -> VariableColumn:
+        _, buffer = self._places[name]
+        self._no_bitmap(buffer, name)
+        offsets = self._offsets(buffer + 1, name)
+        data = self._take(buffer + 2, int(offsets[-1]), name)
+        if kind.kind != "bytes":
+            _check_utf8(data, offsets, name)
+        return VariableColumn(data, offsets[:-1], offsets[1:], kind)
+
+    def _ragged(self, name: str, kind: FieldType) -> VariableColumn:
+        array, buffer = self._places[name]
+        self._no_bitmap(buffer, name)
+        offsets = self._offsets(buffer + 1, name)
+        _expect_items(self._lengths[array + 1], int(offsets[-1]), name)
+        self._no_bitmap(buffer + 2, name)
+        dtype = kind.numpy_dtype
+        values = self._items(buffer + 3, int(offsets[-1]), dtype, name)
+        ends = offsets * dtype.itemsize if dtype.itemsize > 1 else offsets
+        return VariableColumn(values.view(np.uint8), ends[:-1], ends[1:], kind)
+
+    def _buffer(self, number: int) -> NDArray[np.uint8]:
+        if self._decompressed is not None:
+            return self._decompressed[number]
+        offset, length = self._spans[number]
+        return self._plain[offset : offset + length]
+
+    def _no_bitmap(self, number: int, name: str) -> None:
+        if len(self._buffer(number)):
+            raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
+
+    def _take(self, number: int, size: int, name: str) -> NDArray[np.uint8]:
+        buffer = self._buffer(number)
+        _expect_bytes(len(buffer), size, name)
+        return _read_only(buffer[:size])
+
+    def _offsets(self, number: int, name: str) -> NDArray[np.int64]:
+        raw = self._take(number, 8 * (self._rows + 1), name)
+        offsets: NDArray[np.int64] = raw.view("<i8")
+        # A last offset beyond the data is refused where the data is taken; in between they may not fall.
+        if offsets[0] != 0 or bool((offsets[1:] < offsets[:-1]).any()):
+            raise FormatError(f"arrow column {name!r}: offsets do not ascend from 0")
+        if int(offsets[-1]) > 2**40:
+            raise FormatError(f"arrow column {name!r}: offsets run to {int(offsets[-1])}")
+        return offsets
+
+    def _items(self, number: int, count: int, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+        if dtype.kind != "b":
+            return self._take(number, count * dtype.itemsize, name).view(dtype)
+        bits = self._take(number, -(-count // 8), name)
+        return _read_only(np.unpackbits(bits, count=count, bitorder="little").view(np.bool_))
 
 
-def _plain_buffers(message: memoryview, header: BatchHeader) -> list[NDArray[np.uint8]]:
-    body = np.frombuffer(message, np.uint8)[header.body_offset :]
-    return [body[offset : offset + length] for offset, length in header.buffers.tolist()]
+class _FixedPlace(NamedTuple):
+    """A column of fixed-size items that needs nothing but its metadata: where it lies in the body, and as what."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@lru_cache(maxsize=64)
+def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, int]], dict[str, _FixedPlace]]:
+    """What the metadata alone says of every column, checked; kept, for most blocks have that of another.
+
+    Headers of equal metadata are one object (`read_batch_header`), so this asks by identity.
+
+    Returns:
+        First (array, buffer) of each column, the keys first; and the uncompressed fixed-size columns.
+
+    Raises:
+        FormatError: the metadata does not fit the schema.
+    """
+    if header.nulls:
+        raise FormatError("arrow message: a column declares nulls")
+    array, buffer = 1, 3
+    places, fixed = {KEY_FIELD: (0, 0)}, {}
+    kinds = {KEY_FIELD: _BYTES, **schema}
+    for name, kind in schema.items():
+        places[name] = (array, buffer)
+        arrays, buffers = _counts(kind)
+        array, buffer = array + arrays, buffer + buffers
+    if len(header.lengths) != array or len(header.buffers) != buffer:
+        raise FormatError(
+            f"arrow message: {len(header.lengths)} arrays, {len(header.buffers)} buffers do not fit {schema}"
+        )
+    for name, (array, buffer) in places.items():
+        kind, count = kinds[name], header.rows
+        _expect_items(header.lengths[array], count, name)
+        for depth, size in enumerate(kind.shape):
+            count *= size
+            _expect_items(header.lengths[array + 1 + depth], count, name)
+        if header.codec == "none" and kind.item_bytes is not None and kind.dtype != "bool":
+            last = buffer + 1 + len(kind.shape)
+            offset, length = header.buffers[last]
+            if any(size for _, size in header.buffers[buffer:last]):
+                raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
+            _expect_bytes(length, count * kind.numpy_dtype.itemsize, name)
+            fixed[name] = _FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)
+    return places, fixed
+
+
+def _counts(kind: FieldType) -> tuple[int, int]:
+    """(arrays, buffers) of a column."""
+    if kind.kind in ("bytes", "str", "json"):
+        return 1, 3
+    return (2, 4) if kind.kind == "ragged" else (1 + len(kind.shape), 2 + len(kind.shape))
+
+
+def _expect_items(found: int, expected: int, name: str) -> None:
+    if found != expected:
+        raise FormatError(f"arrow column {name!r}: {found} items where {expected} belong")
+
+
+def _expect_bytes(found: int, expected: int, name: str) -> None:
+    if not expected <= found < expected + 64:
+        raise FormatError(f"arrow column {name!r}: buffer of {found} bytes, expected {expected}")
 
 
 def _decompressed_buffers(message: memoryview, schema: Schema) -> list[NDArray[np.uint8]]:
@@ -114,77 +223,6 @@ def _decompressed_buffers(message: memoryview, schema: Schema) -> list[NDArray[n
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise FormatError(f"arrow message: pyarrow refuses it: {str(error)[:200]}") from None
     return [_EMPTY if buffer is None else np.frombuffer(buffer, np.uint8) for buffer in found]
-
-
-class _Reader:
-    """Takes arrays and buffers off a batch in order, checking each against what the type calls for."""
-
-    def __init__(self, lengths: list[int], buffers: list[NDArray[np.uint8]], rows: int) -> None:
-        self._lengths: Iterator[int] = iter(lengths)
-        self._buffers: Iterator[NDArray[np.uint8]] = iter(buffers)
-        self._rows = rows
-
-    def column(self, kind: FieldType, name: str) -> Column:
-        """The next column."""
-        if kind.kind in ("bytes", "str", "json"):
-            return self.variable(kind, name)
-        if kind.kind == "ragged":
-            return self._ragged(kind, name)
-        count = self._rows
-        for size in kind.shape:
-            self._array(count, name)
-            count *= size
-        self._array(count, name)
-        values = self._items(count, kind.numpy_dtype, name)
-        return FixedColumn(values.reshape(self._rows, *kind.shape))
-
-    def variable(self, kind: FieldType, name: str) -> VariableColumn:
-        """The next column of bytes or text."""
-        self._array(self._rows, name)
-        offsets = self._offsets(name)
-        data = self._take(int(offsets[-1]), name)
-        if kind.kind != "bytes":
-            _check_utf8(data, offsets, name)
-        return VariableColumn(data, offsets[:-1], offsets[1:], kind)
-
-    def _ragged(self, kind: FieldType, name: str) -> VariableColumn:
-        self._array(self._rows, name)
-        offsets = self._offsets(name)
-        self._array(int(offsets[-1]), name)
-        dtype = kind.numpy_dtype
-        values = self._items(int(offsets[-1]), dtype, name)
-        ends = offsets * dtype.itemsize if dtype.itemsize > 1 else offsets
-        return VariableColumn(values.view(np.uint8), ends[:-1], ends[1:], kind)
-
-    def _array(self, expected: int, name: str) -> None:
-        """The next array: so many items, and no validity bitmap."""
-        length = next(self._lengths)
-        if length != expected or len(next(self._buffers)):
-            raise FormatError(
-                f"arrow column {name!r}: {length} items where {expected} belong, or a validity bitmap"
-            )
-
-    def _take(self, size: int, name: str) -> NDArray[np.uint8]:
-        buffer = next(self._buffers)
-        if not size <= len(buffer) < size + 64:
-            raise FormatError(f"arrow column {name!r}: buffer of {len(buffer)} bytes, expected {size}")
-        return _read_only(buffer[:size])
-
-    def _offsets(self, name: str) -> NDArray[np.int64]:
-        raw = self._take(8 * (self._rows + 1), name)
-        offsets: NDArray[np.int64] = raw.view("<i8")
-        # A last offset beyond the data is refused where the data is taken; in between they may not fall.
-        if offsets[0] != 0 or bool((offsets[1:] < offsets[:-1]).any()):
-            raise FormatError(f"arrow column {name!r}: offsets do not ascend from 0")
-        if int(offsets[-1]) > 2**40:
-            raise FormatError(f"arrow column {name!r}: offsets run to {int(offsets[-1])}")
-        return offsets
-
-    def _items(self, count: int, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-        if dtype.kind != "b":
-            return self._take(count * dtype.itemsize, name).view(dtype)
-        bits = self._take(-(-count // 8), name)
-        return _read_only(np.unpackbits(bits, count=count, bitorder="little").view(np.bool_))
 
 
 def _check_utf8(data: NDArray[np.uint8], offsets: NDArray[np.int64], name: str) -> None:

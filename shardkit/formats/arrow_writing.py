@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from shardkit.errors import SampleError
 
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
 from .arrow_schema import arrow_item_type, arrow_schema, arrow_type
 from .compression import zstd_level
-from .rows import Row
+from .row_block import PayloadColumn, RowBlock, sizes_of
 from .schema import FieldType, Schema
 
 __all__ = ["ArrowEncoder"]
@@ -70,12 +70,12 @@ class ArrowEncoder:
         """Magic and schema message."""
         return self._head
 
-    def encode(self, rows: Sequence[Row]) -> tuple[bytes, int, None, None]:
+    def encode(self, block: RowBlock) -> tuple[bytes, int, None, None]:
         """Stored message of a block and its raw size; Arrow needs no field offsets."""
-        keys = _variable_array(pa.large_string(), [row.key.encode() for row in rows])
+        keys = _variable_array(pa.large_string(), [key.encode() for key in block.keys])
         arrays = [keys]
-        for place, (name, kind) in enumerate(self._kinds):
-            arrays.append(_to_array(kind, [row.payloads[place] for row in rows], name))
+        for (name, kind), column in zip(self._kinds, block.columns, strict=True):
+            arrays.append(_to_array(kind, column, name))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         written = self._take()
         header = read_batch_header(memoryview(written))
@@ -93,14 +93,25 @@ class ArrowEncoder:
         return written if begun else written[len(self._head) :]
 
 
-def _variable_array(kind: Any, payloads: list[bytes]) -> Any:
-    offsets = np.zeros(len(payloads) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)), out=offsets[1:])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(payloads))]
+def _variable_array(kind: Any, payloads: PayloadColumn) -> Any:
+    buffers = [None, pa.py_buffer(_borders(payloads)), pa.py_buffer(_joined(payloads))]
     return pa.Array.from_buffers(kind, len(payloads), buffers, null_count=0)
 
 
-def _to_array(kind: FieldType, payloads: list[bytes], name: str) -> Any:
+def _borders(payloads: PayloadColumn) -> NDArray[np.int64]:
+    borders = np.zeros(len(payloads) + 1, np.int64)
+    np.cumsum(sizes_of(payloads), out=borders[1:])
+    return borders
+
+
+def _joined(payloads: PayloadColumn) -> Any:
+    """All payloads, one behind the other: a buffer."""
+    return (
+        np.ascontiguousarray(payloads).reshape(-1) if isinstance(payloads, np.ndarray) else b"".join(payloads)
+    )
+
+
+def _to_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
     """One field of many rows, from its payloads joined once."""
     if kind.kind in ("bytes", "str", "json"):
         array = _variable_array(arrow_type(kind), payloads)
@@ -113,16 +124,15 @@ def _to_array(kind: FieldType, payloads: list[bytes], name: str) -> Any:
                 ) from None
         return array
     dtype = kind.numpy_dtype
-    raw = b"".join(payloads)
+    raw = _joined(payloads)
+    borders = _borders(payloads)
     if dtype.kind == "b":
-        raw = np.packbits(np.frombuffer(raw, np.uint8), bitorder="little").tobytes()
+        raw = np.packbits(np.frombuffer(raw, np.uint8), bitorder="little")
     item = arrow_item_type(kind)
-    count = sum(map(len, payloads)) // dtype.itemsize
+    count = int(borders[-1]) // dtype.itemsize
     values = pa.Array.from_buffers(item, count, [None, pa.py_buffer(raw)], null_count=0)
     if kind.kind == "ragged":
-        offsets = np.zeros(len(payloads) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)), out=offsets[1:])
-        buffers = [None, pa.py_buffer(offsets // dtype.itemsize)]
+        buffers = [None, pa.py_buffer(borders // dtype.itemsize)]
         return pa.Array.from_buffers(
             arrow_type(kind), len(payloads), buffers, null_count=0, children=[values]
         )

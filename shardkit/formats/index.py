@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from .index_checks import check_index
 from .schema import Schema
 from .texts import Texts
 
-__all__ = ["ShardIndex", "block_starts"]
+__all__ = ["BlockSpan", "ShardIndex", "block_starts"]
 
 KIND = "index"
 VERSION = 1
@@ -25,6 +25,17 @@ _META = frozenset(
     {"block_rows", "compression", "format", "head_sha256", "head_size", "rows", "schema", "shard_size"}
     | {"sources", "tail_sha256", "version"}
 )
+
+
+class BlockSpan(NamedTuple):
+    """One block: where its stored bytes lie in the shard, their checksum, and its rows [first_row, end_row)."""
+
+    offset: int
+    size: int
+    raw_size: int
+    xxh3: int
+    first_row: int
+    end_row: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,6 +109,16 @@ class ShardIndex:
         """Number of blocks."""
         return len(self.block_offset)
 
+    @cached_property
+    def spans(self) -> list[BlockSpan]:
+        """Every block's columns as plain integers: what is asked for one block at a time."""
+        columns = (self.block_offset, self.block_size, self.block_raw_size, self.block_xxh3)
+        starts = self.block_start.tolist()
+        return [
+            BlockSpan(*values)
+            for values in zip(*(column.tolist() for column in columns), starts[:-1], starts[1:], strict=True)
+        ]
+
     @property
     def is_adopted(self) -> bool:
         """Whether the shard is a tar that somebody else wrote: rows lie in it at arbitrary offsets."""
@@ -107,6 +128,18 @@ class ShardIndex:
     def tail_offset(self) -> int:
         """Where the bytes after the last block begin."""
         return int(self.block_offset[-1] + self.block_size[-1]) if self.blocks else self.head_size
+
+    def member_places(self, field: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Offset in its raw block and size of the tar member of every row, for field number `field`: int64 (rows,)."""
+        return self._member_places[field]
+
+    @cached_property
+    def _member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        # `check_index` has seen that every member lies inside its block, so int64 holds them.
+        offsets, sizes = (
+            cast("NDArray[np.uint64]", column) for column in (self.field_offset, self.field_size)
+        )
+        return [(_column(offsets, field), _column(sizes, field)) for field in range(offsets.shape[1])]
 
     def block_of(self, row: int) -> tuple[int, int]:
         """(block, row inside it) of a row of the shard.
@@ -224,6 +257,13 @@ class ShardIndex:
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.rows:
             raise NotFoundError(f"row {row}: the shard has rows 0 to {self.rows - 1}")
+
+
+def _column(table: NDArray[np.uint64], field: int) -> NDArray[np.int64]:
+    """One column as a contiguous, read-only array."""
+    values = table[:, field].astype(np.int64)
+    values.flags.writeable = False
+    return values
 
 
 _BLOCK_COLUMNS = ("block_offset", "block_size", "block_raw_size", "block_start", "block_xxh3", "block_sha256")

@@ -13,7 +13,7 @@ import zstandard
 from shardkit.errors import FormatError
 
 from .arrow_message import END_OF_STREAM, file_head_size, raw_message_bytes, read_batch_header
-from .arrow_reading import decode_batch
+from .arrow_reading import BatchReader
 from .compression import MAX_RATIO, decompress_frame, extension, normalise_compression
 from .digest import xxh3
 from .index import ShardIndex, block_starts
@@ -196,7 +196,10 @@ def _walk_arrow(view: memoryview, schema: Schema, compression: str) -> _Found:
         raw_size = raw_message_bytes(header, stored)
         if raw_size > min(MAX_BLOCK_BYTES, MAX_RATIO * len(stored)) or not 0 < header.rows < 2**31:
             raise FormatError(f"arrow message at {position}: declares {header.rows} rows, {raw_size} bytes")
-        _, keys = decode_batch(stored, schema, compression.partition(":")[0], header.rows, raw_size)
+        batch = BatchReader(stored, schema, compression.partition(":")[0], header.rows, raw_size)
+        keys = batch.keys()
+        for name in schema:
+            batch.column(name)  # a rebuilt index must not name rows that do not decode
         found.keys += [keys.payload(row).decode() for row in range(header.rows)]
         found.spans.append((position, header.message_bytes, raw_size))
         found.starts.append(len(found.keys))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardkit.errors import FormatError, SampleError
 
-__all__ = ["BLOCK", "MAX_MEMBER_SIZE", "TRAILER", "iter_members", "member_header", "padded"]
+__all__ = ["BLOCK", "MAX_MEMBER_SIZE", "TRAILER", "iter_members", "member_header", "member_headers", "padded"]
 
 BLOCK = 512
 TRAILER = bytes(2 * BLOCK)
@@ -44,6 +47,29 @@ def member_header(name: bytes, size: int) -> bytes:
     octal = b"%011o\x00" % size
     checksum = b"%06o\x00 " % (_FIXED_SUM + sum(name) + sum(octal))
     return b"".join((name.ljust(100, b"\x00"), _BEFORE_SIZE, octal, _MTIME, checksum, _AFTER_CHECKSUM))
+
+
+def member_headers(names: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """`member_header` of many members whose names are equally long: uint8 (members, 512).
+
+    Args:
+        names: uint8 (members, bytes), at most 100 bytes.
+        sizes: of the members, at most `MAX_MEMBER_SIZE`.
+    """
+    count, length = names.shape
+    headers = np.empty((count, BLOCK), np.uint8)
+    headers[:] = np.frombuffer(member_header(b"-" * length, 0), np.uint8)
+    headers[:, :length] = names
+    headers[:, 124:135] = _octal(sizes, 11)
+    sums = _FIXED_SUM + names.sum(axis=1, dtype=np.int64) + headers[:, 124:136].sum(axis=1, dtype=np.int64)
+    headers[:, 148:154] = _octal(sums, 6)
+    return headers
+
+
+def _octal(numbers: NDArray[np.int64], digits: int) -> NDArray[np.uint8]:
+    shifts = np.arange(3 * (digits - 1), -1, -3)
+    found: NDArray[np.uint8] = (((numbers[:, None] >> shifts) & 7) + ord("0")).astype(np.uint8)
+    return found
 
 
 def iter_members(data: memoryview, start: int, end: int) -> Iterator[tuple[str, int, int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from .compression import extension, normalise_compression
 from .digest import xxh3
 from .index import ShardIndex
 from .keys import check_key, max_key_bytes
+from .row_block import RowBlock, sizes_of
 from .rows import Row
 from .schema import Schema
 from .tar_blocks import TarEncoder, member_bytes
@@ -24,13 +27,14 @@ from .texts import Texts
 __all__ = ["MAX_SAMPLE_BYTES", "ShardWriter", "Sink", "open_writer", "raw_row_bytes"]
 
 MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, and a sample is never cut
+_MAX_UNHASHED = 4
 _ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
 
 
 class Sink(Protocol):
     """Takes a shard's bytes strictly in order; may take fewer than given and say so."""
 
-    def write(self, data: bytes, /) -> int | None:
+    def write(self, data: bytes | memoryview, /) -> int | None:
         """Take bytes; returns how many, None for all."""
         ...
 
@@ -43,8 +47,8 @@ class BlockEncoder(Protocol):
         ...
 
     def encode(
-        self, rows: Sequence[Row]
-    ) -> tuple[bytes, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
+        self, block: RowBlock
+    ) -> tuple[bytes | memoryview, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
         """(stored bytes, raw size, field offsets, field sizes) of a block."""
         ...
 
@@ -60,6 +64,7 @@ def open_writer(
     compression: str = "none",
     schema: Schema,
     block_rows: int,
+    executor: Executor | None = None,
 ) -> ShardWriter:
     """A writer of one shard.
 
@@ -69,6 +74,7 @@ def open_writer(
         compression: ``none``, ``zstd``, ``zstd:LEVEL`` or, for arrow, ``lz4``.
         schema: Fields of every row.
         block_rows: Most rows that a block may hold.
+        executor: Hashes blocks while the next are encoded; None: in the caller's thread.
 
     Raises:
         SchemaError: unknown format or compression, or a pair that does not exist.
@@ -80,7 +86,13 @@ def open_writer(
         raise UsageError(f"block_rows {block_rows}: expected at least 1")
     encoder: BlockEncoder = (TarEncoder if format == "tar" else ArrowEncoder)(schema, compression)
     return ShardWriter(
-        sink, encoder, format=format, compression=compression, schema=schema, block_rows=block_rows
+        sink,
+        encoder,
+        format=format,
+        compression=compression,
+        schema=schema,
+        block_rows=block_rows,
+        executor=executor,
     )
 
 
@@ -115,6 +127,7 @@ class ShardWriter:
         compression: str,
         schema: Schema,
         block_rows: int,
+        executor: Executor | None = None,
     ) -> None:
         self.format = format
         self.compression = compression
@@ -128,12 +141,13 @@ class ShardWriter:
             (name, kind.item_bytes, kind.numpy_dtype.itemsize) for name, kind in schema.items()
         ]
         self._seen: set[str] = set()
-        self._rows: list[Row] = []  # of every block, without payloads
+        self._keys: list[str] = []
+        self._lineage = _Lineage()
         self._starts = [0]
         self._sizes: list[int] = []
         self._raw_sizes: list[int] = []
-        self._xxh3: list[int] = []
-        self._sha256: list[bytes] = []
+        self._executor = executor
+        self._hashes: list[tuple[int, bytes] | Future[tuple[int, bytes]]] = []
         self._field_offsets: list[NDArray[np.uint64]] = []
         self._field_sizes: list[NDArray[np.uint64]] = []
         head = encoder.head()
@@ -141,7 +155,7 @@ class ShardWriter:
         self._written = 0
         self._write(head)
 
-    def write_block(self, rows: Sequence[Row]) -> None:
+    def write_block(self, rows: Sequence[Row] | RowBlock) -> None:
         """Write one block of 1 to `block_rows` rows.
 
         Raises:
@@ -153,18 +167,18 @@ class ShardWriter:
         if not 1 <= len(rows) <= self.block_rows:
             raise UsageError(f"a block of {len(rows)} rows, expected 1 to {self.block_rows}")
         self._usable = False
-        for row in rows:
-            self._check(row)
-        stored, raw_size, offsets, sizes = self._encoder.encode(rows)
+        block = rows if isinstance(rows, RowBlock) else RowBlock.of(rows, len(self.schema))
+        self._check(block)
+        stored, raw_size, offsets, sizes = self._encoder.encode(block)
         if offsets is not None and sizes is not None:
             self._field_offsets.append(offsets)
             self._field_sizes.append(sizes)
-        self._rows.extend(row._replace(payloads=()) for row in rows)
-        self._starts.append(len(self._rows))
+        self._lineage.add(block, len(self._keys))
+        self._keys.extend(block.keys)
+        self._starts.append(len(self._keys))
         self._sizes.append(len(stored))
         self._raw_sizes.append(raw_size)
-        self._xxh3.append(xxh3(stored))
-        self._sha256.append(hashlib.sha256(stored).digest())
+        self._hash(stored)
         self._write(stored)
         self._usable = True
 
@@ -180,11 +194,12 @@ class ShardWriter:
         tail = self._encoder.tail()
         self._write(tail)
         sizes = np.array(self._sizes, np.uint64)
+        hashes = [one.result() if isinstance(one, Future) else one for one in self._hashes]
         return ShardIndex(
             format=self.format,
             compression=self.compression,
             schema=self.schema,
-            rows=len(self._rows),
+            rows=len(self._keys),
             block_rows=self.block_rows,
             shard_size=self._written,
             head_size=self._head[0],
@@ -194,42 +209,58 @@ class ShardWriter:
             block_size=sizes,
             block_raw_size=np.array(self._raw_sizes, np.uint64),
             block_start=np.array(self._starts, np.int64),
-            block_xxh3=np.array(self._xxh3, np.uint64),
-            block_sha256=np.frombuffer(b"".join(self._sha256), np.uint8).reshape(-1, 32),
-            key_texts=Texts.pack([row.key for row in self._rows]),
+            block_xxh3=np.array([fast for fast, _ in hashes], np.uint64),
+            block_sha256=np.frombuffer(b"".join([strong for _, strong in hashes]), np.uint8).reshape(-1, 32),
+            key_texts=Texts.pack(self._keys),
             **self._field_columns(),
-            **_lineage(self._rows),
+            **self._lineage.columns(),
         )
 
-    def _write(self, data: bytes) -> None:
+    def _hash(self, stored: bytes | memoryview) -> None:
+        if self._executor is None:
+            self._hashes.append(_hashes_of(stored))
+            return
+        if len(self._hashes) >= _MAX_UNHASHED:  # every one of them holds its block in memory
+            behind = self._hashes[-_MAX_UNHASHED]
+            if isinstance(behind, Future):
+                behind.result()
+        self._hashes.append(self._executor.submit(_hashes_of, stored))
+
+    def _write(self, data: bytes | memoryview) -> None:
         self._written += len(data)
         view = memoryview(data)
         while view:
-            taken = self._sink.write(view)  # type: ignore[arg-type]
+            taken = self._sink.write(view)
             view = view[len(view) if taken is None else taken :]
 
-    def _check(self, row: Row) -> None:
-        check_key(row.key, self._key_limit)
-        if row.key in self._seen:
+    def _check(self, block: RowBlock) -> None:
+        for key in block.keys:
+            check_key(key, self._key_limit)
+        before = len(self._seen)
+        self._seen.update(block.keys)
+        if len(self._seen) != before + len(block):
+            twice = next(key for key, times in Counter([*self._keys, *block.keys]).items() if times > 1)
             raise SampleError(
-                f"key {row.key!r} appears twice in one shard; keys name samples, so give each its own"
+                f"key {twice!r} appears twice in one shard; keys name samples, so give each its own"
             )
-        self._seen.add(row.key)
-        if len(row.payloads) != len(self._item_bytes):
-            raise SampleError(
-                f"key {row.key!r}: {len(row.payloads)} payloads for {len(self._item_bytes)} fields"
-            )
-        total = 0
-        for (name, fixed, item), payload in zip(self._item_bytes, row.payloads, strict=True):
-            size = len(payload)
-            total += size
-            if size != fixed if fixed is not None else size % item:
+        if len(block.columns) != len(self._item_bytes):
+            raise SampleError(f"{len(block.columns)} columns of payloads for {len(self._item_bytes)} fields")
+        total = np.zeros(len(block), np.int64)
+        for (name, fixed, item), column in zip(self._item_bytes, block.columns, strict=True):
+            sizes = sizes_of(column)
+            total += sizes
+            wrong = sizes != fixed if fixed is not None else sizes % item != 0
+            if wrong.any():
+                row = int(np.argmax(wrong))
                 raise SampleError(
-                    f"key {row.key!r}, field {name!r}: payload of {size} bytes does not fit the schema"
+                    f"key {block.keys[row]!r}, field {name!r}: payload of {sizes[row]} bytes does not fit the "
+                    "schema"
                 )
-        if total > MAX_SAMPLE_BYTES:
+        if total.max() > MAX_SAMPLE_BYTES:
+            row = int(np.argmax(total))
             raise SampleError(
-                f"key {row.key!r}: a sample of {total} bytes, at most {MAX_SAMPLE_BYTES} (5 GiB) fit a shard"
+                f"key {block.keys[row]!r}: a sample of {total[row]} bytes, at most {MAX_SAMPLE_BYTES} (5 GiB) "
+                "fit a shard"
             )
 
     def _field_columns(self) -> dict[str, Any]:
@@ -242,29 +273,46 @@ class ShardWriter:
         }
 
 
-def _lineage(rows: Sequence[Row]) -> dict[str, Any]:
-    """Optional columns of the index; those that no row needs are absent."""
-    columns: dict[str, Any] = {}
-    names = list(dict.fromkeys(row.source[0] for row in rows if row.source is not None))
-    if names:
-        number = {name: place for place, name in enumerate(names)}
-        columns["source_names"] = tuple(names)
-        columns["source_id"] = np.array(
-            [-1 if row.source is None else number[row.source[0]] for row in rows], np.int32
+def _hashes_of(stored: bytes | memoryview) -> tuple[int, bytes]:
+    return xxh3(stored), hashlib.sha256(stored).digest()
+
+
+class _Lineage:
+    """Optional columns of the index, block by block; those that no row needs are absent in the end."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._ids: list[NDArray[np.int32]] = []
+        self._source_rows: list[NDArray[np.int64]] = []
+        self._originals: list[tuple[int, str]] = []
+        self._strata: list[NDArray[np.int32]] = []
+        self._has_stratum = False
+
+    def add(self, block: RowBlock, first_row: int) -> None:
+        """What the rows of a block came with."""
+        none = np.full(len(block), -1, np.int32)
+        numbers = [self._names.setdefault(name, len(self._names)) for name in block.source_names]
+        of_block = np.array([*numbers, -1], np.int32)  # -1 indexes the last
+        self._ids.append(none if block.source_id is None else of_block[block.source_id])
+        self._source_rows.append(
+            np.zeros(len(block), np.int64) if block.source_row is None else block.source_row
         )
-        columns["source_row"] = np.array(
-            [0 if row.source is None else row.source[1] for row in rows], np.int64
-        )
-    rewritten = [
-        (place, row.original_key)
-        for place, row in enumerate(rows)
-        if row.original_key is not None and row.original_key != row.key
-    ]
-    if rewritten:
-        columns["original_rows"] = np.array([place for place, _ in rewritten], np.int64)
-        columns["original_texts"] = Texts.pack([text for _, text in rewritten])
-    if any(row.stratum is not None for row in rows):
-        columns["row_stratum"] = np.array(
-            [-1 if row.stratum is None else row.stratum for row in rows], np.int32
-        )
-    return columns
+        self._originals += [
+            (first_row + place, text) for place, text in block.originals if text != block.keys[place]
+        ]
+        self._has_stratum |= block.stratum is not None
+        self._strata.append(none if block.stratum is None else block.stratum)
+
+    def columns(self) -> dict[str, Any]:
+        """For `ShardIndex`."""
+        columns: dict[str, Any] = {}
+        if self._names:
+            columns["source_names"] = tuple(self._names)
+            columns["source_id"] = np.concatenate(self._ids)
+            columns["source_row"] = np.concatenate(self._source_rows)
+        if self._originals:
+            columns["original_rows"] = np.array([place for place, _ in self._originals], np.int64)
+            columns["original_texts"] = Texts.pack([text for _, text in self._originals])
+        if self._has_stratum:
+            columns["row_stratum"] = np.concatenate(self._strata)
+        return columns
