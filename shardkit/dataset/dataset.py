@@ -17,10 +17,11 @@ from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.where import Where
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import FixedColumn, Schema, Verify
-from shardkit.loader import Loader, LoaderConfig, Sources
+from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Selection
 from shardkit.plan import Plan, make_plan
 from shardkit.storage import BlockReader, Repository, RowMap, Version
+from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["Dataset"]
 
@@ -214,6 +215,7 @@ class Dataset:
         fields: Sequence[str] | None = None,
         by_cell: bool = False,
         uneven: bool = False,
+        rebalance: bool | Rebalancing = False,
         memory: int | str = "2GiB",
         threads: int | None = None,
         prefetch: int | None = None,
@@ -228,10 +230,22 @@ class Dataset:
         run: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
         cache_size: int | str | None = None,
+        telemetry: TelemetrySettings | Literal[True] | None = True,
         stride: int = 1,
         offset: int = 0,
     ) -> Loader:
-        """A loader over `plan` for one rank.
+        """A loader over `plan` for one rank; iterate over it once per epoch.
+
+        Without torch, batches hold numpy arrays, which JAX and TensorFlow take as they are::
+
+            for batch in ds.loader(plan):  # JAX
+                state = update(state, {name: jnp.asarray(batch[name]) for name in ("x", "y")})
+
+            loader = ds.loader(plan, tensors=False)  # TensorFlow: one pass over the data set is one epoch
+            tf.data.Dataset.from_generator(
+                lambda: ({"x": batch["x"], "y": batch["y"]} for batch in loader),
+                output_signature={"x": tf.TensorSpec((None, 8), tf.float32), "y": tf.TensorSpec((None,), tf.int64)},
+            )
 
         Args:
             plan: made by `plan` of this dataset.
@@ -242,7 +256,10 @@ class Dataset:
             fields: only these fields are gathered.
             by_cell: hand out a list of batches per step, one per lane.
             uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
-            memory: bound for the blocks held in memory, for example ``"2GiB"``.
+            rebalance: move lanes away from slow ranks while the run goes on, through the process group's store; needs
+                `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
+            memory: bound for the blocks held in memory, for example ``"2GiB"``; passed only where the blocks of one
+                step exceed it (then fewer lanes or a smaller `window_blocks` of the plan help).
             threads: how many blocks are read and verified at once, and transforms run; by default the processors but
                 one, at most 8.
             prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is
@@ -261,6 +278,7 @@ class Dataset:
             cache: directory on a local disk for blocks that came over a network; all ranks and runs of a machine may
                 share it. Without it they are streamed.
             cache_size: the most that it may take, for example ``"200GiB"``; by default most of the disk's free room.
+            telemetry: how a run with a directory is watched (`shardkit top`); None: not at all.
             stride: hand out every `stride`-th step only, from the `offset`-th on: how worker processes share steps.
             offset: see `stride`.
 
@@ -271,11 +289,13 @@ class Dataset:
         """
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
+            rebalance=Rebalancing() if rebalance is True else rebalance or None,
             memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, decode=decode or {},
             transform=transform, batch_transform=batch_transform, workers=workers, on_error=on_error, stall_s=stall_s,
             on_stall=on_stall, run=None if run is None else Path(run), stride=stride, offset=offset,
             cache=None if cache is None else Path(cache),
             cache_size=None if cache_size is None else parse_size(cache_size),
+            telemetry=TelemetrySettings() if telemetry is True else telemetry,
         )  # fmt: skip
         if plan.population.identity != self.manifest.id:
             raise UsageError(

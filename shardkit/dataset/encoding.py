@@ -13,6 +13,7 @@ from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
 
 __all__ = [
     "CLASS_AXIS",
+    "SOURCE_PREFIX",
     "EncodedRow",
     "RowEncoder",
     "generated_key",
@@ -24,6 +25,9 @@ __all__ = [
 
 CLASS_AXIS = "__class__"
 """Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""
+
+SOURCE_PREFIX = b"s"
+"""Of the text whose hash is the identity of a row that comes from a source."""
 
 _MAX_STRATUM_TEXT = 200
 _MAX_SIZES = 4096
@@ -78,15 +82,16 @@ class RowEncoder:
     ) -> None:
         self.schema = schema
         self._format = format
-        self._classes = tuple(classes)
-        self._axes = tuple(stratify)
+        self.classes = tuple(classes)
+        self.axes = tuple(stratify)
         self._split_by = split_by
         self._sizes: dict[tuple[int, ...], int] = {}
+        self.split_axes = () if split_by is None else (split_by,)
         self._key_limit = max_key_bytes(schema, format)
         for name in dict.fromkeys([*stratify, *([split_by] if split_by else [])]):
-            _check_field(schema, name, self._classes)
-        if len(set(self._axes)) != len(self._axes):
-            raise ConfigurationError(f"stratify names a field twice: {', '.join(self._axes)}; name each once")
+            _check_field(schema, name, self.classes)
+        if len(set(self.axes)) != len(self.axes):
+            raise ConfigurationError(f"stratify names a field twice: {', '.join(self.axes)}; name each once")
 
     def encode(
         self,
@@ -109,7 +114,7 @@ class RowEncoder:
         """
         payloads = self.schema.encode(sample, where=where)
         fitted = None if key is None else self._fit(key, where)
-        raw_bytes = self._raw_bytes(tuple([len(payload) for payload in payloads]))
+        raw_bytes = self.raw_bytes(tuple([len(payload) for payload in payloads]))
         if raw_bytes > MAX_SHARD_BYTES:
             raise SampleError(
                 f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
@@ -127,12 +132,12 @@ class RowEncoder:
             source=source,
             payloads=payloads,
             identity=identity,
-            stratum=tuple([self._text(axis, sample, where) for axis in self._axes]),
+            stratum=tuple([self._text(axis, sample, where) for axis in self.axes]),
             split=split_value(self._text(self._split_by, sample, where)) if self._split_by else None,
             raw_bytes=raw_bytes,
         )
 
-    def _raw_bytes(self, sizes: tuple[int, ...]) -> int:
+    def raw_bytes(self, sizes: tuple[int, ...]) -> int:
         """`raw_row_bytes`, remembered: rows of one dataset have few different sizes, or only one."""
         found = self._sizes.get(sizes)
         if found is None:
@@ -153,12 +158,12 @@ class RowEncoder:
         """The value of a field as the name of a stratum."""
         if axis == CLASS_AXIS:
             number: int = int(sample["label"])  # type: ignore[call-overload]  # encode has checked that it is an int64
-            if not 0 <= number < len(self._classes):
+            if not 0 <= number < len(self.classes):
                 raise SampleError(
-                    f"{where}: label {number} has no class name (there are {len(self._classes)}); "
+                    f"{where}: label {number} has no class name (there are {len(self.classes)}); "
                     'mend the label, or stratify by "label"'
                 )
-            return self._classes[number]
+            return self.classes[number]
         value = sample[axis]
         kind = self.schema[axis]
         if kind.kind == "str":
@@ -209,7 +214,7 @@ def _check_source(source: object, where: str) -> None:
 
 def _source_identity(source: tuple[str, int]) -> tuple[int, int]:
     name, row = source
-    return _identity(b"s" + row.to_bytes(8, "little") + name.encode("utf-8"))
+    return _identity(SOURCE_PREFIX + row.to_bytes(8, "little") + name.encode("utf-8"))
 
 
 def _identity(text: bytes) -> tuple[int, int]:

@@ -162,7 +162,7 @@ class ShardCheck:
 
 
 _RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
-_RESTORE = "put a good copy in its place, or run the build again: it rewrites objects whose bytes are wrong"
+_RESTORE = "run: shardkit repair (another copy, or parity), or build again: it rewrites objects whose bytes are wrong"
 
 
 def shard_checks(repository: Repository, manifest: Manifest, table: ShardTable) -> Iterator[ShardCheck]:

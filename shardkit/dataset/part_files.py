@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ FOLDER = "parts"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _RECORD = ".part"
 _CHECK_BYTES = 8
+_ROWS = re.compile(rf"({_NAME.pattern})\.[0-9a-f]{{16}}\.rows(?:\.new)?")
+_ORPHAN_GRACE_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,12 +152,21 @@ class PartFolder:
             _remove(folder, part.file)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left."""
+        """Remove what writers that died have left; rows that no record names, a day after they were written."""
         with self._opened(writing=True) as folder:
             for name, is_folder in active().names(folder):
                 with contextlib.suppress(FileNotFoundError):
-                    if not is_folder and writer_is_dead(active(), folder, name):
+                    if not is_folder and (
+                        writer_is_dead(active(), folder, name) or self._is_orphan(folder, name)
+                    ):
                         active().unlink(folder, name)
+
+    def _is_orphan(self, folder: Handle, name: str) -> bool:
+        match = _ROWS.fullmatch(name)
+        if match is None or self._file_of(match[1]) == name:
+            return False
+        # Not at once: its writer may be about to name it, from any machine.
+        return time.time() - active().stat(folder, name).st_mtime > _ORPHAN_GRACE_S
 
     def note(self, name: str, text: str) -> None:
         """Leave a text for later, whole or not at all."""

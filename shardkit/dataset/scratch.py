@@ -8,118 +8,66 @@ worth nothing after a power cut, and every record is verified when it is read ba
 
 from __future__ import annotations
 
-import contextlib
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.dataset.column_encoding import EncodedRows
 from shardkit.dataset.encoding import EncodedRow
 from shardkit.dataset.layout import order_keys
-from shardkit.dataset.scratch_parts import FilePart, MemoryPart, Part, pack_record
+from shardkit.dataset.scratch_columns import RowColumns
+from shardkit.dataset.scratch_files import ScratchFile, remove_scratch
+from shardkit.dataset.scratch_parts import FilePart, MemoryPart, Part, pack_heads, pack_record
 from shardkit.errors import StoreError
-from shardkit.formats import pack_columns, unpack_columns
-from shardkit.storage.file_operations import active
-from shardkit.storage.os_errors import explained
 
-__all__ = ["RUN_BYTES", "RowColumns", "RowSpool", "ScratchFile", "remove_scratch"]
+__all__ = [
+    "MIN_RUN_BYTES",
+    "RUN_BYTES",
+    "RowColumns",
+    "RowSpool",
+    "RunBuffer",
+    "ScratchFile",
+    "remove_scratch",
+    "sized_run",
+]
 
 RUN_BYTES = 64 * 2**20
+MIN_RUN_BYTES = 8 * 2**20
+_RANGE_BYTES = 2**20
 _JOIN_BYTES = 4 * 2**20
-_KIND = "scratch-rows"
-_MARK = "mark_"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowColumns:
-    """One entry per row of a part, in the order of adding.
+def sized_run(source_bytes: int, shard_size: int) -> int:
+    """Bytes of a run that is as short as memory is dear, and long enough: of it a shard is read in one MiB and more.
 
-    Attributes:
-        strata: value texts of the strata of this part; ``stratum`` indexes them.
-        identity_high, identity_low: uint64[n]. split: uint64[n], zeros where the identity decides.
-        stratum: int32[n]. raw_bytes: int64[n].
-        generated: uint8[n], 1 where the key is to be made from the ordinal.
-        offset, length: int64[n], the record in the part. check: uint64[n], XXH3-64 of the record.
-        marks: name → uint64[n], what else a build wants to know of every row.
+    Memory that is touched for the first time costs more than a copy, and a short run stays in the processor's cache.
+    """
+    shards = -(-source_bytes // max(1, shard_size))
+    return min(RUN_BYTES, max(MIN_RUN_BYTES, shards * _RANGE_BYTES))
+
+
+class RunBuffer:
+    """Memory for the records of a run; spools that follow one another share it, so that its pages are made once.
+
+    Args:
+        size: bytes; a record that is larger makes it grow.
     """
 
-    strata: tuple[tuple[str, ...], ...]
-    identity_high: NDArray[np.uint64]
-    identity_low: NDArray[np.uint64]
-    stratum: NDArray[np.int32]
-    raw_bytes: NDArray[np.int64]
-    split: NDArray[np.uint64]
-    generated: NDArray[np.uint8]
-    offset: NDArray[np.int64]
-    length: NDArray[np.int64]
-    check: NDArray[np.uint64]
-    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
+    def __init__(self, size: int = RUN_BYTES) -> None:
+        self._size = max(1, size)
+        self.data = np.empty(0, np.uint8)
 
-    def __len__(self) -> int:
-        return len(self.stratum)
-
-    def to_bytes(self, meta: dict[str, object]) -> bytes:
-        """The columns as a container, with something to remember them by."""
-        names = {one.name for one in fields(self)} - {"strata", "marks"}
-        columns = {name: getattr(self, name) for name in sorted(names)}
-        columns |= {_MARK + name: column for name, column in self.marks.items()}
-        strata = [list(values) for values in self.strata]
-        return pack_columns(_KIND, {"strata": strata, "part": meta}, columns, compress=False)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> tuple[RowColumns, dict[str, object]]:
-        """What `to_bytes` was given.
-
-        Raises:
-            FormatError: the bytes are not of `to_bytes`.
-        """
-        columns = unpack_columns(data, _KIND)
-        strata = tuple(tuple(values) for values in columns.meta["strata"])
-        named = {name: array for name, array in columns.arrays.items() if not name.startswith(_MARK)}
-        marks = {
-            name.removeprefix(_MARK): columns.arrays[name] for name in columns.arrays.keys() - named.keys()
-        }
-        return cls(strata=strata, marks=marks, **named), columns.meta["part"]
-
-
-class ScratchFile:
-    """A scratch file that is being written."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self.folder = folder
-        self.name = name
-        self.size = 0
-        with explained(f"create scratch file {folder}/{name}", writing=True):
-            root = active().open_root(folder)
-            try:
-                self._file = active().create_file(root, name)
-            finally:
-                active().close(root)
-        with contextlib.suppress(OSError):  # tells the sweep of a store's tmp/ that we live
-            active().try_lock(self._file)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append all of ``data``.
-
-        Raises:
-            StoreFullError, StoreError: the scratch disk does not take it; names the file.
-        """
-        rest = memoryview(data).cast("B")
-        with explained(f"write scratch file {self.folder}/{self.name}", writing=True):
-            while len(rest):
-                rest = rest[active().write(self._file, rest) :]
-        self.size += len(data)
-
-    def close(self) -> None:
-        """Close; the file stays."""
-        active().close(self._file)
+    def reserve(self, size: int) -> None:
+        """Room for ``size`` bytes and for a run."""
+        if len(self.data) < max(size, self._size):
+            self.data = np.empty(max(size, self._size), np.uint8)
 
 
 class RowSpool:
-    """Takes encoded rows, keeps their columns, and writes their payloads in sorted runs.
+    """Takes encoded rows, keeps their columns, and writes their records in sorted runs.
 
     Not safe for threads: the caller locks.
 
@@ -127,9 +75,10 @@ class RowSpool:
         folder: where the scratch file is made when memory does not suffice; "": count only, keep nothing.
         name: of the scratch file.
         seed: of the shuffle, None where rows keep the order of adding.
-        run_bytes: payload bytes held in memory before a run is written; by default 64 MiB.
+        run_bytes: bytes of records held in memory before a run is written; by default 64 MiB.
         always_file: write even a single run to the file.
         marks: names of further numbers that come with every row.
+        buffer: that no other spool uses at the same time; by default one of its own, of ``run_bytes``.
     """
 
     def __init__(
@@ -141,11 +90,11 @@ class RowSpool:
         run_bytes: int | None = None,
         always_file: bool = False,
         marks: Sequence[str] = (),
+        buffer: RunBuffer | None = None,
     ) -> None:
         self._folder = folder
         self._name = name
         self._seed = seed
-        self._run_bytes = RUN_BYTES if run_bytes is None else run_bytes
         self._always_file = always_file
         self._strata: dict[tuple[str, ...], int] = {}
         self._columns = {
@@ -155,7 +104,9 @@ class RowSpool:
             "generated": array("B"),
         }
         self._marks = {name: array("Q") for name in marks}
-        self._run: list[tuple[bytes, ...]] = []
+        self._buffer = buffer or RunBuffer(RUN_BYTES if run_bytes is None else run_bytes)
+        self._view = self._buffer.data.data
+        self._run_rows = 0
         self._run_size = 0
         self._broken = False
         self._file: ScratchFile | None = None
@@ -167,6 +118,8 @@ class RowSpool:
     def append(self, row: EncodedRow, identity: tuple[int, int], marks: Sequence[int] = ()) -> None:
         """Take a row; ``identity`` stands in for `EncodedRow.identity` where that is None."""
         columns = self._columns
+        if self._folder:
+            self._put(*pack_record(row))
         columns["identity_high"].append(identity[0])
         columns["identity_low"].append(identity[1])
         columns["split"].append(row.split or 0)
@@ -175,38 +128,74 @@ class RowSpool:
         columns["generated"].append(row.key is None)
         for column, mark in zip(self._marks.values(), marks, strict=True):
             column.append(mark)
+
+    def append_rows(self, rows: EncodedRows) -> None:
+        """Take rows that were encoded together; the same as taking one after the other."""
         if not self._folder:
+            self._note(rows, 0, len(rows))
             return
-        if self._broken:
-            raise StoreError(
-                f"scratch file {self._folder}/{self._name}: an earlier write failed, so rows are missing; start again"
-            )
-        record = pack_record(row)
-        if row.raw_bytes < _JOIN_BYTES:  # one copy costs less than a hash piece by piece
-            whole = b"".join(record)
-            record, size = (whole,), len(whole)
-            check = xxhash.xxh3_64_intdigest(whole)
-        else:
-            digest = xxhash.xxh3_64()
-            for piece in record:
-                digest.update(piece)
-            size = sum(map(len, record))
-            check = digest.intdigest()
-        columns["check"].append(check)
-        columns["length"].append(size)
-        self._run.append(record)
-        self._run_size += size
-        if self._run_size >= self._run_bytes:
-            self._write_run()
+        heads = pack_heads(rows)
+        size = heads.shape[1] + sum(column.shape[1] for column in rows.columns)
+        start = 0
+        while start < len(rows):
+            self._make_room(size)
+            stop = min(len(rows), start + (len(self._view) - self._run_size) // size)
+            self._take(rows, heads, start, stop, size)
+            self._note(rows, start, stop)
+            start = stop
+
+    def _put(self, head: bytes, payloads: Sequence[bytes]) -> None:
+        """Copy a record into the run."""
+        size = len(head) + sum(map(len, payloads))
+        self._make_room(size)
+        view, start = self._view, self._run_size
+        at = start + len(head)
+        view[start:at] = head
+        for payload in payloads:
+            end = at + len(payload)
+            view[at:end] = payload
+            at = end
+        self._columns["check"].append(xxhash.xxh3_64_intdigest(view[start:at]))
+        self._columns["length"].append(size)
+        self._run_size = at
+        self._run_rows += 1
+
+    def _note(self, rows: EncodedRows, start: int, stop: int) -> None:
+        """The columns of rows but for where their records are."""
+        part = slice(start, stop)
+        numbers = [self._strata.setdefault(values, len(self._strata)) for values in rows.strata]
+        for name, values in (
+            ("identity_high", rows.identity[part, 0]),
+            ("identity_low", rows.identity[part, 1]),
+            ("split", rows.split[part]),
+            ("raw_bytes", np.full(stop - start, rows.raw_bytes, np.int64)),
+            ("stratum", np.array(numbers, np.int32)[rows.stratum[part]]),
+            ("generated", np.ones(stop - start, np.uint8)),
+        ):
+            self._columns[name].frombytes(values.tobytes())
+
+    def _take(self, rows: EncodedRows, heads: NDArray[np.uint8], start: int, stop: int, size: int) -> None:
+        """Copy records into the run, into which they fit; all of them are equally long."""
+        first, last = self._run_size, self._run_size + (stop - start) * size
+        records = self._buffer.data[first:last].reshape(-1, size)
+        at = heads.shape[1]
+        records[:, :at] = heads[start:stop]
+        for column in rows.columns:
+            records[:, at : at + column.shape[1]] = column[start:stop]
+            at += column.shape[1]
+        view, hashed = self._view, xxhash.xxh3_64_intdigest
+        self._columns["check"].extend([hashed(view[at : at + size]) for at in range(first, last, size)])
+        self._columns["length"].extend([size] * (stop - start))
+        self._run_size = last
+        self._run_rows += stop - start
 
     def finish(self) -> tuple[RowColumns, Part | None]:
         """The columns and where the records are; None where nothing was kept."""
         if self._folder and (self._always_file or self._file is not None):
             self._write_run()
         elif self._folder:
-            order = self._place_run(0)
-            self._part = MemoryPart(b"".join([piece for row in order for piece in self._run[row]]))
-            self._run = []
+            self._place_run(0, np.arange(self._run_rows))
+            self._part = MemoryPart(self._view[: self._run_size])
         if self._file is not None:
             self._file.close()
             self._part = FilePart(self._folder, self._name)
@@ -227,7 +216,7 @@ class RowSpool:
 
     def drop(self) -> None:
         """Forget the rows and remove the scratch file."""
-        self._run = []
+        self._run_rows = self._run_size = 0
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -237,52 +226,74 @@ class RowSpool:
         if self._folder:
             remove_scratch(self._folder, self._name)
 
-    def _place_run(self, start: int) -> list[int]:
-        """The rows of the run in the order of writing; their offsets are noted."""
-        count = len(self._run)
+    def _make_room(self, size: int) -> None:
+        """Room for a record of ``size`` bytes; the run is written where there is none."""
+        if self._broken:
+            raise StoreError(
+                f"scratch file {self._folder}/{self._name}: an earlier write failed, so rows are missing; start again"
+            )
+        if self._run_size + size <= len(self._view):
+            return
+        if self._run_rows:
+            self._write_run()
+        self._buffer.reserve(size)
+        self._view = self._buffer.data.data
+
+    def _order(self) -> NDArray[np.int64]:
+        """The rows of the run in the order of writing."""
+        count = self._run_rows
         if self._seed is None or not count:
-            order = np.arange(count)
-        else:
-            high = np.frombuffer(self._columns["identity_high"], dtype=np.uint64)[-count:]
-            low = np.frombuffer(self._columns["identity_low"], dtype=np.uint64)[-count:]
-            order = np.argsort(order_keys(np.stack([high, low], axis=1), self._seed), kind="stable")
-            del high, low  # an array.array cannot grow while it is viewed
-        lengths = np.array(self._columns["length"][-count:] if count else [], dtype=np.int64)
-        offsets = np.empty(count, dtype=np.int64)
+            return np.arange(count)
+        high = np.frombuffer(self._columns["identity_high"], dtype=np.uint64)[-count:]
+        low = np.frombuffer(self._columns["identity_low"], dtype=np.uint64)[-count:]
+        return np.argsort(order_keys(np.stack([high, low], axis=1), self._seed), kind="stable")
+
+    def _place_run(self, start: int, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Note the offsets of the run's rows when they are written in this order; returns their lengths."""
+        lengths = np.array(self._columns["length"][-len(order) :] if len(order) else [], dtype=np.int64)
+        offsets = np.empty(len(order), dtype=np.int64)
         offsets[order] = start + np.cumsum(lengths[order]) - lengths[order]
         self._columns["offset"].frombytes(offsets.tobytes())
-        placed: list[int] = order.tolist()
-        return placed
+        return lengths
 
     def _write_run(self) -> None:
         self._broken = True
         if self._file is None:
             self._file = ScratchFile(self._folder, self._name)
-        pending: list[bytes] = []
-        size = 0
-        for row in self._place_run(self._file.size):
-            for piece in self._run[row]:
-                if len(piece) >= _JOIN_BYTES:
-                    self._file.write(b"".join(pending))
-                    self._file.write(piece)
-                    pending, size = [], 0
-                else:
-                    pending.append(piece)
-                    size += len(piece)
-            if size >= _JOIN_BYTES:
-                self._file.write(b"".join(pending))
-                pending, size = [], 0
-        self._file.write(b"".join(pending))
-        self._run = []
-        self._run_size = 0
+        order = self._order()
+        lengths = self._place_run(self._file.size, order)
+        for piece in self._pieces(order, lengths):
+            self._file.write(piece)
+        self._run_rows = self._run_size = 0
         self._broken = False
 
-
-def remove_scratch(folder: str, name: str) -> None:
-    """Remove a scratch file if it is there; one that cannot be removed is left to the sweep."""
-    with contextlib.suppress(OSError):
-        root = active().open_root(folder)
-        try:
-            active().unlink(root, name)
-        finally:
-            active().close(root)
+    def _pieces(self, order: NDArray[np.int64], lengths: NDArray[np.int64]) -> Iterator[memoryview | bytes]:
+        """The records in this order, some MiB at a time."""
+        if self._seed is None:
+            yield self._view[: self._run_size]
+            return
+        if len(lengths) and int(lengths.min()) == int(lengths.max()):
+            size = int(lengths[0])
+            records = self._buffer.data[: self._run_size].reshape(-1, size)
+            step = max(1, _JOIN_BYTES // size)
+            joined = np.empty((min(step, len(order)), size), np.uint8)
+            for start in range(0, len(order), step):
+                rows = order[start : start + step]
+                np.take(records, rows, axis=0, out=joined[: len(rows)], mode="clip")
+                yield joined[: len(rows)].reshape(-1).data
+            return
+        stops = np.cumsum(lengths)
+        begins, ends, sizes = (stops - lengths)[order], stops[order], np.cumsum(lengths[order])
+        start = 0
+        while start < len(order):
+            limit = _JOIN_BYTES + (int(sizes[start - 1]) if start else 0)
+            stop = max(start + 1, int(np.searchsorted(sizes, limit)))
+            yield b"".join(
+                [
+                    self._view[first:last]
+                    for first, last in zip(
+                        begins[start:stop].tolist(), ends[start:stop].tolist(), strict=True
+                    )
+                ]
+            )
+            start = stop

@@ -16,17 +16,32 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.dataset.column_encoding import EncodedRows
 from shardkit.dataset.encoding import EncodedRow, generated_key
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row
 from shardkit.storage.file_operations import Handle, active
 from shardkit.storage.os_errors import explained
 
-__all__ = ["FilePart", "MemoryPart", "Part", "PartFiles", "Parts", "pack_record", "read_rows"]
+__all__ = [
+    "NO_ROW",
+    "FilePart",
+    "MemoryPart",
+    "Part",
+    "PartFiles",
+    "Parts",
+    "changed_record",
+    "pack_heads",
+    "pack_record",
+    "read_ranges",
+    "read_rows",
+    "record_header",
+]
 
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
-_NO_ROW = -1
+NO_ROW = -1
+_ROW_AT = struct.calcsize("<HII")  # of the row in the source, in a header
 
 
 class Parts(Protocol):
@@ -42,6 +57,9 @@ class Part(Protocol):
     def read(self, offset: int, length: int) -> memoryview:
         """Exactly ``length`` bytes, or fewer where the part ends."""
 
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer; where the part ends before, the rest of it is zero."""
+
     def close(self) -> None:
         """Let go of the file."""
 
@@ -49,12 +67,18 @@ class Part(Protocol):
 class MemoryPart:
     """Records that never left memory."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
 
     def read(self, offset: int, length: int) -> memoryview:
         """See `Part`."""
         return self._data[offset : offset + length]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `Part`."""
+        found = self._data[offset : offset + len(buffer)]
+        buffer[: len(found)] = found
+        buffer[len(found) :] = bytes(len(buffer) - len(found))
 
     def close(self) -> None:
         """See `Part`."""
@@ -75,21 +99,40 @@ class FilePart:
             StoreError: the file cannot be read.
         """
         with explained(f"read scratch file {self._folder}/{self._name}"):
-            if self._file is None:
-                root = active().open_root(self._folder)
-                try:
-                    self._file = active().open_file(root, self._name)
-                finally:
-                    active().close(root)
+            file = self._opened()
             pieces = []
             while length > 0:
-                piece = active().read(self._file, length, offset)
+                piece = active().read(file, length, offset)
                 if not piece:
                     break
                 pieces.append(piece)
                 offset += len(piece)
                 length -= len(piece)
         return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `Part`.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        with explained(f"read scratch file {self._folder}/{self._name}"):
+            file = self._opened()
+            while len(buffer):
+                size = active().read_into(file, buffer, offset)
+                if not size:
+                    buffer[:] = bytes(len(buffer))
+                    return
+                buffer, offset = buffer[size:], offset + size
+
+    def _opened(self) -> Handle:
+        if self._file is None:
+            root = active().open_root(self._folder)
+            try:
+                self._file = active().open_file(root, self._name)
+            finally:
+                active().close(root)
+        return self._file
 
     def close(self) -> None:
         """See `Part`."""
@@ -156,10 +199,7 @@ def read_rows(
         record = records[place]
         records[place] = memoryview(b"")
         if xxhash.xxh3_64_intdigest(record) != expected:
-            raise IntegrityError(
-                f"scratch record of row {int(ordinal[place])} changed between being written and being read; "
-                "the scratch disk or memory is faulty: use another --scratch, then run it again"
-            )
+            raise changed_record(int(ordinal[place]))
         yield _row(record, int(ordinal[place]), num_fields)
 
 
@@ -167,6 +207,24 @@ def _gather(
     parts: Parts, part: NDArray[np.int32], offset: NDArray[np.int64], length: NDArray[np.int64]
 ) -> list[memoryview]:
     records = [memoryview(b"")] * len(part)
+    for number, base, size, rows in read_ranges(part, offset, length):
+        data = parts[number].read(base, size)
+        begins = offset[rows] - base
+        for place, begin, stop in zip(
+            rows.tolist(), begins.tolist(), (begins + length[rows]).tolist(), strict=True
+        ):
+            records[place] = data[begin:stop]
+    return records
+
+
+def read_ranges(
+    part: NDArray[np.int32], offset: NDArray[np.int64], length: NDArray[np.int64]
+) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
+    """The reads that give these records: neighbours in one.
+
+    Yields:
+        (part, offset, bytes, places of the records in it).
+    """
     order = np.lexsort((offset, part))
     ends = (offset + length)[order]
     starts = offset[order]
@@ -174,37 +232,51 @@ def _gather(
     apart = (numbers[1:] != numbers[:-1]) | (starts[1:] - ends[:-1] > _MAX_GAP) | (starts[1:] < ends[:-1])
     borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
     for first, last in itertools.pairwise(borders):
-        if first == last:
-            continue
-        base = int(starts[first])
-        data = parts[int(numbers[first])].read(base, int(ends[last - 1]) - base)
-        places = order[first:last].tolist()
-        begins = (starts[first:last] - base).tolist()
-        stops = (ends[first:last] - base).tolist()
-        for place, begin, stop in zip(places, begins, stops, strict=True):
-            records[place] = data[begin:stop]
-    return records
+        if first < last:
+            base = int(starts[first])
+            yield int(numbers[first]), base, int(ends[last - 1]) - base, order[first:last]
+
+
+def changed_record(ordinal: int) -> IntegrityError:
+    """What to raise where a record is not what was written."""
+    return IntegrityError(
+        f"scratch record of row {ordinal} changed between being written and being read; "
+        "the scratch disk or memory is faulty: use another --scratch, then run it again"
+    )
 
 
 @functools.cache
-def _header(num_fields: int) -> struct.Struct:
+def record_header(num_fields: int) -> struct.Struct:
     """Lengths of key, original key and source name (0: none), row in the source, then the size of each payload."""
     return struct.Struct(f"<HIIq{num_fields}Q")
 
 
-def pack_record(row: EncodedRow) -> tuple[bytes, ...]:
-    """The pieces of a row's record, in order."""
+def pack_record(row: EncodedRow) -> tuple[bytes, tuple[bytes, ...]]:
+    """A row's record: everything before the payloads, and the payloads."""
     key = b"" if row.key is None else row.key.encode("ascii")
     original = b"" if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
-    name, number = row.source or ("", _NO_ROW)
+    name, number = row.source or ("", NO_ROW)
     source = name.encode("utf-8")
     payloads = row.payloads
-    header = _header(len(payloads)).pack(len(key), len(original), len(source), number, *map(len, payloads))
-    return (header, key, original, source, *payloads)
+    header = record_header(len(payloads)).pack(
+        len(key), len(original), len(source), number, *map(len, payloads)
+    )
+    return b"".join((header, key, original, source)), payloads
+
+
+def pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
+    """What stands before the payloads of each row: uint8 (rows, bytes)."""
+    source = rows.source_name.encode("utf-8")
+    header = record_header(len(rows.columns))
+    head = header.pack(0, 0, len(source), 0, *(column.shape[1] for column in rows.columns)) + source
+    heads = np.empty((len(rows), len(head)), np.uint8)
+    heads[:] = np.frombuffer(head, np.uint8)
+    heads[:, _ROW_AT : _ROW_AT + 8] = rows.source_row.astype("<i8").view(np.uint8).reshape(-1, 8)
+    return heads
 
 
 def _row(record: memoryview, ordinal: int, num_fields: int) -> Row:
-    header = _header(num_fields)
+    header = record_header(num_fields)
     key_size, original_size, source_size, number, *sizes = header.unpack_from(record)
     at = header.size + key_size + original_size + source_size
     texts = bytes(record[header.size : at])
@@ -217,5 +289,5 @@ def _row(record: memoryview, ordinal: int, num_fields: int) -> Row:
         texts[:key_size].decode("ascii") or generated_key(ordinal),
         tuple(payloads),
         original.decode("utf-8", "surrogatepass") or None,
-        (texts[key_size + original_size :].decode("utf-8"), number) if number != _NO_ROW else None,
+        (texts[key_size + original_size :].decode("utf-8"), number) if number != NO_ROW else None,
     )

@@ -10,15 +10,25 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.scratch_parts import Parts, read_rows
-from shardkit.formats import Row, Schema, block_starts, extension, open_writer
+from shardkit.dataset.scratch import MIN_RUN_BYTES
+from shardkit.dataset.scratch_blocks import ScratchReader
+from shardkit.dataset.write_behind import WriteBehind
+from shardkit.formats import RowBlock, Schema, block_starts, extension, open_writer
 from shardkit.storage.objects import Descriptor
 from shardkit.storage.repository import Repository
 
 __all__ = ["GATHER_BYTES", "ShardRows", "WrittenShard", "write_shard"]
 
+# Below this starting threads costs more than it saves.
+_SMALL_BYTES = 4 * 2**20
+
+# Reads of this size cost a disk little more than longer ones do. From few runs they need little memory, and memory
+# that is touched for the first time costs more than a copy.
+_RANGE_BYTES = 128 * 2**10
+_MIN_GATHER_BYTES = 8 * 2**20
+
 GATHER_BYTES = 128 * 2**20
-"""Records held in memory at a time; a block that is larger is held whole."""
+"""Records held in memory at a time, at most; a block that is larger is held whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +85,7 @@ class WrittenShard:
 
 def write_shard(
     repository: Repository,
-    parts: Parts,
+    reader: ScratchReader,
     rows: ShardRows,
     *,
     schema: Schema,
@@ -86,29 +96,38 @@ def write_shard(
 ) -> WrittenShard:
     """Write and publish one shard and its index; what is published already is left as it is.
 
+    A block is hashed and written by other threads while the next one is read and encoded.
+
     Args:
         repository: where to.
-        parts: the scratch that the rows are in.
+        reader: of the scratch that the rows are in.
         rows: what the shard is to hold.
         schema: of the samples.
         format: ``tar`` or ``arrow``.
         compression: normalised.
         gather_bytes: scratch bytes held in memory at a time.
-        on_block: called with (rows, scratch bytes) after each block.
+        on_block: called with (rows, payload bytes) after each block.
 
     Raises:
         StoreError: the store or the scratch disk fails; nothing torn is published.
         IntegrityError: a scratch record changed.
     """
     with repository.stage_object(extension(format, compression)) as staged:
-        writer = open_writer(
-            staged, format=format, compression=compression, schema=schema, block_rows=rows.block_rows
-        )
-        for block in _blocks(parts, rows, len(schema), gather_bytes):
-            writer.write_block(block)
-            if on_block is not None:
-                on_block(len(block), sum(len(payload) for row in block for payload in row.payloads))
-        index = writer.finish()
+        with WriteBehind(staged, staged.sync, is_small=rows.raw_bytes < _SMALL_BYTES) as behind:
+            writer = open_writer(
+                behind,
+                format=format,
+                compression=compression,
+                schema=schema,
+                block_rows=rows.block_rows,
+                executor=behind.hashing,
+            )
+            for block, size in _blocks(reader, rows, gather_bytes):
+                writer.write_block(block)
+                if on_block is not None:
+                    on_block(len(block), size)
+            index = writer.finish()
+            behind.flush()
         shard = staged.finish()
     return WrittenShard(
         number=rows.number,
@@ -123,28 +142,31 @@ def write_shard(
     )
 
 
-def _blocks(parts: Parts, rows: ShardRows, num_fields: int, gather_bytes: int) -> Iterator[list[Row]]:
-    """The rows of each block in turn; blocks restart at segment borders."""
+def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterator[tuple[RowBlock, int]]:
+    """The rows of each block in turn, and the bytes of their payloads; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
+    gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
     size_before = np.concatenate([[0], np.cumsum(rows.length)])[borders]
     first = 0
     while first < len(borders) - 1:
         limit = int(size_before[first]) + gather_bytes
         last = max(first + 1, int(np.searchsorted(size_before, limit, side="right")) - 1)
         begin, end = int(borders[first]), int(borders[last])
-        held = read_rows(
-            parts,
+        held = reader.read(
             rows.part[begin:end],
             rows.offset[begin:end],
             rows.length[begin:end],
             rows.check[begin:end],
             rows.ordinal[begin:end],
-            num_fields,
         )
         for start, stop in pairwise(borders[first : last + 1].tolist()):
-            block = [next(held) for _ in range(stop - start)]
-            if rows.stratum is not None:
-                strata = rows.stratum[start:stop].tolist()
-                block = [row._replace(stratum=own) for row, own in zip(block, strata, strict=True)]
-            yield block
+            stratum = rows.stratum[start:stop] if rows.stratum is not None else None
+            inside = (start - begin, stop - begin)
+            yield held.block(*inside, stratum), held.payload_bytes(*inside)
+        del held  # the reader may need another buffer
         first = last
+
+
+def _num_runs(rows: ShardRows) -> int:
+    """At most so many runs of scratch the rows are spread over."""
+    return len(np.unique((rows.part.astype(np.int64) << 32) + rows.offset // MIN_RUN_BYTES))

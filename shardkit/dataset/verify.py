@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -47,6 +48,11 @@ from shardkit.storage import (
 )
 from shardkit.storage.identity import IDENTITY_NAME
 from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES, check_succession, entry_name, entry_number
+from shardkit.storage.policy import Policy, read_table
+from shardkit.storage.policy.durations import duration_text
+from shardkit.storage.policy.opening import own_name, root_store
+from shardkit.storage.repairing import read_looks
+from shardkit.storage.repairing.records import utc
 
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
 
@@ -134,7 +140,7 @@ def verify(
     root, ref = parse_dataset_url(url)
     survey, seed = _Survey(), seed if seed is not None else secrets.token_hex(4)
     try:
-        repository = Repository.open(root, read_only=True)
+        repository = Repository.open(root, read_only=True, alone=True)
     except (IntegrityError, FormatError) as error:
         survey.findings.append(failed(IDENTITY_NAME, "the identity of the repository", error))
         return _conclude(root, level, {}, survey, [], seed)
@@ -145,7 +151,7 @@ def verify(
         _survey_manifest(repository, manifest, survey, seen)
     chosen = _choose(list(survey.shards.values()), share, seed)
     if level == "attested":
-        survey.findings += _attested(repository.store)
+        survey.findings += _attested(repository, chosen)
     survey.findings += _check_shards(chosen, level, jobs or os.cpu_count() or 1, report)
     return _conclude(repository.url, level, versions, survey, chosen, seed)
 
@@ -297,9 +303,25 @@ def _check_shards(
     return found
 
 
-def _attested(store: Store) -> list[Finding]:
-    if next(iter(store.list_after("attest/")), None) is None:
+def _attested(repository: Repository, checks: list[ShardCheck]) -> list[Finding]:
+    """What nobody has looked at within the policy's age, and what was bad when somebody did."""
+    store = root_store(repository.store)
+    looks = read_looks(store).get(own_name(store), {})
+    if not looks:
         got = "none: no scrub has been recorded here"
-    else:
-        got = "records of a later version"
-    return [Finding("attest/", "records of scrubs", got, "check with --level read", is_damage=False)]
+        action = f"run: shardkit scrub {repository.url}"
+        return [Finding("attest/", "records of scrubs", got, action, is_damage=False)]
+    table = read_table(store, repository.id)
+    age_s = (table.policy if table else Policy()).max_scrub_age_s
+    border = utc(time.time() - age_s)
+    found: list[Finding] = []
+    for name in (name for check in checks for name in (check.name, check.index_name)):
+        look = looks.get(name)
+        if look is None or look.time < border:
+            got = "never" if look is None else f"last at {look.time}"
+            wanted = f"looked at within {duration_text(age_s)}"
+            found.append(Finding(name, wanted, got, f"run: shardkit scrub {repository.url}", is_damage=False))
+        elif look.is_bad:
+            got = f"{look.result} at {look.time} ({look.by}, level {look.level})"
+            found.append(Finding(name, "a good copy", got, f"run: shardkit repair {repository.url}"))
+    return found

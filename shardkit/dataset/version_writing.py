@@ -16,6 +16,7 @@ from shardkit.dataset.committing import (
 from shardkit.dataset.layout import lay_out
 from shardkit.dataset.row_table import check_unique_keys, describe_row, join_parts, rows_of_shards
 from shardkit.dataset.scratch import RowColumns
+from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.scratch_parts import Parts
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.errors import UsageError
@@ -72,10 +73,11 @@ def write_version(
     split_rows(version, rows, allow_empty=base is not None)
     layout = lay_out(rows.table, len(rows.strata), version.settings, pooling_of(rows.strata, base))
     numbers = StratumNumbers(rows.strata, layout.pooled, base.manifest.strata if base else ())
+    reader = ScratchReader(parts, version.schema)
     shards = [
         write_shard(
             repository,
-            parts,
+            reader,
             shard,
             schema=version.schema,
             format=version.format,

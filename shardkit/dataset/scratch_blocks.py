@@ -1,0 +1,188 @@
+"""Scratch read back field by field: many records at once, verified, as the blocks that a shard writer takes.
+
+Equivalent to `scratch_parts.read_rows`, without an object per row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardkit.dataset.encoding import generated_key
+from shardkit.dataset.scratch_parts import NO_ROW, Parts, changed_record, read_ranges, record_header
+from shardkit.formats import RowBlock, Schema
+
+__all__ = ["HeldRecords", "ScratchReader"]
+
+
+class ScratchReader:
+    """Reads records of many rows into one buffer that it keeps; one per thread.
+
+    Args:
+        parts: of the scratch.
+        schema: of the rows.
+    """
+
+    def __init__(self, parts: Parts, schema: Schema) -> None:
+        self._parts = parts
+        self._schema = schema
+        self._buffer = np.empty(0, np.uint8)
+
+    def read(
+        self,
+        part: NDArray[np.int32],
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+        check: NDArray[np.uint64],
+        ordinal: NDArray[np.int64],
+    ) -> HeldRecords:
+        """Records in the order asked for; what was read before is overwritten.
+
+        Args:
+            part: of each row.
+            offset: of each row's record in its part.
+            length: of each record, in bytes.
+            check: XXH3-64 of each record.
+            ordinal: of each row, for generated keys.
+
+        Raises:
+            IntegrityError: a record is not what was written.
+            StoreError: a part cannot be read.
+        """
+        ranges = list(read_ranges(part, offset, length))
+        total = sum(size for _, _, size, _ in ranges)
+        if len(self._buffer) < total:
+            self._buffer = np.empty(0, np.uint8)  # lets go of the old one first
+            self._buffer = np.empty(total, np.uint8)
+        begin = np.empty(len(part), np.int64)
+        view = self._buffer.data
+        at = 0
+        for number, base, size, rows in ranges:
+            self._parts[number].read_into(base, view[at : at + size])
+            begin[rows] = at + offset[rows] - base
+            at += size
+        found = np.fromiter(
+            (
+                xxhash.xxh3_64_intdigest(view[start:stop])
+                for start, stop in zip(begin.tolist(), (begin + length).tolist(), strict=True)
+            ),
+            np.uint64,
+            len(part),
+        )
+        changed = found != check
+        if changed.any():
+            raise changed_record(int(ordinal[int(np.argmax(changed))]))
+        return HeldRecords(self._buffer[:at], begin, ordinal, self._schema)
+
+
+class HeldRecords:
+    """Verified records in memory; blocks of them borrow the memory.
+
+    Args:
+        data: uint8, that the records are in.
+        begin: int64[n], where each of them begins.
+        ordinal: int64[n].
+        schema: of the rows.
+    """
+
+    def __init__(
+        self, data: NDArray[np.uint8], begin: NDArray[np.int64], ordinal: NDArray[np.int64], schema: Schema
+    ) -> None:
+        header = record_header(len(schema))
+        layout = np.dtype(
+            [
+                ("key", "<u2"),
+                ("original", "<u4"),
+                ("source", "<u4"),
+                ("row", "<i8"),
+                ("size", "<u8", (len(schema),)),
+            ]
+        )
+        assert layout.itemsize == header.size, "numpy reads what struct has packed"
+        self._data = data
+        self._view = data.data
+        self._ordinal = ordinal
+        self._schema = schema
+        self._header = _runs(data, begin, header.size).view(layout)[:, 0]
+        self._texts = begin + header.size  # key, original key and source name
+        sizes = self._header["size"].astype(np.int64)
+        before = self._texts + self._header["key"] + self._header["original"] + self._header["source"]
+        # (rows, fields): where each payload begins, and how long it is
+        self._start = before[:, None] + np.cumsum(sizes, axis=1) - sizes
+        self._size = sizes
+
+    def block(self, start: int, stop: int, stratum: NDArray[np.int32] | None) -> RowBlock:
+        """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any."""
+        header = self._header[start:stop]
+        keys, originals = self._keys(start, header)
+        names, source_id = self._sources(start, header)
+        has_source = header["row"] != NO_ROW
+        return RowBlock(
+            keys=keys,
+            columns=[self._column(place, start, stop) for place in range(len(self._schema))],
+            originals=originals,
+            source_names=names,
+            source_id=np.where(has_source, source_id, np.int32(-1)),
+            source_row=np.where(has_source, header["row"], 0),
+            stratum=stratum,
+        )
+
+    def payload_bytes(self, start: int, stop: int) -> int:
+        """Of rows ``start`` … ``stop`` − 1."""
+        return int(self._size[start:stop].sum())
+
+    def _column(self, place: int, start: int, stop: int) -> NDArray[np.uint8] | list[memoryview]:
+        begin, size = self._start[start:stop, place], self._size[start:stop, place]
+        fixed = list(self._schema.values())[place].item_bytes
+        if fixed is not None and bool((size == fixed).all()):
+            return _runs(self._data, begin, fixed)
+        return [
+            self._view[first:last]
+            for first, last in zip(begin.tolist(), (begin + size).tolist(), strict=True)
+        ]
+
+    def _keys(self, start: int, header: NDArray[np.void]) -> tuple[list[str], list[tuple[int, str]]]:
+        ordinals = self._ordinal[start : start + len(header)].tolist()
+        if not header["key"].any() and not header["original"].any():
+            return [generated_key(ordinal) for ordinal in ordinals], []
+        keys = []
+        originals = []
+        texts = self._texts[start : start + len(header)].tolist()
+        sizes = zip(header["key"].tolist(), header["original"].tolist(), strict=True)
+        for place, (at, (key, original), ordinal) in enumerate(zip(texts, sizes, ordinals, strict=True)):
+            keys.append(str(self._view[at : at + key], "ascii") or generated_key(ordinal))
+            if original:
+                text = str(self._view[at + key : at + key + original], "utf-8", "surrogatepass")
+                originals.append((place, text))
+        return keys, originals
+
+    def _sources(self, start: int, header: NDArray[np.void]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+        """Names of the sources and the number of each row's; meaningless for rows that have none."""
+        rows = len(header)
+        begin = self._texts[start : start + rows] + header["key"] + header["original"]
+        size = header["source"].astype(np.int64)
+        first = int(size[0])
+        if bool((size == first).all()) and bool((header["row"] != NO_ROW).all()):
+            names = _runs(self._data, begin, first)
+            if bool((names == names[:1]).all()):
+                return (names[0].tobytes().decode("utf-8"),), np.zeros(rows, np.int32)
+        texts = [
+            bytes(self._view[at : at + length])
+            for at, length in zip(begin.tolist(), size.tolist(), strict=True)
+        ]
+        # In the order of their first rows, as they are listed in an index; only those that a row has.
+        named = [text for text, row in zip(texts, header["row"].tolist(), strict=True) if row != NO_ROW]
+        number = {text: place for place, text in enumerate(dict.fromkeys(named))}
+        source_id = np.array([number.get(text, -1) for text in texts], np.int32)
+        return tuple(text.decode("utf-8") for text in number), source_id
+
+
+def _runs(data: NDArray[np.uint8], begin: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
+    """``size`` bytes from each of many places: uint8 (n, size), a copy."""
+    if not size:
+        return np.empty((len(begin), 0), np.uint8)
+    # Overlapping rows: indexing copies whole runs of bytes. The last record ends inside the data.
+    windows = np.lib.stride_tricks.as_strided(data, (len(data) - size + 1, size), (1, 1), writeable=False)
+    found: NDArray[np.uint8] = windows[begin]
+    return found
