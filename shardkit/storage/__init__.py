@@ -23,6 +23,9 @@
     locating.py         from what a user says of locations to a store that reads over all of them
     remote/             stores beyond the local disk: buckets, fsspec URLs, the racing probe
     reading/            locations of which any may be slow, wrong or gone: failover, hedging, healing
+    policy/             where copies shall lie, and where they are: recorded beside the log
+    replicating/        copies until the policy is met; other places for them; what a commit waits for
+    collecting/         objects that nothing names any more
     cache/              the per-node cache, reading ahead, serving neighbours
 
 SPEC.md says the layout, the order of writes, and what is promised when.

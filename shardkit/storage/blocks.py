@@ -93,6 +93,11 @@ class BlockReader:
         """Where the parts lie, one URL each."""
         return [repository.url for repository in self._repositories]
 
+    @property
+    def repositories(self) -> list[Repository]:
+        """That hold the parts."""
+        return list(self._repositories)
+
     def _part(self, shard: int) -> int:
         part = 0
         while part + 1 < len(self._part_first_shard) and shard >= self._part_first_shard[part + 1]:
@@ -151,7 +156,7 @@ class BlockReader:
 
     def _read(self, shard: int, block: int, index: ShardIndex, verify: Verify | None) -> Block:
         try:
-            return read_block(self._stored(shard, block), index, block, verify=verify or self.verify)
+            return read_block(self._stored(shard, block, index), index, block, verify=verify or self.verify)
         except IntegrityError:
             store = self.located(shard)
             if store is None:
@@ -168,12 +173,11 @@ class BlockReader:
 
     def forget(self, shard: int, block: int) -> None:
         """Let go of the pages of a block that nothing uses any more; the file stays mapped."""
-        index = self.index(shard)
+        span = self.index(shard).spans[block]
         with self._lock:
             view = self._maps.get(shard)
         if view is not None:
-            first = int(index.block_offset[block])
-            _forget(view, first, first + int(index.block_size[block]))
+            _forget(view, span.offset, span.offset + span.size)
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
@@ -216,10 +220,10 @@ class BlockReader:
         reader.supply = supply
         return reader
 
-    def _stored(self, shard: int, block: int) -> memoryview:
+    def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
         view = self._map(shard)
-        index = self.index(shard)
-        offset, size = int(index.block_offset[block]), int(index.block_size[block])
+        span = index.spans[block]
+        offset, size = span.offset, span.size
         if view is None:
             store = self.located(shard)
             if store is None:

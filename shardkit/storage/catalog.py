@@ -23,6 +23,7 @@ from shardkit.manifest import (
 from shardkit.storage.adopted import with_adopted
 from shardkit.storage.locations import find_part as find_located
 from shardkit.storage.objects import Descriptor
+from shardkit.storage.parity.degraded import with_parity
 from shardkit.storage.repository import Repository
 
 __all__ = ["Part", "Version", "load_manifest", "load_selection", "put_manifest", "put_selection"]
@@ -96,7 +97,8 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     manifest = _read_root(repository, manifest_id)
     if not manifest.parts:
         table = _read_table(repository, manifest)
-        return Version(manifest, table, (Part("", with_adopted(repository, manifest), manifest, 0),))
+        reads = with_adopted(with_parity(repository, manifest, table), manifest)
+        return Version(manifest, table, (Part("", reads, manifest, 0),))
     parts: list[Part] = []
     tables: list[ShardTable] = []
     offsets: list[int] = []
@@ -106,8 +108,9 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
         part = _read_root(holder, part_id)
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
-        parts.append(Part(name, with_adopted(holder, part), part, first_shard))
         tables.append(_read_table(holder, part))
+        reads = with_adopted(with_parity(holder, part, tables[-1]), part)
+        parts.append(Part(name, reads, part, first_shard))
         offsets.append(first_stratum)
         first_shard += part.shards
         first_stratum += len(part.strata)

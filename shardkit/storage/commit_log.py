@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Final, NoReturn
 
 from shardkit.errors import (
@@ -47,18 +48,23 @@ class CommitLog:
 
     def entries(self) -> list[LogEntry]:
         """All entries, newest first, with the whole chain verified down to ``shardkit.json``."""
-        entries: list[LogEntry] = []
-        for number in range(self._last_number(), 0, -1):
-            entry, data = self._entry(number)
-            if entries:
-                check_succession(entry, data, entries[-1], self._store.url)
-            entries.append(entry)
+        entries = list(self.newest_first())
         if entries and entries[-1].previous != sha256_digest(self._identity.to_bytes()):
             raise IntegrityError(
                 f"log of {self._store.url}: entry 1 belongs to another {IDENTITY_NAME}; restore it from a copy of "
                 "the root"
             )
         return entries
+
+    def newest_first(self) -> Iterator[LogEntry]:
+        """Entries one by one, each verified to be what its successor follows: for who needs but the newest."""
+        later: LogEntry | None = None
+        for number in range(self._last_number(), 0, -1):
+            entry, data = self._entry(number)
+            if later is not None:
+                check_succession(entry, data, later, self._store.url)
+            yield entry
+            later = entry
 
     def append(self, entry: LogEntry) -> bool:
         """Put the entry; True when it is durably in the log, False when another commit has its number.

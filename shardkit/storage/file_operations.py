@@ -82,6 +82,10 @@ class FileOperations:
         """Read at most `length` bytes from `offset`; fewer at the end of the file."""
         return os.pread(file.fd, length, offset)
 
+    def read_into(self, file: Handle, buffer: memoryview, offset: int) -> int:
+        """Read at most ``len(buffer)`` bytes from `offset` into `buffer`; 0 at the end of the file."""
+        return os.preadv(file.fd, [buffer], offset)
+
     def fsync(self, file: Handle) -> None:
         """Make the bytes of a file durable."""
         _fsync(file.fd)

@@ -6,22 +6,26 @@ from collections.abc import Mapping, Sequence
 
 from shardkit.errors import UsageError
 from shardkit.storage.local import LocalStore
+from shardkit.storage.policy.record import ROOT_NAME
 from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit.storage.remote import parse_address
 from shardkit.storage.remote.cache_client import CacheClient
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
 
-__all__ = ["Locations", "locate", "open_location"]
+__all__ = ["ROOT_NAME", "Locations", "locate", "open_location"]
 
 Locations = Mapping[str, str] | Sequence[Location]
 """Name → URL, nearest first; or locations with all their properties."""
 
-ROOT_NAME = "root"
-
 
 def locate(
-    root: Store, others: Locations | None = None, *, settings: ReadSettings | None = None, heal: bool = False
+    root: Store,
+    others: Locations | None = None,
+    *,
+    settings: ReadSettings | None = None,
+    heal: bool = False,
+    name: str = ROOT_NAME,
 ) -> Store:
     """The store to read from: the root as it is where it is local and alone, else all locations as one.
 
@@ -30,10 +34,11 @@ def locate(
         others: Further copies, or caches of neighbours (``http://host:port``).
         settings: Of reads.
         heal: Put good bytes over bad copies that are met, in the root too.
+        name: Of the location that `root` is.
     """
     if isinstance(root, LocalStore) and not others:
         return root
-    first = Location(name=ROOT_NAME, store=root, domain=root.url, heal=heal)
+    first = Location(name=name, store=root, domain=root.url, heal=heal)
     if others is None:
         found: list[Location] = []
     elif isinstance(others, Mapping):

@@ -6,7 +6,7 @@ Pure: bytes in, bytes out. `shardkit.storage.repository` does the reading and th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -50,6 +50,7 @@ _KEYS: Final = (
     "software",
     "digest",
 )
+_OPTIONAL: Final = ("withdrawn", "collected", "collecting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ class LogEntry:
     software: str
     withdrawn: Mapping[str, str] = field(default_factory=dict)
     """All tags that were ever withdrawn, because what they named was erased: name → manifest id."""
+    collected: int = 0
+    """How many collections of garbage were ever begun."""
+    collecting: Mapping[str, str] = field(default_factory=dict)
+    """Collections that are not finished: id → digest of the list of objects that they take away."""
 
     @property
     def digest(self) -> str:
@@ -85,6 +90,10 @@ class LogEntry:
         """Canonical JSON; the next entry's `previous` is the SHA-256 of these bytes."""
         return dumps({**self._body(), "digest": self.digest})
 
+    def __reduce__(self) -> tuple[Callable[[bytes, str], LogEntry], tuple[bytes, str]]:
+        """Repositories remember an entry and travel to other processes; a read-only view of a dict does not."""
+        return LogEntry.from_bytes, (self.to_bytes(), "a log entry of another process")
+
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LogEntry:
         """Read and check one entry.
@@ -93,7 +102,7 @@ class LogEntry:
             FormatError: Not a log entry that this version reads.
             IntegrityError: The digest inside does not match.
         """
-        fields = read_document(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, ("withdrawn",))
+        fields = read_document(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
         entry = cls(
             n=fields.integer("n", minimum=1),
             repository=fields.text("repository", maximum=36),
@@ -106,6 +115,8 @@ class LogEntry:
             tags=_names(fields, "tags"),
             software=fields.text("software", maximum=1_000),
             withdrawn=_names(fields, "withdrawn") if fields.has("withdrawn") else {},
+            collected=fields.integer("collected", minimum=1) if fields.has("collected") else 0,
+            collecting=_names(fields, "collecting") if fields.has("collecting") else {},
         )
         if entry.to_bytes() != data:
             raise IntegrityError(
@@ -118,6 +129,8 @@ class LogEntry:
         return {
             # Written only where there are some: an entry without has one spelling, the one of old.
             **({"withdrawn": dict(self.withdrawn)} if self.withdrawn else {}),
+            **({"collected": self.collected} if self.collected else {}),
+            **({"collecting": dict(self.collecting)} if self.collecting else {}),
             "format": _FORMAT,
             "n": self.n,
             "repository": self.repository,

@@ -10,6 +10,7 @@ from typing import Final
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.storage.objects import EXTENSIONS, Descriptor, object_name
+from shardkit.storage.staging import LocalStage
 from shardkit.storage.store import Stage, Store
 
 __all__ = ["MAX_OBJECT_BYTES", "ObjectAccess", "ObjectStage"]
@@ -45,6 +46,15 @@ class ObjectStage:
                 f"object of {total} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples"
             )
         return self._stage.write(data)
+
+    def sync(self) -> None:
+        """Make durable what was written so far, where the store can: `finish` has less to wait for then.
+
+        Raises:
+            StoreError: it cannot be written; the object must be dropped.
+        """
+        if isinstance(self._stage, LocalStage):
+            self._stage.sync()
 
     def finish(self) -> Descriptor:
         """Publish under the digest of what was written, durably."""

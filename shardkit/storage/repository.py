@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import difflib
 import importlib.metadata
@@ -10,21 +11,30 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from shardkit.errors import CommitConflict, FormatError, NotFoundError, StoreReadOnlyError, UsageError
+from shardkit.errors import (
+    CommitConflict,
+    FormatError,
+    NotFoundError,
+    ShardkitError,
+    StoreReadOnlyError,
+    UsageError,
+)
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.storage.changes import Changes
 from shardkit.storage.commit_log import CommitLog
 from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, SINGLE_WRITER, Identity
 from shardkit.storage.local import LocalStore
-from shardkit.storage.locating import Locations, locate
+from shardkit.storage.locating import ROOT_NAME, Locations, locate
 from shardkit.storage.log import LogEntry, check_ref_name
 from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.storage.objects import Descriptor, object_name
-from shardkit.storage.reading import ReadSettings
+from shardkit.storage.policy.opening import own_name, read_mark, recorded_locations, root_store
+from shardkit.storage.policy.table import read_table
+from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit.storage.remote import ObjectStore, check_writers
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
@@ -51,6 +61,7 @@ class Repository:
         self._read_only = read_only
         self._objects = ObjectAccess(store)
         self._log = CommitLog(store, identity)
+        self._base: LogEntry | None = None  # the head before anything here could be relied on
 
     def __repr__(self) -> str:
         return f"Repository({self._store.url!r}, id={self.id}, read_only={self._read_only})"
@@ -96,31 +107,64 @@ class Repository:
         locations: Locations | None = None,
         settings: ReadSettings | None = None,
         heal: bool = False,
+        alone: bool = False,
     ) -> Repository:
         """Open what `create` made.
 
         Args:
             url: Of the root.
             read_only: Refuse every change.
-            locations: Where further copies of its objects lie; reads go over all of them.
+            locations: Where further copies of its objects lie, beside those that the root remembers; reads go over
+                all of them.
             settings: Of reads over a network.
             heal: Put good bytes over bad copies that reads meet, wherever that is allowed.
+            alone: Leave out the locations that the root remembers: to find out what the root itself has.
 
         Raises:
             NotFoundError: There is no repository at `url`.
             FormatError, IntegrityError: ``shardkit.json`` is damaged or of a newer version.
         """
         store = open_store(url, read_only=read_only and not heal)
-        if locations or read_only:
+        if locations:
             store = locate(store, locations, settings=settings, heal=heal)
-        return cls._opened(store, read_only=read_only)
+        repository = cls._opened(store, read_only=read_only)
+        if locations or read_only:
+            recorded = [] if alone else recorded_locations(repository.store, repository.id, heal=heal)
+            repository._read_over(locations, recorded, settings, heal=heal)  # noqa: SLF001 - an instance of this class
+        return repository
+
+    def _read_over(
+        self,
+        given: Locations | None,
+        recorded: Sequence[Location],
+        settings: ReadSettings | None,
+        *,
+        heal: bool,
+    ) -> None:
+        """Read over all locations: those that the caller gave, and those that the root remembers."""
+        store = root_store(self._store)
+        name = own_name(store) if recorded else ROOT_NAME
+        located = locate(store, given, settings=settings, heal=heal, name=name)
+        known = located.locations if isinstance(located, LocatedStore) else ()
+        taken = {one.name for one in known} | {one.store.url for one in known} | {store.url}
+        more = [one for one in recorded if one.name not in taken and one.store.url not in taken]
+        if more:
+            located = locate(store, [*known[1:], *more], settings=settings, heal=heal, name=name)
+        self._store = located
+        self._objects = ObjectAccess(located)
+        self._log = CommitLog(located, self._identity)
 
     @classmethod
     def _opened(cls, store: Store, *, read_only: bool) -> Repository:
         identity = _read_identity(store)
         if SINGLE_WRITER in identity.features:
             store = _for_one_writer(store)
-        return cls(store, identity, read_only=read_only)
+        repository = cls(store, identity, read_only=read_only)
+        if not read_only:
+            _refuse_copy(store, identity)
+            with contextlib.suppress(ShardkitError):  # whoever reads the log says what is wrong with it
+                repository._base = repository.head()
+        return repository
 
     @property
     def store(self) -> Store:
@@ -186,6 +230,14 @@ class Repository:
             IntegrityError: An entry is missing or damaged, or the chain is broken.
         """
         return self._log.entries()
+
+    def newest_commits(self) -> Iterator[LogEntry]:
+        """Commits one by one, newest first, the chain verified as far as it is walked.
+
+        Raises:
+            IntegrityError: See `log`.
+        """
+        return self._log.newest_first()
 
     def find_commit(self, txn: str) -> LogEntry | None:
         """The commit of a transaction, None where it did not land: the answer to a `CommitUnknown`."""
@@ -261,14 +313,28 @@ class Repository:
         changes = Changes(
             dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}), dict(withdraw or {})
         )
-        self._check_manifests(changes)
         base = head = self.head()
+        table = read_table(root_store(self._store), self.id)
+        try:
+            self._check_manifests(changes)
+            if table is not None and table.others:
+                from shardkit.storage.replicating.committing import copy_before_commit
+
+                copy_before_commit(self, table, sorted(changes.manifests))
+        except ShardkitError as error:
+            self._check_not_collected(self.head(), changes.manifests, error)
+            raise
         txn = uuid.uuid4().hex
         for attempt in range(_ATTEMPTS):
             refs, tags = changes.apply(base, head)
             gone = changes.withdrawn(head)
+            self._check_not_collected(head, changes.manifests)
             entry = self._next_entry(head, txn, refs, tags, gone, message, author)
             if self._log.append(entry):
+                if table is not None and table.others:
+                    from shardkit.storage.replicating.committing import copy_log
+
+                    copy_log(self, table)
                 return entry
             time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
             head = self.head()
@@ -286,6 +352,7 @@ class Repository:
         withdrawn: dict[str, str],
         message: str,
         author: str,
+        changed: Mapping[str, Any] | None = None,
     ) -> LogEntry:
         entry = LogEntry(
             n=head.n + 1 if head else 1,
@@ -299,12 +366,93 @@ class Repository:
             tags=tags,
             software=f"shardkit {_version()}",
             withdrawn=withdrawn,
+            collected=head.collected if head else 0,
+            collecting=dict(head.collecting) if head else {},
         )
+        return self._checked(dataclasses.replace(entry, **(changed or {})))
+
+    def _checked(self, entry: LogEntry) -> LogEntry:
         try:
             LogEntry.from_bytes(entry.to_bytes(), "this commit")  # nobody may write what nobody will read
         except FormatError as error:
             raise UsageError(f"the commit cannot be written: {error}") from error
         return entry
+
+    # Collections of garbage (SPEC.md, "Garbage")
+
+    def begin_collection(self, put_list: Callable[[LogEntry | None], str | None]) -> str | None:
+        """Announce in the log what is going to be deleted: from then on no commit may name any of it.
+
+        Args:
+            put_list: For a head, puts the list of objects that nothing names there, and gives its digest; None where
+                there are none. Asked again when another commit came first.
+
+        Returns:
+            Id of the collection; None where there is nothing to collect.
+
+        Raises:
+            CommitUnknown, StoreError: It is not known, or known not, to have begun.
+        """
+        self._check_writable()
+        identity = uuid.uuid4().hex
+
+        def change(head: LogEntry | None) -> dict[str, Any] | None:
+            digest = put_list(head)
+            if digest is None:
+                return None
+            collecting = {**(head.collecting if head else {}), identity: digest}
+            return {"collected": (head.collected if head else 0) + 1, "collecting": collecting}
+
+        return identity if self._append("garbage: deleting", change) else None
+
+    def end_collection(self, identity: str) -> None:
+        """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
+
+        Raises:
+            CommitUnknown, StoreError: It may be called again.
+        """
+        self._check_writable()
+
+        def change(head: LogEntry | None) -> dict[str, Any] | None:
+            if head is None or identity not in head.collecting:
+                return None
+            return {"collecting": {name: one for name, one in head.collecting.items() if name != identity}}
+
+        self._append("garbage: deleted", change)
+
+    def _append(self, message: str, change: Callable[[LogEntry | None], dict[str, Any] | None]) -> bool:
+        """Commit something that moves no ref; False where there is nothing to change."""
+        txn = uuid.uuid4().hex
+        for attempt in range(_ATTEMPTS):
+            head = self.head()
+            changed = change(head)
+            if changed is None:
+                return False
+            refs, tags = (dict(head.refs), dict(head.tags)) if head else ({}, {})
+            gone = dict(head.withdrawn) if head else {}
+            if self._log.append(self._next_entry(head, txn, refs, tags, gone, message, "", changed)):
+                return True
+            time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
+        raise CommitConflict(f"{self.url}: {_ATTEMPTS} other commits came first each time; try again later")
+
+    def _check_not_collected(
+        self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
+    ) -> None:
+        """Refuse to name what is being deleted, or was since this root was opened; or say that this may be why."""
+        began = self._base.collected if self._base else 0
+        # A collection that was under way when the root was opened may have ended since.
+        under_way = set(self._base.collecting.values()) if self._base else set[str]()
+        if head is None or not manifests or not (head.collected != began or head.collecting or under_way):
+            return
+        from shardkit.storage.collecting.commits import check_not_collected
+
+        since = under_way
+        for entry in self._log.newest_first() if head.collected != began else ():
+            if self._base is not None and entry.n <= self._base.n:
+                break
+            since |= set(entry.collecting.values())
+        going = set(head.collecting.values())
+        check_not_collected(self, manifests, going, since - going, problem)
 
     def _check_manifests(self, changes: Changes) -> None:
         for manifest in sorted(changes.manifests):
@@ -322,6 +470,16 @@ class Repository:
 def _for_one_writer(store: Store) -> Store:
     """The store as one writer at a time may use it; a local directory needs no other use."""
     return store.for_one_writer() if isinstance(store, ObjectStore) else store
+
+
+def _refuse_copy(store: Store, identity: Identity) -> None:
+    """Commits go to the root: two logs of one repository could never be joined again."""
+    mark = read_mark(root_store(store))
+    if mark is not None:
+        table = read_table(store, identity.id)
+        raise StoreReadOnlyError(
+            f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
+        )
 
 
 def _read_identity(store: Store) -> Identity:

@@ -56,6 +56,16 @@ class LocalStage:
         self._size += len(view)
         return len(view)
 
+    def sync(self) -> None:
+        """Make durable what was written so far; another thread may write meanwhile.
+
+        Raises:
+            StoreError: the disk does not take it. An error is reported once only, so that it must not be passed over:
+                a later sync might find nothing left to complain about.
+        """
+        with explained(f"write {self._file.path}", writing=True):
+            active().fsync(self._file)
+
     def publish(self, name: str, *, replace: bool = False) -> bool:
         """Make the bytes durable, then give them their name; see `Stage.publish`."""
         components = check_name(name)

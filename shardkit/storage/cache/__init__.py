@@ -4,7 +4,8 @@
 
     block_cache.py  fetch, verify, publish, evict
     catalogue.py    which blocks there are, as all processes see it
-    future.py       when each block is needed next; who goes first
+    future.py       when each block is needed next
+    eviction.py     what a full cache drops, and what it does not take: the decision without files
     leases.py       what the other live processes will need
     filesystems.py  refuses network file systems
     supply.py       between a reader and the locations: the cache, and reading ahead by deadline
@@ -12,8 +13,19 @@
 """
 
 from shardkit.storage.cache.block_cache import BlockCache
+from shardkit.storage.cache.eviction import FurthestFirst, decide
 from shardkit.storage.cache.future import NEVER, Future, choose_victims
 from shardkit.storage.cache.serving import CacheServer, parse_bind
 from shardkit.storage.cache.supply import Supply
 
-__all__ = ["NEVER", "BlockCache", "CacheServer", "Future", "Supply", "choose_victims", "parse_bind"]
+__all__ = [
+    "NEVER",
+    "BlockCache",
+    "CacheServer",
+    "FurthestFirst",
+    "Future",
+    "Supply",
+    "choose_victims",
+    "decide",
+    "parse_bind",
+]

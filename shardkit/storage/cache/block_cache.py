@@ -22,8 +22,9 @@ from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import xxh3
 from shardkit.storage.cache.catalogue import Catalogue, Entry
+from shardkit.storage.cache.eviction import decide
 from shardkit.storage.cache.filesystems import check_local
-from shardkit.storage.cache.future import Future, choose_victims
+from shardkit.storage.cache.future import Future
 from shardkit.storage.cache.leases import Lease, Neighbours
 from shardkit.storage.directories import Directories
 from shardkit.storage.file_operations import Handle, active
@@ -40,7 +41,6 @@ _PARTS: Final = "tmp"
 _FORMAT: Final = "shardkit-cache/1"
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 _PART: Final = re.compile(r"[0-9a-f]{64}\.part")
-_SLACK: Final = 0.02  # evicting makes room for this share of the limit at a time
 _REST_AFTER_FULL_S: Final = 30.0
 _WAIT_S: Final = 10.0  # for another process that fetches the same block; then we fetch it too
 _MIN_LIMIT: Final = 1 << 20
@@ -241,10 +241,8 @@ class BlockCache:
 
     def _make_room(self, size: int, place: int) -> bool:
         """Evict for `size` bytes; False where the new block would be the first to go."""
-        wanted = self._catalogue.total + size - self.limit
-        if wanted <= 0:
+        if self._catalogue.total + size <= self.limit:
             return True
-        room = max(wanted, int(self.limit * _SLACK))
         digests = list(self._catalogue.entries)
         entries = list(self._catalogue.entries.values())
         places = np.array([entry.place for entry in entries] + [place], dtype=np.uint64)
@@ -252,17 +250,19 @@ class BlockCache:
         # The new block takes part, and what counts is when it is needed again, after its use now.
         seconds[-1:] = self.lease.seconds_until(places[-1:], after=1)
         np.minimum(seconds, self._neighbours.seconds_until(places, own=self.lease), out=seconds)
-        sizes = np.array([entry.size for entry in entries] + [size], dtype=np.int64)
-        added = np.array([entry.added for entry in entries] + [time.time()])
-        victims = choose_victims(sizes, seconds, added, room)
-        needed = np.cumsum(sizes[victims])
-        if len(entries) in victims[: int(np.searchsorted(needed, wanted)) + 1] and np.isfinite(seconds).any():
-            return False
-        for victim in victims.tolist():
-            if victim < len(entries):
-                self._unlink(digests[victim])
-                self.detours.note("cache_evictions")
-        return self._catalogue.total + size <= self.limit
+        verdict = decide(
+            np.array([entry.size for entry in entries], dtype=np.int64),
+            seconds[:-1],
+            np.array([entry.added for entry in entries], dtype=np.float64),
+            held=self._catalogue.total,
+            limit=self.limit,
+            new_size=size,
+            new_distance=float(seconds[-1]),
+        )
+        for victim in verdict.victims.tolist():
+            self._unlink(digests[victim])
+            self.detours.note("cache_evictions")
+        return verdict.admitted and self._catalogue.total + size <= self.limit
 
     def _unlink(self, sha256: bytes) -> None:
         name = sha256.hex()

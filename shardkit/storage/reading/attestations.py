@@ -16,14 +16,14 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
 
-__all__ = ["MAX_ATTESTATION_BYTES", "Attestation"]
+__all__ = ["LEVEL", "MAX_ATTESTATION_BYTES", "RESULT", "TIME", "WORD", "Attestation"]
 
 MAX_ATTESTATION_BYTES: Final = 16 * 2**10
 _FORMAT: Final = "shardkit-attestation/1"
-_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
-_WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
-_RESULT: Final = re.compile(r"good|wrong|missing|healed")
-_LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
+TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
+RESULT: Final = re.compile(r"good|wrong|missing|healed")
+LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,11 @@ class Attestation:
         digest = fields.digest("digest")
         parse_digest(digest)
         return cls(
-            location=fields.text("location", pattern=_WORD),
+            location=fields.text("location", pattern=WORD),
             digest=digest,
-            extension=fields.text("extension", pattern=_WORD),
-            result=fields.text("result", pattern=_RESULT),
-            level=fields.text("level", pattern=_LEVEL),
-            time=fields.text("time", pattern=_TIME),
-            by=fields.text("by", pattern=_WORD),
+            extension=fields.text("extension", pattern=WORD),
+            result=fields.text("result", pattern=RESULT),
+            level=fields.text("level", pattern=LEVEL),
+            time=fields.text("time", pattern=TIME),
+            by=fields.text("by", pattern=WORD),
         )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from shardkit.errors import FormatError, IntegrityError, ShardkitError
+from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreFullError, StoreReadOnlyError
 from shardkit.storage.objects import parse_object_name
 from shardkit.storage.reading.attestations import Attestation
 from shardkit.storage.reading.detours import Detours
@@ -93,22 +92,29 @@ class Healer:
 
     def _heal(self, location: Location, name: str) -> None:
         try:
-            data = self._good_copy(name, location)
-            location.store.replace(name, data)
+            self._copy(name, location)
             self._detours.note("healed", location.name, what=name)
             self._record(location, name, "healed", level="read")
         except ShardkitError as error:
             self._detours.note("heal_failed", location.name, what=name, reason=str(error))
 
-    def _good_copy(self, name: str, bad: Location) -> bytes:
-        digest, _ = parse_object_name(name)
+    def _copy(self, name: str, bad: Location) -> None:
+        """Piece by piece from the first location whose bytes turn out good; they get their name only then."""
+        digest, extension = parse_object_name(name)
         for location in self._locations:
             if location.name == bad.name:
                 continue
-            with contextlib.suppress(ShardkitError):
-                data = _read_whole(location.store, name)
-                if f"sha256:{hashlib.sha256(data).hexdigest()}" == digest:
-                    return data
+            with bad.store.stage(extension) as stage:
+                try:
+                    for piece in _pieces(location.store, name):
+                        stage.write(piece)
+                except (StoreFullError, StoreReadOnlyError):
+                    raise  # of the bad copy's place: no other source helps
+                except ShardkitError:
+                    continue
+                if f"sha256:{stage.digest}" == digest:
+                    stage.publish(name, replace=True)
+                    return
         raise IntegrityError(f"no other location has a good copy of {name}; run: shardkit repair")
 
     def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
@@ -123,9 +129,9 @@ class Healer:
                 location.store.put_new(found.new_name(), found.to_bytes())
 
 
-def _read_whole(store: Store, name: str) -> bytes:
+def _pieces(store: Store, name: str) -> Iterator[bytes]:
     stat = store.head(name)
     if stat is None or stat.size > _MAX_OBJECT_BYTES:
         raise IntegrityError(f"{name} is not in {store.url}, or too large")
-    ranges = [(offset, min(_PIECE_BYTES, stat.size - offset)) for offset in range(0, stat.size, _PIECE_BYTES)]
-    return b"".join(store.get_range(name, offset, length) for offset, length in ranges)
+    for offset in range(0, stat.size, _PIECE_BYTES):
+        yield store.get_range(name, offset, min(_PIECE_BYTES, stat.size - offset))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
 from shardkit.storage.objects import parse_object_name
@@ -23,13 +23,24 @@ from shardkit.storage.remote.object_store import ObjectStore
 from shardkit.storage.remote.ranges import Range, coalesce
 from shardkit.storage.store import ObjectStat, Stage, Store, check_name
 
-__all__ = ["LocatedStore", "Rebuild"]
+__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects"]
 
 _Result = TypeVar("_Result")
 
 Buffer = Any
 Rebuild = Callable[[BlockRequest], bytes | None]
 """Makes a block from parity: its bytes, or None where that is not possible."""
+
+
+class RebuildsObjects(Protocol):
+    """A `Rebuild` that makes whole objects too."""
+
+    def __call__(self, request: BlockRequest, /) -> bytes | None:
+        """A block."""
+
+    def whole(self, name: str, max_bytes: int) -> bytes | None:
+        """A whole object of at most so many bytes."""
+
 
 _MAX_GAP_BYTES: Final = 64 * 2**10
 _MAX_JOINED_BYTES: Final = 8 * 2**20
@@ -60,6 +71,7 @@ class LocatedStore:
         self._locations = check_locations(locations)
         self._settings = settings or ReadSettings()
         self._rebuild = rebuild
+        self._parity: tuple[RebuildsObjects, ...] = ()
         self._open()
 
     def _open(self) -> None:
@@ -71,7 +83,7 @@ class LocatedStore:
         return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self._locations)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_locations", "_settings", "_rebuild")}
+        return {name: getattr(self, name) for name in ("_locations", "_settings", "_rebuild", "_parity")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -81,6 +93,11 @@ class LocatedStore:
     def locations(self) -> tuple[Location, ...]:
         """All of them; the first is the root."""
         return self._locations
+
+    @property
+    def settings(self) -> ReadSettings:
+        """Of reads."""
+        return self._settings
 
     @property
     def root(self) -> Store:
@@ -102,6 +119,11 @@ class LocatedStore:
         """What attests and heals bad copies in this process."""
         return self._now().healer
 
+    @property
+    def path(self) -> ReadPath:
+        """How this process reads; what is tuned there is not known to others."""
+        return self._now().path
+
     def listen(
         self,
         *,
@@ -112,6 +134,10 @@ class LocatedStore:
         self._event_sink, self._attest = events, attest
         running = self._now()
         running.detours.sink, running.healer.attest = events, attest
+
+    def add_rebuild(self, parity: RebuildsObjects) -> None:
+        """Ask this as well, before giving up: what a version's parity can make again."""
+        self._parity = (*self._parity, parity)
 
     # Reading
 
@@ -126,7 +152,8 @@ class LocatedStore:
         def check(data: Buffer) -> bool:
             return hashlib.sha256(data).digest() == request.sha256
 
-        rebuild = None if self._rebuild is None else functools.partial(self._rebuild, request)
+        able: list[Rebuild] = [*self._parity, *([self._rebuild] if self._rebuild else [])]
+        rebuild = _first_of([functools.partial(one, request) for one in able])
         what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
         return self._fetch(
             Want(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
@@ -187,7 +214,8 @@ class LocatedStore:
         def read(location: Location) -> Buffer:
             return location.store.get(name, max_bytes=max_bytes)
 
-        return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name)))
+        rebuild = _first_of([functools.partial(one.whole, name, max_bytes) for one in self._parity])
+        return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild)))
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
         """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""
@@ -273,6 +301,17 @@ def _asked_once(location: Location, settings: ReadSettings) -> Location:
         return location
     patience = Patience(deadline_s=0, attempt_s=settings.attempt_s)
     return dataclasses.replace(location, store=location.store.with_patience(patience))
+
+
+def _first_of(able: Sequence[Callable[[], Buffer | None]]) -> Callable[[], Buffer | None] | None:
+    """One last resort out of several: the first that has something."""
+    if not able:
+        return None
+
+    def rebuild() -> Buffer | None:
+        return next((data for one in able if (data := one()) is not None), None)
+
+    return rebuild
 
 
 def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:

@@ -8,6 +8,7 @@ failed, all are asked again after a pause with jitter, until the deadline. Nothi
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,7 @@ class _Known:
             detours.note("circuit_opened" if opened else "circuit_closed", location.name)
 
         self.location = location
+        self.off = False  # switched off by whoever operates the run
         self.latencies = Latencies()
         self.budget = Budget(first=settings.first_concurrency, most=settings.most_concurrency)
         self.breaker = Breaker(
@@ -142,20 +144,23 @@ class ReadPath:
         self._reads += 1
         started = time.monotonic()
         problems: dict[str, ShardkitError] = {}
+        bad: dict[str, str] = {}
         patience = Patience(deadline_s=self.settings.deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
         for pause in pauses(patience):
             if pause:
                 self.detours.note("retries", what=want.what, pause_s=round(pause, 3))
             turn = _Turn(self, want, self._order(want), started + self.settings.deadline_s, problems)
             data = turn.run()
+            bad = turn.bad
             if data is not None:
-                self._report_bad(want, turn.bad)
+                self._report_bad(want, bad)
                 return data
             if not any(map(_may_pass, problems.values())):
                 break  # all have answered, and asking again does not change what they have
         data = None if want.rebuild is None else want.rebuild()
         if data is not None and want.check(data):
             self.detours.note("rebuilt", what=want.what)
+            self._report_bad(want, bad)
             return data
         raise _summary(want, problems)
 
@@ -166,8 +171,24 @@ class ReadPath:
             typical = known.latencies.quantile(want.num_bytes, 0.5)
             return known.breaker.is_open, known.location.rank, typical or 0.0
 
-        able = (known for known in self._known if known.location.holds == "objects" or not want.whole)
+        able = [known for known in self._known if known.location.holds == "objects" or not want.whole]
+        on = [known for known in able if not known.off]
+        if any(known.location.holds == "objects" for known in on):  # else nobody would be left to ask
+            able = on
         return sorted(able, key=nearness)
+
+    def tune(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
+        """From the next read on: how near a location is, or whether it is asked at all while another has objects."""
+        for known in self._known:
+            if known.location.name == name:
+                if rank is not None:
+                    known.location = dataclasses.replace(known.location, rank=rank)
+                if off is not None:
+                    known.off = off
+
+    def tuned(self, name: str) -> tuple[int, bool]:
+        """Rank of a location, and whether it is off."""
+        return next((known.location.rank, known.off) for known in self._known if known.location.name == name)
 
     def may_hedge(self) -> bool:
         """Whether one more request beside another is within the share that hedging may cost."""

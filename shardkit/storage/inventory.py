@@ -1,0 +1,115 @@
+"""All objects that a version needs in its root, with their sizes: what copies, scrubs, repairs and parity go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardkit.errors import IntegrityError, NotFoundError
+from shardkit.formats import extension
+from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, unpack_page
+from shardkit.storage.objects import Descriptor, object_name
+from shardkit.storage.repository import Repository
+
+__all__ = ["Inventory", "shards_and_indexes", "take_inventory"]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a version needs, in rows of like objects; each row in manifest order, a digest may occur twice.
+
+    Attributes:
+        manifest: the version.
+        shards: of this root; empty where the version was merged, whose parts' roots hold them.
+        indexes: likewise.
+        rest: pages, look-ups, the manifest: all that is small and of known size.
+        unsized: (digest, extension) of selections, sources and abouts, whose size no page says.
+        shard_rows: samples of each of `shards`.
+    """
+
+    manifest: Manifest
+    shards: tuple[Descriptor, ...]
+    indexes: tuple[Descriptor, ...]
+    rest: tuple[Descriptor, ...]
+    unsized: tuple[tuple[str, str], ...]
+    shard_rows: tuple[int, ...] = ()
+
+    def names(self) -> Iterator[tuple[str, int | None]]:
+        """(object name, size where it is known) of everything."""
+        for row in (self.rest, self.indexes, self.shards):
+            for member in row:
+                yield member.name, member.size
+        for digest, kind in self.unsized:
+            yield object_name(digest, kind), None
+
+    def sized(self, repository: Repository) -> tuple[Descriptor, ...]:
+        """`unsized` with sizes, asked of the store.
+
+        Raises:
+            NotFoundError: one is not there.
+        """
+        found = []
+        for digest, kind in self.unsized:
+            stat = repository.store.head(object_name(digest, kind))
+            if stat is None:
+                raise NotFoundError(
+                    f"{object_name(digest, kind)} is not in {repository.url}; run: shardkit repair"
+                )
+            found.append(Descriptor(digest, stat.size, kind))
+        return tuple(found)
+
+
+def take_inventory(repository: Repository, manifest_id: str) -> Inventory:
+    """Read a manifest and its pages, verified, and list what they name.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: the manifest or a page is gone or damaged.
+    """
+    data = repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES)
+    manifest = Manifest.from_bytes(data)
+    shards: list[Descriptor] = []
+    indexes: list[Descriptor] = []
+    rows: list[int] = []
+    rest = [Descriptor(manifest_id, len(data), "manifest")]
+    unsized = [
+        (digest, kind)
+        for digest, kind in ((manifest.sources, "sources"), (manifest.about, "about"))
+        if digest
+    ]
+    rest += [
+        Descriptor(piece.digest, piece.size, "lookup")
+        for lookup in manifest.lookups
+        for piece in lookup.pieces
+    ]
+    if not manifest.parts and MIXED not in (manifest.format, manifest.compression):
+        for ref in manifest.pages:
+            page = repository.get_object(ref.digest, "page", ref.size)
+            rest.append(Descriptor(ref.digest, ref.size, "page"))
+            table = unpack_page(page, ref, strata=len(manifest.strata))
+            some_shards, some_indexes = shards_and_indexes(manifest, table)
+            shards += some_shards
+            rows += table.rows.tolist()
+            indexes += some_indexes
+            selected = np.flatnonzero(table.has_selection).tolist()
+            unsized += [(table.selection_digest_text(i) or "", "selection") for i in selected]
+    elif manifest.pages:
+        raise IntegrityError(f"manifest {manifest_id} is merged and has pages of its own; do not trust it")
+    return Inventory(
+        manifest, tuple(shards), tuple(indexes), tuple(rest), tuple(dict.fromkeys(unsized)), tuple(rows)
+    )
+
+
+def shards_and_indexes(
+    manifest: Manifest, table: ShardTable
+) -> tuple[tuple[Descriptor, ...], tuple[Descriptor, ...]]:
+    """The shards of a page, or of a whole version that was not merged, and their indexes."""
+    suffix = extension(manifest.format, manifest.compression)
+    return (
+        tuple(Descriptor(table.digest_text(i), int(table.size[i]), suffix) for i in range(len(table))),
+        tuple(
+            Descriptor(table.index_digest_text(i), int(table.index_size[i]), "index")
+            for i in range(len(table))
+        ),
+    )

@@ -1,0 +1,179 @@
+"""P and Q over GF(2⁸), in numpy (SPEC.md §1)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import UsageError
+
+__all__ = ["MAX_MEMBERS", "recover", "sums"]
+
+Bytes = NDArray[np.uint8]
+
+MAX_MEMBERS: Final = 128
+_POLYNOMIAL: Final = 0x11D
+_REDUCTION: Final = np.uint8(_POLYNOMIAL & 0xFF)
+_ROW: Final = 1 << 16
+"""Bytes worked on at once: four such rows stay in the second-level cache."""
+
+
+def _powers() -> tuple[int, ...]:
+    """g^0 … g^254."""
+    found = [1]
+    while len(found) < 255:
+        twice = found[-1] << 1
+        found.append(twice ^ _POLYNOMIAL if twice & 0x100 else twice)
+    return tuple(found)
+
+
+_POWER: Final = _powers()
+_LOGARITHM: Final = {value: exponent for exponent, value in enumerate(_POWER)}
+_TABLES: dict[int, NDArray[np.uint16]] = {}
+
+
+def sums(pieces: Sequence[Bytes | None], p: Bytes | None, q: Bytes | None) -> None:
+    """P and Q over the members that are there.
+
+    Args:
+        pieces: One (n,) uint8 per member, in order, at most as long as the results; what a piece lacks at its end, and
+            a member that is None, counts as zeros.
+        p: (N,) uint8, written; None where it is not wanted.
+        q: Likewise.
+    """
+    length = len(p) if p is not None else len(q) if q is not None else 0
+    mask = np.empty(min(_ROW, length), dtype=np.bool_)
+    for start in range(0, length, _ROW):
+        end = min(start + _ROW, length)
+        parts = [None if piece is None else piece[start:end] for piece in pieces]
+        if p is not None:
+            _add_up(parts, p[start:end])
+        if q is not None:
+            _horner(parts, q[start:end], mask[: end - start])
+
+
+def _add_up(parts: Sequence[Bytes | None], p: Bytes) -> None:
+    p[:] = 0
+    for part in parts:
+        if part is not None and len(part):
+            head = p[: len(part)]
+            np.bitwise_xor(head, part, out=head)
+
+
+def _horner(parts: Sequence[Bytes | None], q: Bytes, mask: NDArray[np.bool_]) -> None:
+    q[:] = 0
+    signed, bits = q.view(np.int8), mask.view(np.uint8)
+    begun = False
+    for part in reversed(parts):
+        if begun:  # g·q: twice, and the reduction where the highest bit was set
+            np.less(signed, 0, out=mask)
+            np.add(q, q, out=q)
+            np.multiply(bits, _REDUCTION, out=bits)
+            np.bitwise_xor(q, bits, out=q)
+        if part is not None and len(part):
+            head = q[: len(part)]
+            np.bitwise_xor(head, part, out=head)
+            begun = True
+
+
+def recover(
+    pieces: Sequence[Bytes | None],
+    p: Bytes | None,
+    q: Bytes | None,
+    length: int,
+    wanted: Container[int] | None = None,
+) -> Mapping[int, Bytes]:
+    """What is missing of a set, all pieces of it from the same place.
+
+    Args:
+        pieces: One (n,) uint8 per member, n ≤ `length`; None for a lost one.
+        p: (length,) uint8, None where lost.
+        q: Likewise.
+        length: Bytes of the pieces that are made again.
+        wanted: Positions, k for P and k + 1 for Q; by default all that are lost; members are always made.
+
+    Returns:
+        Position → (length,) uint8, for each lost member, and for P and Q where they were lost and are wanted.
+
+    Raises:
+        UsageError: More than two are lost.
+    """
+    count = len(pieces)
+    lost = [i for i, piece in enumerate(pieces) if piece is None]
+    missing = len(lost) + (p is None) + (q is None)
+    if missing > 2:
+        raise UsageError(f"{missing} pieces of a set are lost, expected at most 2")
+    found: dict[int, Bytes] = {}
+    if len(lost) == 2:
+        assert p is not None
+        assert q is not None
+        found = _recover_two(pieces, p, q, lost[0], lost[1], length)
+    elif len(lost) == 1:
+        x = lost[0]
+        again = np.empty(length, dtype=np.uint8)
+        if p is not None:
+            sums(pieces, again, None)
+            np.bitwise_xor(again, p, out=again)
+        else:
+            assert q is not None
+            sums(pieces, None, again)
+            np.bitwise_xor(again, q, out=again)
+            _scale(again, _POWER[-x % 255])
+        found[x] = again
+    make_p = p is None and (wanted is None or count in wanted)
+    make_q = q is None and (wanted is None or count + 1 in wanted)
+    if make_p or make_q:
+        whole = [found.get(i, piece) for i, piece in enumerate(pieces)]
+        new_p = np.empty(length, dtype=np.uint8) if make_p else None
+        new_q = np.empty(length, dtype=np.uint8) if make_q else None
+        sums(whole, new_p, new_q)
+        found |= {count + i: new for i, new in enumerate((new_p, new_q)) if new is not None}
+    return found
+
+
+def _recover_two(
+    pieces: Sequence[Bytes | None], p: Bytes, q: Bytes, x: int, y: int, length: int
+) -> dict[int, Bytes]:
+    """Both from P and Q: Anvin, §4, case 4."""
+    a, b = np.empty(length, dtype=np.uint8), np.empty(length, dtype=np.uint8)
+    sums(pieces, a, b)
+    np.bitwise_xor(a, p, out=a)  # Dx + Dy
+    np.bitwise_xor(b, q, out=b)  # g^x·Dx + g^y·Dy
+    distance = _POWER[y - x]
+    inverse = -_LOGARITHM[distance ^ 1]
+    scaled = a.copy()
+    _scale(scaled, _POWER[(y - x + inverse) % 255])
+    _scale(b, _POWER[(inverse - x) % 255])
+    np.bitwise_xor(b, scaled, out=b)
+    np.bitwise_xor(a, b, out=a)
+    return {x: b, y: a}
+
+
+def _scale(data: Bytes, constant: int) -> None:
+    """Multiply in place by a constant, two bytes at a time."""
+    if constant == 1:
+        return
+    table = _table(constant)
+    even = len(data) // 2 * 2
+    pairs = data[:even].view(np.uint16)
+    room = np.empty(_ROW // 4, dtype=np.uint16)
+    for start in range(0, len(pairs), len(room)):
+        part = pairs[start : start + len(room)]
+        np.take(table, part, out=room[: len(part)], mode="clip")  # with clip, numpy writes straight to `out`
+        part[:] = room[: len(part)]
+    if even < len(data):
+        data[even] = table[int(data[even])] & 0xFF
+
+
+def _table(constant: int) -> NDArray[np.uint16]:
+    """(65,536,) products of a constant and each pair of bytes; at most 255 of them, 128 KiB each."""
+    found = _TABLES.get(constant)
+    if found is None:
+        step = _LOGARITHM[constant]
+        single = [0] + [_POWER[(_LOGARITHM[value] + step) % 255] for value in range(1, 256)]
+        products = np.array(single, dtype=np.uint16)
+        found = _TABLES[constant] = (products[None, :] | products[:, None] << np.uint16(8)).reshape(-1)
+    return found

@@ -1,0 +1,36 @@
+"""Where copies shall lie: policy, locations, and which object belongs where (SPEC.md, "Locations and policy").
+
+::
+
+    policy.py      how many copies, of what, and when a commit counts as done
+    durations.py   durations as people write them
+    record.py      one version of "these are the locations, this is the policy", beside the log
+    table.py       reading the newest record, committing the next
+    placement.py   object → locations, by weighted rendezvous hashing; pure
+    opening.py     recorded locations as stores that can be read and written
+
+A manifest holds none of this: it is configuration of a root, and may change while the data does not.
+"""
+
+from shardkit.storage.policy.opening import location_of, open_locations
+from shardkit.storage.policy.placement import ALWAYS_EVERYWHERE, Placed, placement
+from shardkit.storage.policy.policy import Critical, Parity, Policy
+from shardkit.storage.policy.record import ROOT_NAME, LocationRecord, LocationTable
+from shardkit.storage.policy.table import commit_table, read_table, read_tables
+
+__all__ = [
+    "ALWAYS_EVERYWHERE",
+    "ROOT_NAME",
+    "Critical",
+    "LocationRecord",
+    "LocationTable",
+    "Parity",
+    "Placed",
+    "Policy",
+    "commit_table",
+    "location_of",
+    "open_locations",
+    "placement",
+    "read_table",
+    "read_tables",
+]

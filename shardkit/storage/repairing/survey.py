@@ -1,0 +1,299 @@
+"""What a root's versions need and where it lies, as far as that can be known where anything may be damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
+from shardkit.storage.adopted import AdoptedStore
+from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES
+from shardkit.storage.inventory import take_inventory
+from shardkit.storage.local import LocalStore
+from shardkit.storage.objects import Descriptor, object_name
+from shardkit.storage.parity.catalogue import (
+    find_records,
+    put_record,
+    read_record,
+    read_version_record,
+    sets_of,
+)
+from shardkit.storage.parity.sets import ParitySet, SetRecord, VersionRecord, version_record_name
+from shardkit.storage.parity.streaming import restore
+from shardkit.storage.policy import LocationRecord, LocationTable, Policy, open_locations, read_table
+from shardkit.storage.policy.opening import location_of, root_store
+from shardkit.storage.reading import LocatedStore, Location
+from shardkit.storage.replicating.needed import Needed, find_needed
+from shardkit.storage.replicating.pacing import Pace
+from shardkit.storage.repository import Repository
+from shardkit.storage.store import Store
+
+__all__ = ["Holders", "Survey", "open_holders", "survey"]
+
+_DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
+
+
+@dataclass(frozen=True)
+class Holders:
+    """A root and all places where copies of its objects lie, open for writing where that is allowed.
+
+    Attributes:
+        repository: the root alone.
+        reader: the same over all locations: reads go where good bytes are.
+        table: locations and policy; made up where none was ever committed.
+        locations: name → location, the root first.
+        absent: name → why: locations that are not there, or are not what they should be.
+    """
+
+    repository: Repository
+    reader: Repository
+    table: LocationTable
+    locations: Mapping[str, Location]
+    absent: Mapping[str, str]
+
+    @property
+    def root(self) -> Store:
+        """Where results are recorded."""
+        return next(iter(self.locations.values())).store
+
+    @property
+    def stores(self) -> list[Store]:
+        """Of all locations, the root's first."""
+        return [one.store for one in self.locations.values()]
+
+
+def open_holders(url: str, more: Sequence[LocationRecord] = (), *, read_only: bool = False) -> Holders:
+    """Open a root with the locations of its table, and others that are named.
+
+    Raises:
+        NotFoundError: there is no repository.
+        UsageError: a location is named twice.
+        StoreError: the root does not answer.
+    """
+    repository = Repository.open(url, read_only=read_only)
+    plain = root_store(repository.store)
+    table = read_table(plain, repository.id)
+    if table is None:
+        root = LocationRecord("root", _recordable(plain.url), "root")
+        table = LocationTable(n=1, repository=repository.id, previous="", txn="0" * 32, time="1970-01-01T00:00:00Z",
+                              author="", message="", policy=Policy(), locations=(root,))  # fmt: skip
+    locations = {one.name: one for one in open_locations(repository, writable=not read_only)}
+    for record in more:
+        locations[record.name] = location_of(record, writable=not read_only)
+    first, *others = locations
+    absent = {name: why for name in others if (why := _absence(plain, locations[name].store))}
+    for name in absent:
+        del locations[name]
+    if isinstance(
+        plain, LocalStore
+    ):  # adopted tars count as the root's; what is in the root itself is found first
+        locations[first] = dataclasses.replace(locations[first], store=AdoptedStore(plain), rank=-1_000)
+    identity = repository._identity  # noqa: SLF001 - the same repository over another view of its stores
+    reader = Repository(LocatedStore(list(locations.values())), identity, read_only=True)
+    return Holders(repository, reader, table, locations, absent)
+
+
+def _absence(root: Store, copy: Store) -> str | None:
+    """Why a location cannot be taken for a copy of the root: a disk that is not mounted looks like an empty folder."""
+    try:
+        found = copy.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
+        if found == root.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES):
+            return None
+    except NotFoundError:
+        refill = f"shardkit place {root.url} --refill NAME"
+        return f"{copy.url} is empty, or its disk is not mounted; to fill it anew: {refill}"
+    except ShardkitError as error:
+        return str(error)
+    return f"{copy.url} holds another repository; give this location another place"
+
+
+def _recordable(url: str) -> str:
+    return url if "://" in url or url.startswith("/") else f"/{url}"
+
+
+@dataclass
+class Survey:
+    """What is needed.
+
+    Attributes:
+        versions: manifest ids that refs and tags name.
+        needed: object name → what is needed of it.
+        sets: digest of a member → its parity set, for versions that have parity.
+        rows: object name of a shard → its samples.
+        restored: names of manifests and pages that had to be made again to get this far.
+        lost: name → why: a manifest or page that is nowhere; what it names is not known.
+        unknown: name → why: that could not be read just now.
+    """
+
+    versions: list[str] = field(default_factory=list)
+    needed: dict[str, Needed] = field(default_factory=dict)
+    sets: dict[str, ParitySet] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    restored: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    _scanned: dict[str, SetRecord] | None = None
+
+    def record(self, holders: Holders, digest: str) -> SetRecord | None:
+        """The set of an object, by its document, or by the headers of parity objects; None where it is in none."""
+        one = self.sets.get(digest)
+        if one is not None:
+            for store in holders.stores:
+                try:
+                    found = read_record(store, one)
+                except ShardkitError:
+                    continue
+                if found is not None:
+                    return found
+        if self._scanned is None:
+            self._scanned = {}
+            for record in find_records(holders.stores):
+                for position in range(record.set.k + 2):
+                    self._scanned.setdefault(record.object_at(position).digest, record)
+        return self._scanned.get(digest)
+
+
+def survey(holders: Holders, pace: Pace, *, mend: bool) -> Survey:
+    """Read every version's metadata, from wherever it is good.
+
+    Args:
+        holders: of the root.
+        pace: how fast.
+        mend: make what is good nowhere again from parity, in the root.
+
+    Raises:
+        IntegrityError: the log is damaged.
+        StoreError: the root does not answer.
+    """
+    found = Survey()
+    head = holders.reader.head()
+    found.versions = list(dict.fromkeys([*head.refs.values(), *head.tags.values()])) if head else []
+    for version in found.versions:
+        _version(holders, version, found, pace, mend=mend)
+    return found
+
+
+def _version(holders: Holders, version: str, found: Survey, pace: Pace, *, mend: bool) -> None:
+    mended = False
+    while True:
+        try:
+            if mend and not mended and _has_lost_its_document(holders, version):
+                _mend_documents(holders, version, found)
+                mended = True
+            found.needed |= {
+                name: one if name not in found.needed or len(found.needed[name].where) < len(one.where)
+                else found.needed[name]
+                for name, one in find_needed(holders.reader, holders.table, [version]).items()
+            }  # fmt: skip
+            _parity(holders, version, found)
+            return
+        except _DAMAGED as error:
+            wanted = _first_damaged(holders.reader, version)
+            if mend and wanted is None and not mended:
+                mended = True
+                _mend_documents(holders, version, found)
+            elif not mend or wanted is None or not _restore_one(holders, wanted, found, pace):
+                found.lost[wanted or object_name(version, "manifest")] = str(error)
+                return
+        except ShardkitError as error:
+            found.unknown[object_name(version, "manifest")] = str(error)
+            return
+
+
+def _parity(holders: Holders, version: str, found: Survey) -> None:
+    inventory = take_inventory(holders.reader, version)
+    found.rows |= dict(zip((one.name for one in inventory.shards), inventory.shard_rows, strict=True))
+    known = (_version_record(store, version) for store in holders.stores)
+    k = next((one for one in known if one is not None), None)
+    if k is not None:
+        try:
+            unsized: tuple[Descriptor, ...] = inventory.sized(holders.reader)
+        except NotFoundError:
+            unsized = ()
+        for one in sets_of(inventory, k, unsized):
+            found.sets.update((member.digest, one) for member in one.members)
+    for _, part in inventory.manifest.parts:
+        if holders.reader.store.head(object_name(part, "manifest")) is not None:
+            _parity(holders, part, found)
+
+
+def _has_lost_its_document(holders: Holders, version: str) -> bool:
+    """Whether a root has parity, and nothing that says so of this version; it may be another version's."""
+    root = holders.root
+    return (
+        root.head(version_record_name(version)) is None
+        and next(iter(root.list_after("parity/sets/")), None) is not None
+    )
+
+
+def _mend_documents(holders: Holders, version: str, found: Survey) -> None:
+    """Documents of parity that are damaged in the root: from other locations, or from the parity objects' headers.
+
+    What cannot be made again is taken away: it can be encoded again.
+    """
+    root, name = holders.root, version_record_name(version)
+    known = (_version_record(store, version) for store in holders.stores)
+    k = next((one for one in known if one is not None), None)
+    inventory = take_inventory(holders.reader, version)
+    if k is None:
+        scanned = {one.set.id: one.set.k for one in find_records(holders.stores)}
+        likely = sorted(set(scanned.values()), reverse=True)
+        k = next((k for k in likely if any(one.id in scanned for one in sets_of(inventory, k))), None)
+    if k is None:
+        root.delete(name)
+        return
+    put_record(root, name, VersionRecord(version, k).to_bytes())
+    for one in sets_of(inventory, k, inventory.sized(holders.reader)):
+        try:
+            read_record(root, one)
+        except _DAMAGED:
+            good = found.record(holders, one.members[0].digest)
+            if good is not None and good.set == one:
+                put_record(root, one.record_name, good.to_bytes())
+            else:
+                root.delete(one.record_name)
+
+
+def _version_record(store: Store, version: str) -> int | None:
+    try:
+        record = read_version_record(store, version)
+    except ShardkitError:
+        return None
+    return None if record is None else record.members_per_set
+
+
+def _first_damaged(reader: Repository, version: str) -> str | None:
+    """The manifest or page without which a version cannot be read."""
+    name = object_name(version, "manifest")
+    try:
+        manifest = Manifest.from_bytes(reader.get_object(version, "manifest", max_bytes=MAX_MANIFEST_BYTES))
+    except ShardkitError:
+        return name
+    for ref in manifest.pages:
+        try:
+            reader.get_object(ref.digest, "page", ref.size)
+        except ShardkitError:
+            return object_name(ref.digest, "page")
+    return None
+
+
+def _restore_one(holders: Holders, name: str, found: Survey, pace: Pace) -> bool:
+    """Make a manifest or page again in the root, from parity; False where that is not possible."""
+    digest = f"sha256:{name.rpartition('/')[2].partition('.')[0]}"
+    record = found.record(holders, digest)
+    if record is None or name in found.restored:
+        return False
+    position = record.position(digest)
+    assert position is not None
+    objects = [record.object_at(i) for i in range(record.set.k + 2)]
+    with ThreadPoolExecutor(8, thread_name_prefix="shardkit-repair") as pool:
+        try:
+            restore(record.set, objects, {position: holders.root}, holders.stores, pool=pool, pace=pace.take)
+        except IntegrityError:
+            return False
+    found.restored.append(name)
+    return True

@@ -1,0 +1,125 @@
+"""Which objects the versions of a root need, and how many copies the policy asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardkit.manifest import MIXED, Manifest, unpack_page
+from shardkit.storage.inventory import take_inventory
+from shardkit.storage.objects import object_name, parse_object_name
+from shardkit.storage.parity.catalogue import parity_names
+from shardkit.storage.policy import LocationTable, Placed, placement
+from shardkit.storage.repository import Repository
+
+__all__ = ["Needed", "find_needed", "live_versions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """An object that a version needs.
+
+    Attributes:
+        name: of the object in a root.
+        size: bytes; None where no page says.
+        where: names of the locations that it belongs in, the root first.
+        is_critical: whether a commit in hybrid mode waits for its copies: metadata, and shards with critical strata.
+    """
+
+    name: str
+    size: int | None
+    where: tuple[str, ...]
+    is_critical: bool
+
+
+def live_versions(repository: Repository) -> list[str]:
+    """Manifest ids that a ref or a tag names, each once, and those of their parts that lie in this root."""
+    head = repository.head()
+    found = dict.fromkeys([*head.refs.values(), *head.tags.values()]) if head else {}
+    return list(found)
+
+
+def find_needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
+    """Name → what is needed, of some versions, their parts in this root, and their parity.
+
+    Args:
+        repository: that holds them.
+        table: locations and policy.
+        versions: manifest ids.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
+    """
+    found: dict[str, Needed] = {}
+    seen: set[str] = set()
+    waiting = list(versions)
+    while waiting:
+        version = waiting.pop()
+        if version in seen:
+            continue
+        seen.add(version)
+        for one in _of_version(repository, table, version, waiting):
+            found.setdefault(one.name, one)
+            if len(one.where) > len(
+                found[one.name].where
+            ):  # one version may know a shard as critical, another not
+                found[one.name] = one
+    return found
+
+
+def _of_version(
+    repository: Repository, table: LocationTable, version: str, waiting: list[str]
+) -> Iterator[Needed]:
+    inventory = take_inventory(repository, version)
+    for _, part in inventory.manifest.parts:
+        if repository.store.head(object_name(part, "manifest")) is not None:
+            waiting.append(part)
+    strata = _strata_of_shards(repository, inventory.manifest) if table.policy.critical else {}
+    sizes = dict(inventory.names())
+    sizes |= dict.fromkeys(sorted(parity_names(repository, version) - sizes.keys()))
+    for name, size in sizes.items():
+        if name.startswith("objects/"):
+            digest, extension = parse_object_name(name)
+            held = strata.get(digest, frozenset())
+            where = placement(table.policy, table.locations, Placed(digest, extension, held))
+            is_large = extension in ("tar", "tar.zst", "arrow", "parity")
+            yield Needed(name, size, where, not is_large or table.policy.is_critical(held))
+
+
+def _strata_of_shards(repository: Repository, manifest: Manifest) -> dict[str, frozenset[str]]:
+    """Digest of each shard → names of the strata of which it holds rows."""
+    if manifest.parts or MIXED in (manifest.format, manifest.compression):
+        return {}
+    found: dict[str, frozenset[str]] = {}
+    names = _names_of_strata(manifest)
+    for ref in manifest.pages:
+        page = unpack_page(
+            repository.get_object(ref.digest, "page", ref.size), ref, strata=len(manifest.strata)
+        )
+        borders = page.segment_starts
+        for shard in range(len(page)):
+            numbers = np.unique(page.segment_stratum[borders[shard] : borders[shard + 1]])
+            found[page.digest_text(shard)] = frozenset().union(*(names[i] for i in numbers.tolist()))
+    return found
+
+
+def _names_of_strata(manifest: Manifest) -> list[frozenset[str]]:
+    """What each stratum may be called: by its name, and by that of its class; the pool by all that are in it."""
+    found: list[frozenset[str]] = []
+    for stratum in manifest.strata:
+        names = {stratum.name}
+        if "label" in manifest.axes and len(stratum.values) == len(manifest.axes):
+            values = list(stratum.values)
+            place = manifest.axes.index("label")
+            if values[place].isdecimal() and int(values[place]) < len(manifest.classes):
+                values[place] = manifest.classes[int(values[place])]
+                names.add("/".join(values))
+        found.append(frozenset(names))
+    pooled = frozenset().union(
+        *(names for names, one in zip(found, manifest.strata, strict=True) if one.in_pool)
+    )
+    return [
+        names | pooled if one.pooled else names for names, one in zip(found, manifest.strata, strict=True)
+    ]

@@ -1,0 +1,61 @@
+"""Parity, where the policy asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardkit.errors import NotFoundError, StoreError
+from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
+from shardkit.storage.parity import encode_sets
+from shardkit.storage.policy import LocationTable
+from shardkit.storage.replicating.pacing import Pace
+from shardkit.storage.repository import Repository
+
+__all__ = ["encode_parity"]
+
+
+def encode_parity(repository: Repository, table: LocationTable, versions: Iterable[str], pace: Pace) -> int:
+    """Encode what is not encoded yet of some versions; how many sets were.
+
+    A merged version has no sets of its own, its parts have; those of parts in other roots are their roots' business.
+
+    Raises:
+        StoreError: the root failed; or, once all that can be encoded is, sets are left without parity: a member is
+            lost or did not come.
+        KeyboardInterrupt: the pace was stopped.
+    """
+    if table.policy.parity is None:
+        return 0
+    encoded = 0
+    failed: dict[str, str] = {}
+    seen: set[str] = set()
+    waiting = list(versions)
+    while waiting:
+        version = waiting.pop()
+        if version in seen:
+            continue
+        seen.add(version)
+        try:
+            data = repository.get_object(version, "manifest", max_bytes=MAX_MANIFEST_BYTES)
+        except NotFoundError:
+            continue
+        manifest = Manifest.from_bytes(data)
+        if manifest.parts:
+            waiting += [part for _, part in manifest.parts]
+            continue
+        done = encode_sets(
+            repository,
+            version,
+            k=table.policy.parity.members,
+            pace=pace.take,
+            stopped=lambda: pace.is_stopped,
+        )
+        encoded += done.encoded
+        failed |= done.failed
+    if failed:
+        name, why = next(iter(failed.items()))
+        raise StoreError(
+            f"{len(failed)} parity sets of {repository.url} could not be encoded, among them {name}: {why}; "
+            f"run: shardkit repair {repository.url}"
+        )
+    return encoded
