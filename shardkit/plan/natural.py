@@ -19,6 +19,7 @@ from .strata import Groups
 
 __all__ = ["Epoch", "NaturalGrid"]
 
+_LARGE_CHUNK = 1 << 13  # samples
 _HANDS, _CELLS, _DROPS = 1, 2, 3  # what a key below the seed is for
 
 
@@ -75,9 +76,12 @@ class NaturalGrid:
         self.order = BaseOrder(population, groups)
         self._golden = golden_step(self.rows)
         self._chunk = chunk_steps(global_batch, lanes, self.full_steps)
+        # a part is worth its own draw where it saves many samples
+        self._part = max(1, self._chunk // 8) if self._chunk * self.cell_size >= _LARGE_CHUNK else 0
         self._epochs: Recent[int, Epoch] = Recent(4)
         self._decks: Recent[tuple[int, int], Deck] = Recent(2 * lanes)
         self._cells: Recent[tuple[int, int, int], NDArray[np.int64]] = Recent(3 * lanes)
+        self._parts: Recent[tuple[int, int, int], NDArray[np.int64]] = Recent(lanes)
 
     def epoch(self, number: int) -> Epoch:
         """Tables of one epoch: O(L x groups)."""
@@ -143,7 +147,7 @@ class NaturalGrid:
         parts = []
         while start < stop:
             epoch, step = divmod(start, self.steps_per_epoch)
-            first, last, cells = self._cells_at(epoch, step, lane)
+            first, last, cells = self._cells_at(epoch, step, step + stop - start, lane)
             count = min(stop - start, last - step)
             parts.append(cells[step - first : step - first + count])
             start += count
@@ -151,21 +155,42 @@ class NaturalGrid:
             parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.cell_size), np.int64), *parts])
         )
 
-    def _cells_at(self, epoch: int, step: int, lane: int) -> tuple[int, int, NDArray[np.int64]]:
-        """The chunk that holds a step: its first and end step, and its cells."""
+    def draw(self, epoch: int, lane: int, first: int, last: int) -> NDArray[np.int64]:
+        """Cells of full steps [first, last) of an epoch, drawn for this call and not kept.
+
+        For walks of few lanes through whole epochs, where the chunks that `cells` keeps for all lanes are short.
+        """
+        return self._draw(epoch, lane, first, last)
+
+    def _cells_at(self, epoch: int, step: int, stop: int, lane: int) -> tuple[int, int, NDArray[np.int64]]:
+        """Some steps of an epoch around a step, drawn at once: the first, the end, and their cells.
+
+        Which ones is a matter of cost only: cells are the same however many are drawn together.
+        """
         if step == self.full_steps:
             return step, step + 1, self._cells.get((epoch, lane, -1), self._short_cell)
         # chunk borders are staggered over lanes, so that a walk over all lanes never draws all of them at
-        # once
-        shift = lane * self._chunk // self.lanes
+        # once; where a chunk holds the epoch there is no border
+        shift = lane * self._chunk // self.lanes if self._chunk < self.full_steps else 0
         number = (step + shift) // self._chunk
-        first = max(0, number * self._chunk - shift)
-        last = min(self.full_steps, (number + 1) * self._chunk - shift)
-        return (
-            first,
-            last,
-            self._cells.get((epoch, lane, number), lambda _: self._draw(epoch, lane, first, last)),
-        )
+        if stop - step <= self._part and self._is_landing((epoch, lane, number), step):
+            first = step - step % self._part
+            last = min(self.full_steps, first + self._part)
+            kept, key = self._parts, (epoch, lane, first)
+        else:
+            first = max(0, number * self._chunk - shift)
+            last = min(self.full_steps, (number + 1) * self._chunk - shift)
+            kept, key = self._cells, (epoch, lane, number)
+        return first, last, kept.get(key, lambda _: self._draw(epoch, lane, first, last))
+
+    def _is_landing(self, chunk: tuple[int, int, int], step: int) -> bool:
+        """Whether a step was jumped to: then a part of its chunk will do, and resuming costs no more than that.
+
+        A walk goes over to whole chunks at the second part.
+        """
+        epoch, lane, number = chunk
+        walking = (epoch, lane, step - step % self._part - self._part) in self._parts
+        return not (walking or chunk in self._cells or (epoch, lane, number - 1) in self._cells)
 
     def _draw(self, epoch: int, lane: int, first: int, last: int) -> NDArray[np.int64]:
         deal, deck = self.epoch(epoch).deal, self.deck(epoch, lane)
@@ -199,7 +224,7 @@ class NaturalGrid:
             return None
         group, lane, number = place
         step = self._step_of(self.epoch(epoch).deal, lane, group, number)
-        first, _, cells = self._cells_at(epoch, step, lane)
+        first, _, cells = self._cells_at(epoch, step, step + 1, lane)
         slot = int(np.flatnonzero(cells[step - first] == sample)[0])
         return epoch * self.steps_per_epoch + step, lane, slot
 

@@ -37,6 +37,10 @@ class Recent(Generic[K, V]):
                 values.pop(old, None)
         return value
 
+    def __contains__(self, key: K) -> bool:
+        """Whether a value is kept."""
+        return key in self._values
+
     def clear(self) -> None:
         """Forget all."""
         self._values = {}
