@@ -1,0 +1,109 @@
+"""Differences of records: rates, busy time, cells (SPEC.md §5). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from shardkit.telemetry.records import Record
+
+__all__ = [
+    "BUSY",
+    "VERIFICATION",
+    "WAITING",
+    "WINDOW_S",
+    "Interval",
+    "intervals",
+    "stage_of",
+    "total",
+    "window",
+]
+
+WINDOW_S: Final = 60.0
+_LEAST_INTERVALS: Final = 4
+BUSY: Final = ("data_s", "prepare_s", "compute_s", "update_s")
+WAITING: Final = ("exchange_s", "reduce_s")
+VERIFICATION: Final = ("reads.remote_mismatches", "reads.cache_damaged", "loader.verification_failures")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Two consecutive records of one session."""
+
+    first: Record
+    last: Record
+
+    @property
+    def seconds(self) -> float:
+        """Between the two, above 0."""
+        return self.last.time - self.first.time
+
+    def delta(self, name: str) -> float:
+        """How much a counter grew."""
+        return max(0.0, self.last.value(name) - self.first.value(name))
+
+    @property
+    def steps(self) -> float:
+        """Steps handed out."""
+        return self.delta("loader.steps")
+
+    @property
+    def cells(self) -> float:
+        """Cells worked."""
+        return self.delta("trainer.cells") or self.delta("loader.cells")
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether the trainer reports its stages."""
+        values = (
+            self.last.values
+        )  # zeros are left out of records: before the first step only the number of all is there
+        return "trainer.steps" in values or "trainer.steps_in_all" in values
+
+    @property
+    def busy_s(self) -> float:
+        """What the rank did by itself; the wait for data where the trainer does not report."""
+        if self.has_trainer:
+            return sum(self.delta(f"trainer.{name}") for name in BUSY)
+        return self.delta("loader.consumer_wait_s")
+
+    @property
+    def waiting_s(self) -> float:
+        """What it waited for other ranks."""
+        return sum(self.delta(f"trainer.{name}") for name in WAITING)
+
+    @property
+    def verification_failures(self) -> float:
+        """Blocks whose bytes were wrong."""
+        return sum(map(self.delta, VERIFICATION))
+
+
+def intervals(records: Sequence[Record]) -> list[Interval]:
+    """Of consecutive records of a session whose clock went on."""
+    return [
+        Interval(first, last)
+        for first, last in pairwise(records)
+        if first.session == last.session and last.time > first.time
+    ]
+
+
+def window(records: Sequence[Record], seconds: float = WINDOW_S) -> list[Interval]:
+    """The newest intervals: those of the last `seconds`, and at least four."""
+    found = intervals(records)
+    if not found:
+        return []
+    recent = [one for one in found if one.first.time >= found[-1].last.time - seconds]
+    return recent if len(recent) >= _LEAST_INTERVALS else found[-_LEAST_INTERVALS:]
+
+
+def total(found: Sequence[Interval], name: str) -> float:
+    """How much a counter grew over them."""
+    return sum(one.delta(name) for one in found)
+
+
+def stage_of(record: Record) -> str:
+    """What the trainer says that it does; empty where it does not say."""
+    rows = record.tables.get("stage") or ()
+    return str(rows[0][0]) if rows and rows[0] else ""

@@ -1,0 +1,160 @@
+"""The metrics by their standard names (SPEC.md §4): one table, one collector. Needs prometheus-client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shardkit.errors import MissingDependency
+from shardkit.telemetry.records import Record
+
+__all__ = ["GAUGES", "METRICS", "Metric", "exposition", "metric_names"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: with unit, without ``_total``.
+        help: one line.
+        values: label value → the value of a record, or a prefix that ends in ``*``; without a label of
+            its own a metric has the one label value "".
+        label: name of that label.
+        gauge: whether it may fall.
+    """
+
+    name: str
+    help: str
+    values: tuple[tuple[str, str], ...]
+    label: str = ""
+    gauge: bool = False
+
+    @property
+    def exposed(self) -> str:
+        """The name of its samples."""
+        return self.name if self.gauge else f"{self.name}_total"
+
+
+def _one(name: str, text: str, value: str, *, gauge: bool = False) -> Metric:
+    return Metric(name, text, (("", value),), gauge=gauge)
+
+
+def _by(name: str, text: str, label: str, values: str, pattern: str) -> Metric:
+    return Metric(name, text, tuple((one, pattern.format(one)) for one in values.split()), label)
+
+
+METRICS: Final = (
+    _one("shardkit_step", "Step of the run that the rank was handed last", "loader.step", gauge=True),
+    _one("shardkit_loader_steps", "Steps handed out", "loader.steps"),
+    _one("shardkit_loader_samples", "Samples handed out", "loader.samples"),
+    _one("shardkit_loader_wait_seconds", "Time that the trainer waited for the loader", "loader.consumer_wait_s"),
+    _by("shardkit_loader_stage_seconds", "Time that a stage of the loader was busy or starved", "stage",
+        "plan load load_wait gather transform assembly_blocked assembly_starved plan_blocked plan_starved",
+        "loader.{}_s"),
+    _one("shardkit_loader_block_loads", "Blocks loaded and verified", "loader.block_loads"),
+    _one("shardkit_loader_loaded_bytes", "Bytes of blocks loaded, decompressed", "loader.bytes_loaded"),
+    _one("shardkit_loader_evictions", "Blocks dropped from memory to make room", "loader.evictions"),
+    _one("shardkit_loader_window_bytes", "Bytes of blocks in memory", "loader.window_bytes", gauge=True),
+    _one("shardkit_loader_queued_steps", "Finished steps that wait", "loader.queued_steps", gauge=True),
+    _one("shardkit_loader_stalls", "Reports of the loader's watchdog", "loader.stalls"),
+    _one("shardkit_loader_substitutions", "Rows replaced or masked", "loader.substitutions"),
+    Metric("shardkit_read_bytes", "Verified bytes by where they came from",
+           (("disk", "blocks.local_bytes"), ("*", "reads.bytes_from_*")), "source"),
+    _by("shardkit_read_events", "What reads over a network met with", "kind",
+        "requests retries refetches failovers hedges hedges_won missing throttled timeouts circuit_opened "
+        "circuit_closed healed heal_failed rebuilt stale_log coalesced", "reads.remote_{}"),
+    _by("shardkit_cache_events", "What the cache of this machine did", "kind",
+        "hits misses fills waits evictions bypassed failed", "reads.cache_{}"),
+    Metric("shardkit_verification_failures", "Blocks whose bytes were not those that were written",
+           (("location", "reads.remote_mismatches"), ("cache", "reads.cache_damaged"),
+            ("disk", "loader.verification_failures")), "source"),
+    _by("shardkit_trainer_stage_seconds", "Time of each stage of the trainer's steps", "stage",
+        "data prepare exchange compute reduce update checkpoint evaluation", "trainer.{}_s"),
+    _one("shardkit_trainer_steps", "Optimizer steps taken", "trainer.steps"),
+    _one("shardkit_trainer_cells", "Cells that this rank worked", "trainer.cells"),
+    _one("shardkit_trainer_moved_bytes", "Bytes that this rank exchanged with others", "trainer.moved_bytes"),
+    _one("shardkit_trainer_loss", "Loss of the last step", "trainer.loss", gauge=True),
+    _one("shardkit_replication_lag_bytes", "Bytes below the replication policy", "replication.lag_bytes", gauge=True),
+    _one("shardkit_control_changes", "Settings changed by control.toml", "control.changes"),
+    _one("shardkit_process_cpu_seconds", "Processor time of the process", "process.cpu_s"),
+    _one("shardkit_process_resident_bytes", "Memory of the process", "process.resident_bytes", gauge=True),
+    _one("shardkit_telemetry_errors", "Sources that raised when they were polled", "telemetry.errors"),
+)  # fmt: skip
+
+_HEARTBEAT: Final = ("shardkit_heartbeat_timestamp_seconds", "When the rank was last heard of")
+_ANOMALY: Final = ("shardkit_anomalies", "Anomalies that are found now, by kind")
+
+GAUGES: Final = frozenset(value for metric in METRICS if metric.gauge for _, value in metric.values)
+"""Values that are no counters."""
+
+
+def metric_names() -> set[str]:
+    """Names of all samples that can be exposed."""
+    return {one.exposed for one in METRICS} | {_HEARTBEAT[0], _ANOMALY[0]}
+
+
+def exposition(records: Iterable[Record], anomalies: Callable[[], dict[str, int]] | None = None) -> bytes:
+    """The text format of Prometheus.
+
+    Args:
+        records: the newest one of each rank and worker.
+        anomalies: gives kind → how many are found now.
+
+    Raises:
+        MissingDependency: prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError as error:
+        raise MissingDependency(
+            "metrics need prometheus-client; run: pip install 'shardkit[metrics]'"
+        ) from error
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(list(records), anomalies))
+    return bytes(generate_latest(registry))
+
+
+class _Collector:
+    """Implements `prometheus_client.registry.Collector` over records."""
+
+    def __init__(self, records: list[Record], anomalies: Callable[[], dict[str, int]] | None) -> None:
+        self._records, self._anomalies = records, anomalies
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in METRICS:
+            labels = ["rank", "worker", *([metric.label] if metric.label else [])]
+            family = (GaugeMetricFamily if metric.gauge else CounterMetricFamily)(
+                metric.name, metric.help, labels=labels
+            )
+            for record in self._records:
+                for label, value in _samples(metric, record):
+                    family.add_metric(
+                        [str(record.rank), str(record.worker), *([label] if metric.label else [])], value
+                    )
+            yield family
+        heartbeat = GaugeMetricFamily(*_HEARTBEAT, labels=["rank", "worker"])
+        for record in self._records:
+            heartbeat.add_metric([str(record.rank), str(record.worker)], record.time)
+        yield heartbeat
+        if self._anomalies is not None:
+            family = GaugeMetricFamily(*_ANOMALY, labels=["kind"])
+            for kind, count in self._anomalies().items():
+                family.add_metric([kind], count)
+            yield family
+
+
+def _samples(metric: Metric, record: Record) -> Iterator[tuple[str, float]]:
+    for label, name in metric.values:
+        if name.endswith("*"):
+            for value in record.values:
+                if value.startswith(name[:-1]):
+                    yield value.removeprefix(name[:-1]), record.values[value]
+        else:
+            yield label, record.value(name)

@@ -1,0 +1,63 @@
+"""Which blocks took longest, and how often each shard was read: fed by the threads that load blocks."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["BlockTimes"]
+
+_SLOWEST: Final = 16
+_HOTTEST: Final = 24
+
+
+class BlockTimes:
+    """Loads by shard, and the slowest of them. About 1 µs per block; safe from many threads.
+
+    Args:
+        name: gives the text that a person finds a shard by.
+        is_local: whether a shard is a local file.
+    """
+
+    def __init__(self, name: Callable[[int], str], is_local: Callable[[int], bool]) -> None:
+        self._name, self._is_local = name, is_local
+        self._lock = threading.Lock()
+        self._loads: dict[int, list[int]] = {}  # shard → [loads, bytes]
+        self._slowest: list[tuple[float, float, int, int]] = []  # heap of (seconds, when, shard, block)
+
+    def note(self, shard: int, block: int, seconds: float, num_bytes: int) -> None:
+        """A block of a shard has been loaded, verified and decompressed."""
+        with self._lock:
+            counts = self._loads.get(shard)
+            if counts is None:
+                counts = self._loads[shard] = [0, 0]
+            counts[0] += 1
+            counts[1] += num_bytes
+            if len(self._slowest) < _SLOWEST:
+                heapq.heappush(self._slowest, (seconds, time.time(), shard, block))
+            elif seconds > self._slowest[0][0]:
+                heapq.heapreplace(self._slowest, (seconds, time.time(), shard, block))
+
+    def hot_shards(self) -> list[list[object]]:
+        """Rows of (shard, loads, bytes), most bytes first."""
+        with self._lock:
+            most = heapq.nlargest(_HOTTEST, self._loads.items(), key=lambda item: (item[1][1], -item[0]))
+            return [[self._name(shard), *counts] for shard, counts in most]
+
+    def slowest(self) -> list[list[object]]:
+        """Rows of (seconds, time, shard, block), slowest first."""
+        with self._lock:
+            found = sorted(self._slowest, reverse=True)
+        return [
+            [round(seconds, 6), round(at, 3), self._name(shard), block] for seconds, at, shard, block in found
+        ]
+
+    def numbers(self) -> dict[str, float]:
+        """Shards read so far, and bytes of blocks that came from local files."""
+        with self._lock:
+            counts = list(self._loads.items())
+        local = sum(one[1] for shard, one in counts if self._is_local(shard))
+        return {"shards": float(len(counts)), "local_bytes": float(local)}
