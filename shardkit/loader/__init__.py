@@ -18,14 +18,21 @@ substitutes   — another sample for one that does not decode
 batch         — what is handed out
 ranks         — which rank of how many this is
 agreement     — ranks compare what they are about to read
+rebalancing   — lanes that move away from slow ranks
 watchdog      — what a stalled step waits for
 statistics    — counters of the stages
 events        — what went other than planned
+telemetry_sources — what the loader reports
+run_watch     — records, health, anomalies beside the loader
+replication_lag — how far copies are below the policy
+control       — settings that change while the run goes on
+knobs         — which ones those are
 """
 
 from shardkit.loader.batch import Batch
 from shardkit.loader.loader import Loader
 from shardkit.loader.ranks import Topology, find_topology
+from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.state import check_state
 from shardkit.loader.transforms import sample_generator, stack_samples
@@ -34,6 +41,7 @@ __all__ = [
     "Batch",
     "Loader",
     "LoaderConfig",
+    "Rebalancing",
     "Sources",
     "Topology",
     "check_state",

@@ -63,6 +63,17 @@ class Background(Generic[T]):
         """Finished items that wait."""
         return len(self._ready)
 
+    @property
+    def depth(self) -> int:
+        """How many finished items may wait."""
+        return self._depth
+
+    @depth.setter
+    def depth(self, value: int) -> None:
+        with self._changed:
+            self._depth = value
+            self._changed.notify_all()
+
     def __iter__(self) -> Iterator[T]:
         return self
 

@@ -54,7 +54,7 @@ class _Entry:
     __slots__ = ("future", "loaded", "mapped", "pins", "position", "size", "stale")
 
     def __init__(
-        self, future: Future[list[GatherColumns]], position: int, size: int, *, mapped: bool
+        self, future: Future[list[GatherColumns | None]], position: int, size: int, *, mapped: bool
     ) -> None:
         self.future, self.position, self.size, self.mapped = future, position, size, mapped
         self.loaded: GatherColumns | None = None  # once somebody waited for it: futures are slow to ask
@@ -72,10 +72,12 @@ class Lease:
         """The loaded blocks in the order in which they were asked for; raises what loading one of them raised."""
         loaded = []
         for entry in self._entries:
-            if entry.loaded is None:
+            found = entry.loaded
+            if found is None:
                 _wait(entry.future, timeout_s, on_stall)
-                entry.loaded = entry.future.result()[entry.position]
-            loaded.append(entry.loaded)
+                found = entry.loaded = entry.future.result()[entry.position]
+                assert found is not None  # only a block that no lease holds is taken out
+            loaded.append(found)
         return loaded
 
     def release(self) -> None:
@@ -123,9 +125,22 @@ class BlockWindow:
         """Bytes of all blocks that are loaded or being loaded."""
         return self._bytes
 
+    @property
+    def budget(self) -> int:
+        """Bytes that blocks may take; a smaller one takes effect as leases end."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, value: int) -> None:
+        with self._changed:
+            self._budget = value
+            self._make_room(0)
+            self._changed.notify_all()
+
     def is_loaded(self, block: int) -> bool:
-        """Whether a block is in memory or on its way."""
-        return block in self._entries
+        """Whether a block is in memory; one that still waits for its turn to be loaded is not."""
+        entry = self._entries.get(block)
+        return entry is not None and entry.future.done()
 
     def holds(self, blocks: Sequence[int]) -> bool:
         """Whether all these blocks together fit into a third of the budget: three groups are under way at a time."""
@@ -190,8 +205,9 @@ class BlockWindow:
         self.counts.bytes_loaded += sum(sizes)
         return entries
 
-    def _load(self, blocks: list[int]) -> list[GatherColumns]:
-        loaded, started = [], time.perf_counter()
+    def _load(self, blocks: list[int]) -> list[GatherColumns | None]:
+        loaded: list[GatherColumns | None] = []
+        started = time.perf_counter()
         for block in blocks:
             self.loading[block] = time.perf_counter()
             try:
@@ -217,6 +233,9 @@ class BlockWindow:
     def _remove(self, block: int, entry: _Entry) -> None:
         del self._entries[block]
         self._bytes -= entry.size
+        future = entry.future
+        if future.done() and not future.cancelled() and future.exception() is None:
+            future.result()[entry.position] = None  # what its task loaded beside it may stay
 
     def end_loop(self) -> None:
         """The next loop verifies again what is a view of a file, and tries again what failed."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,62 +23,123 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn
 
-__all__ = ["GatherColumns", "RowAddresses"]
+__all__ = ["GatherColumns", "RowAddresses", "fields_to_copy"]
 
 Int64s = NDArray[np.int64]
 
 _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
-_MAX_ITEM = 1 << 15  # items · addresses must stay below 2**63; larger rows amortise a copy each
+_MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
+# numpy lets other threads run during an indexed copy only if it is of more than 500 items. A copy of fewer, which
+# holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed.
+_FREE_ITEMS = 501
+_MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
+_LARGE_PAYLOAD = 1 << 12  # bytes; an object costs some 50 beside them
+_HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
 
 
 class GatherColumns:
     """Where the columns of one loaded block lie: start address and row pitch per fixed field.
 
-    Holds the block, so that the addresses stay valid while this object is alive.
+    Holds the block, so that the addresses stay valid while this object is alive. Large payloads of bytes fields are
+    made into objects at once: here they come from a core's cache, verified a moment ago, on a thread that nobody waits
+    for row by row.
+
+    Args:
+        block: verified.
+        fields: which of its fields to gather.
+        copied: bytes fields whose payloads are made at once; the same for all blocks that are gathered together
+            (`fields_to_copy`).
+
+    Attributes:
+        is_copy: nothing here is a view of the block's bytes any more.
     """
 
-    __slots__ = ("_keep", "addresses", "block", "nbytes", "pitches", "rows", "views")
+    __slots__ = ("_keep", "addresses", "is_copy", "payloads", "pitches", "rows", "views")
 
-    def __init__(self, block: Block, fields: Sequence[str]) -> None:
-        self.block = block
+    def __init__(self, block: Block, fields: Sequence[str], copied: frozenset[str] = frozenset()) -> None:
         self.rows = block.rows
-        self.nbytes = int(block.nbytes)
         self.addresses: list[tuple[int, ...]] = []
         self.pitches: list[int] = []
         self._keep: list[Any] = []
         self.views: list[memoryview | None] = []  # of variable fields: their bytes
+        self.payloads: list[list[bytes] | None] = []  # of fields that were copied: a payload per row
+        self.is_copy = bool(copied)
         for name in fields:
             column = block.column(name)
             if isinstance(column, FixedColumn):
-                self._add_fixed(column)
+                self._add_fixed(column.values.copy() if copied else column.values)
             else:
-                self._add_variable(column)
+                starts, ends = _checked_spans(column)
+                view = np.asarray(column.data).data
+                if name in copied:
+                    self._add_payloads(view, starts, ends)
+                else:
+                    self._add_variable(
+                        *(_compact(view, starts, ends) if copied else (column.data, starts, ends))
+                    )
+        if not copied:
+            self._keep.append(block)
 
-    def _add_fixed(self, column: FixedColumn) -> None:
-        values = column.values
+    def _add_fixed(self, values: NDArray[Any]) -> None:
         if values.size and not values[0].flags.c_contiguous:
             values = np.ascontiguousarray(values)
         self._keep.append(values)
         self.views.append(None)
+        self.payloads.append(None)
         self.addresses.append((values.__array_interface__["data"][0],))
         self.pitches.append(values.strides[0] if values.ndim and len(values) > 1 else values[:1].nbytes)
 
-    def _add_variable(self, column: VariableColumn) -> None:
-        starts = np.ascontiguousarray(column.starts, dtype=np.int64)
-        ends = np.ascontiguousarray(column.ends, dtype=np.int64)
-        data = np.asarray(column.data)
-        if len(starts) and (
-            int(starts.min()) < 0 or int(ends.max()) > data.nbytes or bool((ends < starts).any())
-        ):
-            raise FormatError(
-                "a variable-size column points outside its block; rebuild the shard it came from"
-            )
+    def _add_variable(self, data: NDArray[np.uint8], starts: Int64s, ends: Int64s) -> None:
+        data = np.asarray(data)
         self._keep.append((starts, ends, data))
         self.views.append(data.data)
-        bases = (a.__array_interface__["data"][0] for a in (starts, ends, data))
-        self.addresses.append(tuple(bases))
+        self.payloads.append(None)
+        self.addresses.append(tuple(a.__array_interface__["data"][0] for a in (starts, ends, data)))
         self.pitches.append(8)
+
+    def _add_payloads(self, view: memoryview, starts: Int64s, ends: Int64s) -> None:
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        self.payloads.append([bytes(view[start:end]) for start, end in spans])
+        self.views.append(None)
+        self.addresses.append((0, 0, 0))
+        self.pitches.append(8)
+
+
+def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
+    """Where rows begin and end in the column's data, seen to lie inside of it."""
+    starts = np.ascontiguousarray(column.starts, dtype=np.int64)
+    ends = np.ascontiguousarray(column.ends, dtype=np.int64)
+    if len(starts) and (
+        int(starts.min()) < 0
+        or int(ends.max()) > np.asarray(column.data).nbytes
+        or bool((ends < starts).any())
+    ):
+        raise FormatError("a variable-size column points outside its block; rebuild the shard it came from")
+    return starts, ends
+
+
+def _compact(view: memoryview, starts: Int64s, ends: Int64s) -> tuple[NDArray[np.uint8], Int64s, Int64s]:
+    """The rows end to end, without what lies between them in the block."""
+    spans = zip(starts.tolist(), ends.tolist(), strict=True)
+    data = np.frombuffer(b"".join([view[start:end] for start, end in spans]), np.uint8)
+    borders = np.cumsum(ends - starts)
+    return data, borders - (ends - starts), borders
+
+
+def fields_to_copy(
+    schema: Schema, fields: Sequence[str], typical_bytes: Callable[[Sequence[str]], int]
+) -> frozenset[str]:
+    """Bytes fields so large that what an object costs beside its payload does not count against the memory bound.
+
+    Args:
+        schema: types of the fields.
+        fields: which of them are gathered.
+        typical_bytes: of some fields of a row.
+    """
+    return frozenset(
+        name for name in fields if schema[name].kind == "bytes" and typical_bytes([name]) >= _LARGE_PAYLOAD
+    )
 
 
 class RowAddresses:
@@ -111,10 +173,15 @@ class RowAddresses:
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
         self._blocks = list(blocks)
-        self._which = which
+        self._which, self._row, self._names = which, row, list(fields)
+        self._copied: dict[str, list[list[bytes]]] = {}
         self._fields: list[tuple[str, FieldType, Int64s, Int64s | None, list[memoryview | None]]] = []
         for position, name in enumerate(fields):
             field = schema[name]
+            payloads = [part for one in blocks if (part := one.payloads[position]) is not None]
+            if payloads:
+                self._copied[name] = payloads
+                continue
             columns = 1 if field.kind in ("scalar", "array") else 3
             bases = np.array([one.addresses[position] for one in blocks], dtype=np.int64).reshape(-1, columns)
             pitches = np.array([one.pitches[position] for one in blocks], dtype=np.int64)
@@ -134,14 +201,20 @@ class RowAddresses:
             Per field a fresh array (n, *shape), a list (bytes, str, json), or for ragged fields (values, offsets):
             all rows end to end and (n + 1,) int64 borders.
         """
-        return {
-            name: _fixed(field, addresses[first:last])
-            if sizes is None
-            else _ragged(field, addresses[first:last], sizes[first:last])
-            if field.kind == "ragged"
-            else _pieces(field, views, self._which[first:last], addresses[first:last], sizes[first:last])
-            for name, field, addresses, sizes, views in self._fields
-        }
+        columns: dict[str, Any] = {}
+        for name, field, addresses, sizes, views in self._fields:
+            if sizes is None:
+                columns[name] = _fixed(field, addresses[first:last])
+            elif field.kind == "ragged":
+                columns[name] = _ragged(field, addresses[first:last], sizes[first:last])
+            else:
+                which = self._which[first:last]
+                columns[name] = _opaque(field, views, which, addresses[first:last], sizes[first:last])
+        if self._copied:
+            which, row = self._which[first:last].tolist(), self._row[first:last].tolist()
+            for name, payloads in self._copied.items():
+                columns[name] = [payloads[block][place] for block, place in zip(which, row, strict=True)]
+        return {name: columns[name] for name in self._names}
 
 
 @lru_cache(maxsize=64)
@@ -152,27 +225,53 @@ def _address_space(item: int) -> NDArray[np.void]:
     return np.ndarray((count,), dtype=np.dtype((np.void, item)), buffer=memoryview(space), strides=(1,))
 
 
-def _items(dtype: np.dtype[Any], addresses: Int64s) -> NDArray[Any]:
-    return _address_space(dtype.itemsize)[addresses - _FIRST_ADDRESS].view(dtype)
+def _items(dtype: np.dtype[Any], addresses: Int64s, size: int | None = None) -> NDArray[Any]:
+    """`size` bytes (one item by default) at each address, end to end, as `dtype`."""
+    return _address_space(size or dtype.itemsize)[addresses - _FIRST_ADDRESS].view(dtype)
 
 
 def _fixed(field: FieldType, addresses: Int64s) -> NDArray[Any]:
     dtype = np.dtype(field.dtype)
-    item = dtype.itemsize * int(np.prod(field.shape, dtype=np.int64))
+    item = dtype.itemsize * prod(field.shape)
     shape = (len(addresses), *field.shape)
     if item == 0 or not len(addresses):
         return np.empty(shape, dtype=dtype)
-    if item < _MAX_ITEM:
-        rows = _address_space(item)[addresses - _FIRST_ADDRESS]
-        return rows.view(dtype).reshape(shape)
-    out = np.empty(shape, dtype=dtype)
+    pieces = _pieces_per_row(item, len(addresses))
+    if not pieces:
+        return _one_by_one(np.empty(shape, dtype=dtype), addresses, item)
+    if pieces > 1:
+        addresses = (addresses[:, None] + _piece_offsets(item // pieces, pieces)).ravel()
+    # a piece need not be a multiple of an item of `dtype`, all of them together are
+    return _items(np.dtype(np.uint8), addresses, item // pieces).view(dtype).reshape(shape)
+
+
+def _one_by_one(out: NDArray[Any], addresses: Int64s, item: int) -> NDArray[Any]:
     target = out.__array_interface__["data"][0]
     for position, address in enumerate(addresses.tolist()):
         ctypes.memmove(target + position * item, address, item)
     return out
 
 
-def _pieces(
+@lru_cache(maxsize=256)
+def _pieces_per_row(item: int, rows: int) -> int:
+    """In how many equal pieces to copy each row of `item` bytes: the fewest that other threads can run beside.
+
+    As many as there may be where that would take pieces of less than `_MIN_PIECE`; 0 where none is small enough to be
+    one item.
+    """
+    if item * rows < _HOLD_BYTES:
+        return 1
+    possible = [pieces for pieces in range(1, max(1, item // _MIN_PIECE) + 1) if item % pieces == 0]
+    possible = [pieces for pieces in possible if item // pieces <= _MAX_ITEM]
+    return next((pieces for pieces in possible if pieces * rows >= _FREE_ITEMS), max(possible, default=0))
+
+
+@lru_cache(maxsize=64)
+def _piece_offsets(size: int, pieces: int) -> Int64s:
+    return np.arange(pieces, dtype=np.int64) * size
+
+
+def _opaque(
     field: FieldType, views: Sequence[Any], which: Int64s, starts: Int64s, sizes: Int64s
 ) -> list[Any]:
     """bytes, str or parsed JSON of each row; one copy each, out of the block."""

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
-from shardkit.errors import StateError
-from shardkit.ledger import Journal
+from shardkit.errors import PlanError, StateError, UsageError
+from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.agreement import agree
-from shardkit.loader.assembly import Assembler
+from shardkit.loader.assembly import Assembler, StepBatches
 from shardkit.loader.batch import Batch
 from shardkit.loader.decoders import find_decoders
 from shardkit.loader.events import EventLog
 from shardkit.loader.machinery import Machinery
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.ranks import Topology, find_topology
+from shardkit.loader.rebalancing import make_rebalancer
 from shardkit.loader.row_work import RowWork
+from shardkit.loader.run_watch import open_watch
 from shardkit.loader.schedule import StepGroup, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.telemetry_sources import LoaderSource
 from shardkit.loader.transforms import RowFunction
 from shardkit.loader.watchdog import Watchdog
 from shardkit.plan import Plan
+from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
 
@@ -57,14 +62,22 @@ class Loader:
         self._handed_out = 0  # the step after the last one handed out
         self._pipeline: Pipeline | None = None
         self._machinery: Machinery | None = None
+        self._prefetch_now = 0  # where it was changed on the way
         self.counts = LoaderCounts()
         self._events = EventLog(config.run, self.topology.rank)
+        reports = self._reports = LoaderSource(self)
+        self.telemetry = Telemetry(
+            rank=self.topology.rank, world=self.topology.world, worker=config.offset, lanes=reports.lanes
+        )
+        reports.register(self.telemetry)
         self._function = RowFunction(
             seed=plan.settings.seed,
             decoders=find_decoders(config.decode, sources.schema),
             transform=config.transform,
         )
         self._agree()
+        self._rebalancer = make_rebalancer(config.rebalance, rank=self.topology.rank, world=self.topology.world,
+                                           lanes=plan.lanes, record=self._record_decision)  # fmt: skip
 
     def _agree(self) -> None:
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
@@ -93,56 +106,124 @@ class Loader:
         self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
         self._handed_out = start
         numbers = range(start + config.offset, stop, config.stride)
+        if self._rebalancer is not None:
+            self._rebalancer.seek(start)
+            self.lanes = self._rebalancer.lanes_now()
+        self._reports.loop_is_over(self.counts)
+        self.counts = LoaderCounts()
         pipeline = self._pipeline = self._open_pipeline(numbers)
         return self._hand_out(pipeline, stop)
 
     def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
         machinery = self._open_machinery()
-        journal, remote = machinery.journal, machinery.remote
-        for one in pipeline:
+        journal, remote, config = machinery.journal, machinery.remote, self._config
+        stages = {start: number for number, (start, _) in enumerate(self.plan.settings.stages) if number}
+        for one in (
+            pipeline if self._rebalancer is None else self._with_moves(pipeline, self._handed_out, stop)
+        ):
             if journal is not None:
                 journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
             for facts in one.replaced:
                 self._record_replaced(facts, journal)
             self._handed_out = one.step + 1
+            self._reports.cells += len(self.lanes)
             if remote is not None:
                 remote.advance(one.step)
-            if one.step + self._config.stride >= stop:
+                if journal is not None:
+                    remote.read_events.flush(one.step, journal, everything=one.step + config.stride >= stop)
+            if journal is not None and one.step in stages and self.lanes[:1] == [0]:
+                journal.event(one.step, "stage", number=stages[one.step])
+            if one.step + config.stride >= stop:
                 self._start = stop
-            yield one.batches if self._config.by_cell else one.batches[0]
+            yield one.batches if config.by_cell else one.batches[0]
+            if self._rebalancer is not None:
+                self._rebalancer.came_back()
         self._start = stop
+
+    def _with_moves(self, pipeline: Pipeline, step: int, stop: int) -> Iterator[StepBatches]:
+        """The steps of a loop with the lanes that are this rank's at each; a move begins the reading ahead anew."""
+        assert self._rebalancer is not None
+        steps = iter(pipeline)
+        for number in range(step, stop):
+            lanes = self._rebalancer.lanes_at(number)
+            if lanes != self.lanes:
+                self._stop_pipeline()
+                self.lanes = lanes
+                pipeline = self._pipeline = self._open_pipeline(range(number, stop))
+                steps = iter(pipeline)
+            one = next(steps, None)
+            if one is None:
+                return  # another loop over this loader has begun
+            self._rebalancer.handed_out(sum(map(bool, one.lane_counts)), self.counts.last_wait_s)
+            yield one
+
+    def _record_decision(self, step: int, **details: Any) -> None:
+        self._events.record("rebalance", step=step, **details)
+        journal = None if self._machinery is None else self._machinery.journal
+        if journal is not None:
+            journal.event(step, "rebalance", **details)
+
+    def watch(self, module: Any) -> None:
+        """With `rebalance`: a rank's part of a step is computed when the last gradient of `module` is there.
+
+        For plain and DistributedDataParallel models, whose last gradient comes before ranks wait for each other. Where
+        they wait inside of the computation (fully_shard, pipelines), measure and tell `computed` instead.
+        """
+        if self._rebalancer is not None:
+            computed = self._rebalancer.computed
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _parameter: computed())
+
+    def computed(self, seconds: float | None = None) -> None:
+        """With `rebalance`: this rank has computed its part of the step, now or in so many seconds.
+
+        To be called in every step before ranks wait for each other; nothing happens without `rebalance`.
+        """
+        if self._rebalancer is not None:
+            self._rebalancer.computed(seconds)
 
     def _record_replaced(self, facts: dict[str, Any], journal: Journal | None) -> None:
         self.counts.substitutions += 1
         self._events.record(facts["kind"], **{name: value for name, value in facts.items() if name != "kind"})
         if journal is not None:
-            journal.event(**facts)  # the audit accounts for it
+            kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
+            journal.event(**(facts | {"kind": kind}))  # the audit accounts for it
 
     def _open_machinery(self) -> Machinery:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
         if self._machinery is None or self._machinery.process != os.getpid():
             self._machinery = Machinery(self.plan, self._sources, self._config, self.topology, self._function,
                                          self._fields, self.lanes, self._events)  # fmt: skip
+            self._machinery.watch = open_watch(self, self._config, self._sources, self._events)
             # not through `self`: what the machinery's threads hold must not keep the loader alive
-            weakref.finalize(self, self._machinery.close)
+            weakref.finalize(self, self._machinery.close_unwatched)
         return self._machinery
 
     def _open_pipeline(self, numbers: range) -> Pipeline:
         plan, sources, lanes = self.plan, self._sources, self.lanes
         machinery = self._open_machinery()
-        counts = self.counts = LoaderCounts()
+        counts = self.counts
+
+        end = numbers[-1] if numbers else -1
 
         def group(numbers: range) -> StepGroup:
-            return plan_group(plan, sources.rows.locate, lanes, numbers)
+            found = plan_group(plan, sources.rows.locate, lanes, numbers)
+            if numbers[-1] == end > numbers[0]:
+                # the plan shuffles each lane's blocks once per epoch and remembers it: not while a trainer waits
+                with contextlib.suppress(PlanError):  # that is for the next loop to raise
+                    plan_group(plan, sources.rows.locate, lanes, range(end + 1, end + 2))
+            return found
 
         if machinery.remote is not None and numbers:
+            machinery.remote.own(lanes)
             machinery.remote.start(numbers.start, machinery.window.is_loaded)
         work = machinery.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
         settings = PipelineSettings(
             rows_per_step=rows,
             bytes_per_step=rows * sources.row_bytes(self._fields),
-            prefetch=self._prefetch(rows, work),
+            prefetch=self._prefetch(rows, work, machinery.copied),
             stall_s=self._config.stall_s,
             report=Watchdog(self.topology, plan, sources.rows, sources.reader, machinery.window, work, self._events,
                             self._config.on_stall),
@@ -166,15 +247,25 @@ class Loader:
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         return bool(self._tensors and cuda is not None and cuda.is_initialized())
 
-    def _prefetch(self, rows: int, work: RowWork) -> int:
+    def _prefetch(self, rows: int, work: RowWork, copied: frozenset[str]) -> int:
         if self._config.prefetch is not None:
-            return self._config.prefetch
-        fixed = all(self._sources.schema[name].item_bytes is not None for name in self._fields)
-        small = rows * self._sources.row_bytes(self._fields) <= _INLINE_BYTES
-        return 0 if fixed and small and not work and not self._pins() else _DEFAULT_PREFETCH
+            return (self._config.prefetch and self._prefetch_now) or self._config.prefetch
+        schema, row_bytes = self._sources.schema, self._sources.row_bytes
+        rest = [
+            name for name in self._fields if name not in copied
+        ]  # a step copies these, and refers to the others
+        fixed = all(schema[name].item_bytes is not None for name in rest)
+        small = not rest or rows * row_bytes(rest) <= _INLINE_BYTES
+        return (
+            0
+            if fixed and small and not work and not self._pins()
+            else self._prefetch_now or _DEFAULT_PREFETCH
+        )
 
     def _stop_pipeline(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            self._reports.pipeline_is_over(pipeline)
         if pipeline is not None and self._machinery is not None and self._machinery.process == os.getpid():
             pipeline.close()
 
@@ -216,6 +307,32 @@ class Loader:
 
     # ---- the rest
 
+    @property
+    def prefetch(self) -> int | None:
+        """How many finished steps may wait; None where each is gathered when it is asked for."""
+        return None if self._pipeline is None else self._pipeline.prefetch or None
+
+    @prefetch.setter
+    def prefetch(self, steps: int) -> None:
+        self._prefetch_now = steps
+        if self._pipeline is not None:
+            self._pipeline.prefetch = steps
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Of the current or last loop."""
+        return self._pipeline
+
+    @property
+    def machinery(self) -> Machinery | None:
+        """What is open in this process."""
+        return self._machinery
+
+    @property
+    def handed_out(self) -> int:
+        """The step after the last one handed out."""
+        return self._handed_out
+
     def stats(self) -> dict[str, float]:
         """Counters of the current or last loop, and of all block loads of this loader.
 
@@ -224,6 +341,9 @@ class Loader:
         counts = self.counts
         result: dict[str, float] = {"step": float(self._handed_out)}
         result |= {name: float(getattr(counts, name)) for name in counts.__slots__}
+        result["lanes"] = float(len(self.lanes))
+        if self._rebalancer is not None:
+            result["moves"] = float(self._rebalancer.moves)
         result["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
         if self._machinery is not None:
             window = self._machinery.window
@@ -245,6 +365,17 @@ class Loader:
                 "assembly_starved_s": pipeline.assembly_waits.starved_s,
             }
         return result
+
+    def __reduce__(self) -> NoReturn:
+        """Threads and files do not travel.
+
+        Raises:
+            UsageError: always; says what to send instead.
+        """
+        raise UsageError(
+            "a loader stays in its process (a forked child may go on with it); to another one send the dataset, the "
+            "plan and loader.state_dict(), make the loader there and load the state"
+        )
 
     def close(self) -> None:
         """Stop threads and processes, sync and close the journal; may be called twice."""

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
 
 import numpy as np
 
+from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
-from shardkit.loader.gather import GatherColumns
+from shardkit.loader.gather import GatherColumns, fields_to_copy
 from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
+from shardkit.loader.run_watch import RunWatch
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.substitutes import SubstituteDraw
 from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
+from shardkit.telemetry.slow_blocks import BlockTimes
 
 __all__ = ["Machinery", "default_threads"]
 
+_OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
@@ -47,8 +53,34 @@ class Machinery:
 
         is_view = lru_cache(maxsize=1 << 16)(reader.is_view)
 
+        self.verification_failures = 0
+        self.watch: RunWatch | None = None
+        self.times: BlockTimes | None = None
+        if config.run is not None and config.telemetry is not None:
+            self.times = BlockTimes(
+                lambda shard: reader.shard_name(shard)[18:30], lru_cache(maxsize=None)(reader.has_file)
+            )
+        times = self.times
+        # where rows are selected, most payloads of a block may never be asked for
+        self.copied = copied = (
+            frozenset[str]()
+            if rows.has_selections
+            else fields_to_copy(sources.schema, fields, sources.row_bytes)
+        )
+
         def load(block: int) -> GatherColumns:
-            return GatherColumns(reader.read(*rows.shard_of_block(block)), fields)
+            shard, inside = rows.shard_of_block(block)
+            started = time.perf_counter()
+            try:
+                found = GatherColumns(reader.read(shard, inside), fields, copied)
+            except IntegrityError:
+                self.verification_failures += 1
+                raise
+            if found.is_copy:
+                reader.forget(shard, inside)
+            if times is not None:
+                times.note(shard, inside, time.perf_counter() - started, sources.block_bytes(block))
+            return found
 
         if config.memory >= _ROOMY_BYTES:
             _keep_freed_memory()
@@ -89,6 +121,8 @@ class Machinery:
         """End all of it; may be called twice, and in a forked child does nothing."""
         if self.process != os.getpid():
             return
+        if self.watch is not None:
+            self.watch.close()
         if self.remote is not None:
             self.remote.close()
         self.window.close()
@@ -96,6 +130,16 @@ class Machinery:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:
             self.journal.close()
+
+    def close_unwatched(self) -> None:
+        """`close` for a loader that nobody holds any more, on whichever thread that comes to light.
+
+        The collector may run on a thread of the loader's own, and no thread can wait for itself.
+        """
+        if threading.current_thread().name.startswith(_OWN_THREADS):
+            threading.Thread(target=self.close, name="shardkit-close", daemon=True).start()
+        else:
+            self.close()
 
 
 def _keep_freed_memory() -> None:

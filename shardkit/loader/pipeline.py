@@ -17,16 +17,12 @@ from dataclasses import dataclass
 from shardkit.loader.assembly import Assembler, StepBatches
 from shardkit.loader.background import Background, Waits
 from shardkit.loader.block_window import BlockWindow, Lease
-from shardkit.loader.schedule import StepGroup
+from shardkit.loader.gather import GatherColumns
+from shardkit.loader.schedule import StepGroup, most_steps
 from shardkit.loader.statistics import LoaderCounts
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
-# Planning and addressing cost the same for a group as for a step: as many rows as make them vanish, as few bytes as
-# the first batch can wait for.
-_GROUP_ROWS = 16384
-_GROUP_BYTES = 64 << 20
-_MAX_GROUP_STEPS = 256
 _GROUPS_AHEAD = 1  # leased beside the one that is gathered and the one that is planned
 
 
@@ -132,6 +128,16 @@ class Pipeline:
         """Finished steps that wait for the trainer."""
         return 0 if self._ahead is None else len(self._ahead)
 
+    @property
+    def prefetch(self) -> int:
+        """How many finished steps may wait; 0 where steps are gathered when they are asked for."""
+        return 0 if self._ahead is None else self._ahead.depth
+
+    @prefetch.setter
+    def prefetch(self, value: int) -> None:
+        if self._ahead is not None:
+            self._ahead.depth = max(1, value)
+
     def close(self) -> None:
         """Stop the threads, drop what was made ahead; may be called twice and from any thread."""
         if self._process != os.getpid():
@@ -154,8 +160,7 @@ class Pipeline:
 
     def _scout(self) -> Iterator[tuple[StepGroup, Lease]]:
         settings, left = self._settings, self._numbers
-        most = max(1, min(_MAX_GROUP_STEPS, _GROUP_ROWS // settings.rows_per_step,
-                          _GROUP_BYTES // settings.bytes_per_step))  # fmt: skip
+        most = most_steps(settings.rows_per_step, settings.bytes_per_step)
         size = 1  # the first batch should not wait for a whole group
         while left and not self._stopping.is_set():
             started = time.perf_counter()
@@ -171,17 +176,20 @@ class Pipeline:
             yield group, lease
 
     def _steps(self) -> Iterator[StepBatches]:
-        settings = self._settings
         for group, lease in self._groups:
             self._current = group
             try:
-                started = time.perf_counter()
-                blocks = lease.wait(settings.stall_s, lambda waited: self._report(waited, "load"))
-                self._counts.load_wait_s += time.perf_counter() - started
-                yield from self._assemble(group, blocks)
+                # no name for the blocks here: they must be gone with the lease, not with the next group
+                yield from self._assemble(group, self._loaded(lease))
             finally:
                 lease.release()
                 self._leases.remove(lease)
+
+    def _loaded(self, lease: Lease) -> list[GatherColumns]:
+        started = time.perf_counter()
+        blocks = lease.wait(self._settings.stall_s, lambda waited: self._report(waited, "load"))
+        self._counts.load_wait_s += time.perf_counter() - started
+        return blocks
 
     def _report(self, waited: float, stage: str) -> None:
         self._counts.stalls += 1

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.loader.events import EventLog
+from shardkit.loader.read_events import ReadEvents
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.plan import Plan
@@ -36,6 +38,7 @@ class RemoteBlocks:
 
     Attributes:
         reader: gives the same blocks as the dataset's, through the cache.
+        read_events: what the ledger should know of these reads.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RemoteBlocks:
             cache, ahead_bytes=ahead, threads=_AHEAD_THREADS, clock=int(plan.digest[:16], 16)
         )
         self.reader: BlockReader = sources.reader.through(self.supply)
+        self.read_events = ReadEvents()
         self._listen(events)
 
     def _listen(self, events: EventLog) -> None:
@@ -60,6 +64,7 @@ class RemoteBlocks:
 
         def record(detour: Detour) -> None:
             events.record(f"read_{detour.kind}", location=detour.location, **detour.details)
+            self.read_events.note(detour)
 
         def attest(found: Attestation) -> None:
             if run is not None:  # a reader need not have the right to write the root: a repair reads it here
@@ -89,6 +94,34 @@ class RemoteBlocks:
         loop = self._plan.loop_steps
         horizon = (step // loop + _HORIZON_LOOPS) * loop
         self.supply.follow(self._uses, request, places, step=step, horizon=horizon)
+
+    def own(self, lanes: list[int]) -> None:
+        """Other lanes from the next `start` on."""
+        self._lanes = lanes
+
+    @property
+    def location_names(self) -> list[str]:
+        """Of all locations that blocks may come from, without repetition."""
+        return list(dict.fromkeys(location.name for store in self._stores for location in store.locations))
+
+    @property
+    def hedge(self) -> bool:
+        """Whether a late answer is asked for a second time."""
+        return any(store.path.settings.hedge for store in self._stores)
+
+    @hedge.setter
+    def hedge(self, on: bool) -> None:
+        for store in self._stores:
+            store.path.settings = replace(store.path.settings, hedge=on)
+
+    def location(self, name: str) -> tuple[int, bool]:
+        """Rank of a location, and whether it is off."""
+        return next(store.path.tuned(name) for store in self._stores if _has(store, name))
+
+    def tune_location(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
+        """Change either, from the next read on."""
+        for store in self._stores:
+            store.path.tune(name, rank=rank, off=off)
 
     def advance(self, step: int) -> None:
         """The trainer has been handed `step`."""
@@ -132,6 +165,10 @@ class RemoteBlocks:
             step = numbers[-1] + stride
             before = set(group.blocks) if step % loop >= stride else set()
             size = min(most, size * 4)
+
+
+def _has(store: LocatedStore, name: str) -> bool:
+    return any(location.name == name for location in store.locations)
 
 
 def open_remote_blocks(

@@ -10,10 +10,15 @@ from numpy.typing import NDArray
 
 from shardkit.plan import Plan
 
-__all__ = ["LocateRows", "StepGroup", "plan_group"]
+__all__ = ["LocateRows", "StepGroup", "most_steps", "plan_group"]
 
 Int64s = NDArray[np.int64]
 
+# Planning and addressing cost the same for a group as for a step: as many rows as make them vanish, as few bytes as
+# the first batch can wait for.
+_GROUP_ROWS = 16384
+_GROUP_BYTES = 64 << 20
+_MAX_GROUP_STEPS = 256
 
 LocateRows = Callable[[Int64s], tuple[Int64s, Int64s, Int64s, Int64s]]
 """Sample numbers → (shard, row, block, row in block); `storage.RowMap.locate`."""
@@ -67,3 +72,9 @@ def _cells(plan: Plan, lanes: list[int], numbers: range) -> Int64s:
     if numbers.step == 1:
         return plan.steps(numbers.start, numbers.stop, lanes)
     return np.concatenate([plan.steps(step, step + 1, lanes) for step in numbers])
+
+
+def most_steps(rows_per_step: int, bytes_per_step: int) -> int:
+    """How many steps of a rank are planned at once; the first group is one step, each later one four times as long."""
+    by_size = min(_GROUP_ROWS // max(1, rows_per_step), _GROUP_BYTES // max(1, bytes_per_step))
+    return max(1, min(_MAX_GROUP_STEPS, by_size))

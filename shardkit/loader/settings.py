@@ -10,10 +10,12 @@ from typing import Any
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
 from shardkit.loader.decoders import Decoder
+from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.row_work import OnError, Workers
 from shardkit.loader.transforms import BatchTransform, SampleTransform
 from shardkit.loader.watchdog import OnStall
 from shardkit.storage import BlockReader, RowMap
+from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["LoaderConfig", "Sources"]
 
@@ -42,6 +44,7 @@ class LoaderConfig:
     fields: Sequence[str] | None = None
     by_cell: bool = False
     uneven: bool = False
+    rebalance: Rebalancing | None = None
     memory: int = 2 << 30
     threads: int | None = None
     prefetch: int | None = None
@@ -56,6 +59,9 @@ class LoaderConfig:
     run: Path | None = None
     cache: Path | None = None
     cache_size: int | None = None  # bytes; most of the disk's free room where None
+    telemetry: TelemetrySettings | None = field(
+        default_factory=TelemetrySettings
+    )  # where there is a run directory
     stride: int = (
         1  # hand out every stride-th step from the offset-th on: how DataLoader workers share the steps
     )
@@ -74,6 +80,8 @@ class LoaderConfig:
                 raise ConfigurationError(f"{name}={value}: at least {least} is expected")
         if not self.stall_s > 0:
             raise ConfigurationError(f"stall_s={self.stall_s}: more than 0 seconds are expected")
+        if self.rebalance is not None:
+            self._check_rebalance()
         for name, known in (
             ("workers", ("threads", "processes")),
             ("on_error", ("raise", "substitute", "mask")),
@@ -82,3 +90,14 @@ class LoaderConfig:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}: {' or '.join(map(repr, known))} is expected"
                 )
+
+    def _check_rebalance(self) -> None:
+        if not self.uneven:
+            raise ConfigurationError(
+                "rebalance moves lanes, so that ranks hold unequal numbers of samples: pass uneven=True and multiply "
+                "the loss by batch.weight"
+            )
+        if self.lanes is not None or self.stride != 1:
+            raise ConfigurationError(
+                "rebalance deals the lanes itself, in one process per rank: leave out lanes= and stride="
+            )

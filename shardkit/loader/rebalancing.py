@@ -1,0 +1,253 @@
+"""Lanes that move between ranks while a run goes on: telemetry, decisions, their effect at a named step (SPEC.md §9).
+
+Ranks talk through the process group's store, not by collectives: one small write every `every` steps, one small read a
+few steps later. What moves is decided by `shardkit.plan.rebalance`, a pure function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from shardkit.errors import ConfigurationError, RunError
+from shardkit.plan.assignment import Assignment
+from shardkit.plan.rebalance import Decision, RankTelemetry, Rules, in_force, rebalance
+
+__all__ = ["Rebalancer", "Rebalancing", "make_rebalancer"]
+
+_numbers = itertools.count()
+
+Record = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebalancing:
+    """What ``rebalance=True`` stands for.
+
+    Attributes:
+        every: steps between two looks at the telemetry; each uses that many steps at most.
+        rules: when to act.
+        store: a torch store that all ranks share and nothing else uses; by default a part of the process group's.
+        timeout_s: how long a rank waits for what the leader has decided; no wait where ranks train in step.
+    """
+
+    every: int = 16
+    rules: Rules = field(default_factory=Rules)
+    store: Any = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigurationError(f"rebalancing: every={self.every}, at least 1 step is expected")
+
+
+class Rebalancer:
+    """One rank's part: says how long its cells take, hears which lanes are its own.
+
+    Args:
+        settings: with a store.
+        rank: in the data-parallel world.
+        world: ranks that share the plan.
+        lanes: of the plan; dealt evenly at first.
+        leads: this process decides; one of all.
+        record: journals a decision, before it is published: called with (step, details).
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Rebalancing,
+        *,
+        rank: int,
+        world: int,
+        lanes: int,
+        leads: bool,
+        record: Record,
+        prefix: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._settings, self._rank, self._world, self._leads = settings, rank, world, leads
+        self._record, self._clock, self._prefix = record, clock, prefix
+        owners = [r for r in range(world) for _ in range(r * lanes // world, (r + 1) * lanes // world)]
+        self._even = Assignment(tuple(owners), (0,) * world)
+        self._loop = 0  # how often the steps did not go on where they had stopped
+        self._next = 0
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        """Even shares, no telemetry, no decision: the same on every rank, whatever was heard before."""
+        self._first = step
+        self._start = self._current = self._even
+        self._journal: list[Decision] = []  # the leader's; others know what is in force
+        self.moves = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Telemetry is of the lanes that a rank has now."""
+        kept = self._settings.every
+        self._compute: deque[float] = deque(maxlen=kept)
+        self._wait: deque[float] = deque(maxlen=kept)
+        self._handed_at, self._cells, self._waited = 0.0, 0, 0.0
+        self._computed: float | None = None
+        self._silent = 0
+
+    # ---- what the loader calls
+
+    def seek(self, step: int) -> None:
+        """Steps go on at `step`: where they had stopped, else with even shares."""
+        if step != self._next:
+            self._loop += 1
+            self._next = step
+            self._begin(step)
+
+    def lanes_now(self) -> list[int]:
+        """The own lanes of the last step that was asked for."""
+        return list(self._current.lanes_of(self._rank))
+
+    def lanes_at(self, step: int) -> list[int]:
+        """The own lanes at a step that is about to be handed out; called for every step, in order.
+
+        Raises:
+            RunError: the leader has not come so far in time.
+        """
+        rules, every = self._settings.rules, self._settings.every
+        heard = step - rules.lead
+        if heard >= self._first and heard % every == 0:
+            self._hear(heard)
+        if step % every == 0:
+            self._tell(step)
+            if self._leads:
+                self._decide(step)
+        self._next = step + 1
+        return self.lanes_now()
+
+    def handed_out(self, cells: int, waited_s: float) -> None:
+        """The trainer gets a step of so many cells, for which it has waited so long."""
+        self._cells, self._waited, self._computed = cells, waited_s, None
+        self._handed_at = self._clock()
+
+    def computed(self, seconds: float | None = None) -> None:
+        """This rank has computed what is its own of the step: now, or in so many seconds."""
+        self._computed = self._clock() - self._handed_at if seconds is None else seconds
+
+    def came_back(self) -> None:
+        """The trainer asks for the next step."""
+        if self._cells and self._computed is not None:
+            self._compute.append(self._computed / self._cells)
+            self._wait.append(self._waited / self._cells)
+            self._silent = 0
+            return
+        self._silent += 1
+        if self._silent == self._settings.every and not self._compute:
+            warnings.warn(
+                "shardkit: rebalance=True learns nothing: nobody says when a rank has computed its part. Call "
+                "loader.watch(model) once, or loader.computed() before ranks wait for each other in every step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # ---- through the store
+
+    def _key(self, kind: str, number: int) -> str:
+        return f"{self._prefix}{self._loop}/{kind}/{number}"
+
+    def _tell(self, step: int) -> None:
+        if self._compute:
+            told = {"step": step, "moves": self.moves, "node": platform.node(), "compute_s": list(self._compute),
+                    "wait_s": list(self._wait)}  # fmt: skip
+            self._settings.store.set(self._key("telemetry", self._rank), json.dumps(told))
+
+    def _decide(self, step: int) -> None:
+        """Leader: what changes `lead` steps from here; an empty decision is published too."""
+        decision = self._decision(step)
+        text = ""
+        if decision is not None:
+            self._journal.append(decision)
+            moved = decision.assignment
+            text = json.dumps({"from_step": moved.from_step, "owner": moved.owner})
+            before = in_force(self._start, self._journal[:-1], step).owner
+            self._record(
+                step, number=decision.number, from_step=moved.from_step, owner=list(moved.owner),
+                moved=sum(a != b for a, b in zip(before, moved.owner, strict=True)),
+                before_us=round(1e6 * decision.before_s), expected_us=round(1e6 * decision.expected_s),
+                undoes=decision.undoes,
+            )  # fmt: skip
+        self._settings.store.set(self._key("decision", step), text)
+
+    def _decision(self, step: int) -> Decision | None:
+        told = self._telemetry()
+        if told is None:
+            return None
+        names = sorted({one["node"] for one in told})
+        nodes = tuple(names.index(one["node"]) for one in told)
+        self._start = Assignment(self._start.owner, nodes)
+        self._journal = [
+            Decision(d.number, d.decided_at, Assignment(d.assignment.owner, nodes, d.assignment.from_step),
+                     d.before_s, d.expected_s, d.undoes) for d in self._journal
+        ]  # fmt: skip
+        seen = [RankTelemetry(tuple(one["compute_s"]), tuple(one["wait_s"])) for one in told]
+        return rebalance(step, seen, self._start, self._journal, rules=self._settings.rules)
+
+    def _telemetry(self) -> list[dict[str, Any]] | None:
+        """What every rank said of the lanes that it has now; None while one of them has not."""
+        store = self._settings.store
+        keys = [self._key("telemetry", rank) for rank in range(self._world)]
+        if not store.check(keys):
+            return None
+        values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        told = [json.loads(bytes(value)) for value in values]
+        return told if all(one["moves"] == self.moves for one in told) else None
+
+    def _hear(self, step: int) -> None:
+        store, key = self._settings.store, self._key("decision", step)
+        try:
+            store.wait([key], timedelta(seconds=self._settings.timeout_s))
+        except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
+            raise RunError(
+                f"rank {self._rank}: the leader of the rebalancing has not come to step {step} after "
+                f"{self._settings.timeout_s:.0f} s; ranks that rebalance must take the same steps"
+            ) from error
+        text = bytes(store.get(key))
+        if text:
+            told = json.loads(text)
+            self._current = Assignment(tuple(told["owner"]), (0,) * self._world, told["from_step"])
+            self.moves += 1
+            self._forget()
+
+
+def make_rebalancer(
+    settings: Rebalancing | None, *, rank: int, world: int, lanes: int, record: Record
+) -> Rebalancer | None:
+    """A rebalancer on the given store, or on the process group's; None where there is nothing to move.
+
+    Processes make their loaders in the same order, as for the comparison at the start.
+
+    Raises:
+        ConfigurationError: several ranks and no store.
+    """
+    if settings is None or world == 1:
+        return None
+    if settings.store is not None:
+        return Rebalancer(settings, rank=rank, world=world, lanes=lanes, leads=rank == 0, record=record)
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is None or not distributed.is_initialized():
+        raise ConfigurationError(
+            f"rebalance=True with {world} ranks needs torch.distributed to be initialised: they talk through its "
+            "store; or pass rebalance=Rebalancing(store=…)"
+        )
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to it
+    shared = Rebalancing(
+        every=settings.every, rules=settings.rules, store=store, timeout_s=settings.timeout_s
+    )
+    # ranks that share a data-parallel coordinate each keep a rebalancer; one process of all decides
+    return Rebalancer(shared, rank=rank, world=world, lanes=lanes, leads=distributed.get_rank() == 0, record=record,
+                      prefix=f"shardkit/rebalance/{next(_numbers)}/")  # fmt: skip

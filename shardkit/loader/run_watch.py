@@ -1,0 +1,99 @@
+"""A loader with a run directory is watched: records, stacks, anomalies, health, and a control file that is heeded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardkit.errors import StoreError
+from shardkit.loader.control import Control
+from shardkit.loader.events import EventLog
+from shardkit.loader.knobs import loader_knobs
+from shardkit.loader.replication_lag import ReplicationLag
+from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings
+from shardkit.telemetry.serving import HealthServer
+from shardkit.telemetry.stacks import StackWriter
+from shardkit.telemetry.watching import AnomalyWatch
+
+if TYPE_CHECKING:
+    from shardkit.loader.loader import Loader
+    from shardkit.loader.settings import LoaderConfig, Sources
+
+__all__ = ["RunWatch", "open_watch"]
+
+_BETWEEN_STACKS_S: Final = 60.0
+
+
+def open_watch(loader: Loader, config: LoaderConfig, sources: Sources, events: EventLog) -> RunWatch | None:
+    """Begin to watch a loader whose machinery is open; None where it has no run directory, or telemetry is off."""
+    settings = config.telemetry
+    if config.run is None or settings is None:
+        return None
+    hooks: list[Callable[[Record], None]] = []
+    if settings.control:
+        control = Control(config.run, loader.topology.rank, loader_knobs(loader), events.record)
+        loader.telemetry.add_source("control", control.numbers)
+        hooks.append(control)
+    if loader.topology.rank == 0 and config.offset == 0:
+        lag = ReplicationLag(sources.reader.repositories, [sources.manifest])
+        loader.telemetry.add_source("replication", lag.numbers)
+        hooks.append(lag)
+    return RunWatch(config.run, loader.telemetry, settings, events, hooks)
+
+
+class RunWatch:
+    """What runs beside a loader in one process, on one thread that sleeps.
+
+    Args:
+        run: directory.
+        telemetry: polled.
+        settings: see there.
+        events: of the run.
+        more_hooks: such as the control file's.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        telemetry: Telemetry,
+        settings: TelemetrySettings,
+        events: EventLog,
+        more_hooks: Sequence[Callable[[Record], None]] = (),
+    ) -> None:
+        self._stacks = StackWriter(run, telemetry.rank, telemetry.worker)
+        self._stalls, self._next_stacks = 0.0, 0.0
+        hooks: list[Callable[[Record], None]] = [self._stacks, self._note_stalls]
+        if telemetry.rank == 0 and telemetry.worker == 0:
+            hooks.append(AnomalyWatch(run, events.record))
+        hooks += more_hooks
+        self._server: HealthServer | None = None
+        if settings.listen is not None and telemetry.worker == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                self._server = HealthServer(run, settings.listen)
+            except (
+                StoreError
+            ) as error:  # another run of this node has it: nothing that training should end for
+                events.record("health_not_served", reason=str(error))
+        self._recorder = Recorder(telemetry, run, settings, hooks)
+
+    @property
+    def port(self) -> int | None:
+        """Where /metrics and /healthz are served."""
+        return None if self._server is None else self._server.port
+
+    def _note_stalls(self, record: Record) -> None:
+        """The watchdog has spoken since the last record: write what every thread is doing."""
+        stalls, self._stalls = self._stalls, record.value("loader.stalls")
+        if self._stalls > stalls and time.monotonic() >= self._next_stacks:
+            self._next_stacks = time.monotonic() + _BETWEEN_STACKS_S
+            self._stacks.write()
+
+    def close(self) -> None:
+        """Write the last record, stop; may be called twice."""
+        self._recorder.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()

@@ -1,0 +1,113 @@
+"""What a loader reports: its counters over all loops, block times, reads. Polled; the loader does nothing for it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from shardkit.loader.statistics import LoaderCounts
+from shardkit.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from shardkit.loader.loader import Loader
+    from shardkit.loader.pipeline import Pipeline
+
+__all__ = ["LoaderSource"]
+
+_SUMMED = tuple(name for name in LoaderCounts.__slots__ if name != "last_wait_s")
+
+
+class LoaderSource:
+    """Counters that only grow, while a loader's own begin anew in each loop. Holds the loader weakly."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = weakref.ref(loader)
+        self._lock = threading.Lock()
+        self._past: Counter[str] = Counter()  # of loops and pipelines that are over
+        self._counted: set[int] = (
+            set()
+        )  # ids of the present counts or pipeline, when they are in `_past` already
+        self.cells = 0  # handed out
+
+    def register(self, telemetry: Telemetry) -> None:
+        """Be polled from now on."""
+        telemetry.add_source("loader", self.numbers)
+        telemetry.add_source("reads", self.reads)
+        telemetry.add_source("blocks", self.blocks)
+        telemetry.add_table("hot_shards", self.hot_shards)
+        telemetry.add_table("slow_blocks", self.slow_blocks)
+
+    def loop_is_over(self, counts: LoaderCounts) -> None:
+        """These counters will not change any more, and others take their place."""
+        with self._lock:
+            self._past.update({name: getattr(counts, name) for name in _SUMMED})
+            self._counted = {id(counts)}
+
+    def pipeline_is_over(self, pipeline: Pipeline) -> None:
+        """Nor will the waits of this one."""
+        with self._lock:
+            self._past.update(_waits(pipeline))
+
+    def numbers(self) -> dict[str, float]:
+        """Of the loader and its window."""
+        loader = self._loader()
+        if loader is None:
+            return {}
+        with self._lock:
+            found: dict[str, float] = dict(self._past)
+            counts, pipeline = loader.counts, loader.pipeline
+            if id(counts) not in self._counted:
+                for name in _SUMMED:
+                    found[name] = found.get(name, 0.0) + getattr(counts, name)
+        if pipeline is not None:
+            for name, value in _waits(pipeline).items():
+                found[name] = found.get(name, 0.0) + value
+            found |= {"queued_steps": pipeline.queued_steps, "queued_groups": pipeline.queued_groups}
+        found |= {"step": loader.handed_out, "cells": self.cells, "last_wait_s": counts.last_wait_s}
+        machinery = loader.machinery
+        if machinery is not None:
+            window = machinery.window
+            found |= {name: getattr(window.counts, name) for name in window.counts.__slots__}
+            found |= {"window_bytes": window.nbytes, "memory_bytes": window.budget}
+            found["verification_failures"] = machinery.verification_failures
+        return found
+
+    def reads(self) -> dict[str, float]:
+        """Of reads over a network, and of the cache; empty where all is local."""
+        loader = self._loader()
+        machinery = None if loader is None else loader.machinery
+        return {} if machinery is None or machinery.remote is None else machinery.remote.stats()
+
+    def blocks(self) -> dict[str, float]:
+        """Shards in use, bytes of local ones."""
+        loader = self._loader()
+        machinery = None if loader is None else loader.machinery
+        return {} if machinery is None or machinery.times is None else machinery.times.numbers()
+
+    def hot_shards(self) -> list[list[object]]:
+        """Rows of (shard, loads, bytes)."""
+        loader = self._loader()
+        machinery = None if loader is None else loader.machinery
+        return [] if machinery is None or machinery.times is None else machinery.times.hot_shards()
+
+    def slow_blocks(self) -> list[list[object]]:
+        """Rows of (seconds, time, shard, block)."""
+        loader = self._loader()
+        machinery = None if loader is None else loader.machinery
+        return [] if machinery is None or machinery.times is None else machinery.times.slowest()
+
+    def lanes(self) -> list[int]:
+        """Of the rank, now."""
+        loader = self._loader()
+        return [] if loader is None else list(loader.lanes)
+
+
+def _waits(pipeline: Pipeline) -> dict[str, float]:
+    return {
+        "plan_blocked_s": pipeline.scout_waits.blocked_s,
+        "plan_starved_s": pipeline.scout_waits.starved_s,
+        "assembly_blocked_s": pipeline.assembly_waits.blocked_s,
+        "assembly_starved_s": pipeline.assembly_waits.starved_s,
+    }
