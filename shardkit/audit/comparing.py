@@ -11,6 +11,7 @@ import numpy as np
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset
+from shardkit.ledger import SUBSTITUTED
 
 __all__ = ["Comparison", "compare_runs"]
 
@@ -128,7 +129,7 @@ def _substituted(record: RunRecord, step: int) -> dict[tuple[int, int], int]:
     return {
         (event["lane"], event["slot"]): event["by"]
         for event in record.events
-        if event.get("kind") == "substituted" and event.get("step") == step
+        if event.get("kind") == SUBSTITUTED and event.get("step") == step
     }
 
 

@@ -14,7 +14,7 @@ from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
-from shardkit.plan import Plan
+from shardkit.plan import Plan, Population
 from shardkit.storage import parse_dataset_url
 
 __all__ = ["RunPlan", "find_plans", "open_recorded"]
@@ -68,7 +68,7 @@ def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None 
     data = record.settings.get("configuration", {}).get("data", {})
     recorded = [str(url) for url in event.get("dataset") or ()]
     if dataset is None and data.get("parts"):
-        opened = open_dataset(dict(data["parts"]))
+        opened = open_dataset(dict(record.settings.get("parts") or data["parts"]))
     else:
         root = dataset or data.get("dataset") or (recorded[0] if recorded else "")
         opened = open_dataset(f"{parse_dataset_url(root)[0]}@{manifest}")
@@ -83,9 +83,18 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     subject = f"plan {expected[:12]}…"
     configuration = record.settings.get("configuration")
     candidates: list[tuple[str, PlanRecipe, Plan]] = []
+
+    def rows_of(manifest: str) -> Population:
+        if manifest == dataset.manifest.id:
+            return population
+        earlier = open_dataset(
+            f"{dataset.repository.url}@{manifest}"
+        )  # the plan went on from another version
+        return population_of(earlier.manifest, earlier.table)
+
     try:
         if event.get("history"):
-            recipe = recipe_of(population, event["history"])
+            recipe = recipe_of(event["history"], rows_of)
             candidates.append(("the ledger's settings", recipe, recipe.make()))
         if (
             configuration and len(event.get("history") or ()) <= 1

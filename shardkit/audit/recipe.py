@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,22 +32,26 @@ class PlanRecipe:
         return plan
 
 
-def recipe_of(population: Population, history: Sequence[Mapping[str, Any]]) -> PlanRecipe:
+def recipe_of(history: Sequence[Mapping[str, Any]], population_of: Callable[[str], Population]) -> PlanRecipe:
     """From what the ledger recorded (`plan.history()`).
 
+    Args:
+        history: the first plan's settings, then each amendment.
+        population_of: the rows of a manifest, by its id.
+
     Raises:
-        PlanError: settings that this version does not know, or an amendment that went on with other rows.
+        PlanError: settings that this version does not know.
+        ShardkitError: a manifest that the plan was over is not to be had.
     """
     first, *rest = history
+    population = before = population_of(first["manifest"])
     amendments = []
     for one in rest:
-        if one["manifest"] != first["manifest"]:
-            start = one["change"]["from_step"]
-            raise PlanError(
-                f"the plan was amended from step {start} on, to manifest {one['manifest']}; such plans cannot be made "
-                "again from what is recorded"
-            )
-        amendments.append(_amendment(population, one))
+        now = before if one["manifest"] == before.identity else population_of(one["manifest"])
+        amendment = _amendment(now, one)
+        if now is not before:
+            amendment["manifest"] = before = now
+        amendments.append(amendment)
     return PlanRecipe(population, _arguments(population, first["settings"]), tuple(amendments))
 
 

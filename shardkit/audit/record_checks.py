@@ -6,6 +6,7 @@ from typing import Any
 
 from shardkit.audit.result import Audit
 from shardkit.audit.run_record import RunRecord
+from shardkit.ledger import MASKED, SUBSTITUTED
 
 __all__ = ["check_checkpoints", "check_end", "check_statement", "explain_events"]
 
@@ -89,12 +90,12 @@ def explain_events(record: RunRecord) -> None:
     seen: set[tuple[object, ...]] = set()
     for event in record.events:
         kind, where = event.get("kind"), f"step {event.get('step')}"
-        if kind in ("substituted", "masked"):
+        if kind in (SUBSTITUTED, MASKED):
             place = (kind, event.get("step"), event.get("lane"), event.get("slot"))
             if place in seen:  # recorded again by a restart
                 continue
             seen.add(place)
-            done = f"replaced by {event.get('by')}" if kind == "substituted" else "masked"
+            done = f"replaced by {event.get('by')}" if kind == SUBSTITUTED else "masked"
             record.add(
                 "explained", str(kind), f"{where} lane {event.get('lane')} slot {event.get('slot')}",
                 f"sample {event.get('sample')} was {done}: {event.get('field')}: {event.get('reason')}",

@@ -11,6 +11,7 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import Coverage, replay
 from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import RunRecord
+from shardkit.ledger import SUBSTITUTED
 from shardkit.ledger.records import StepRecords, step_digest
 
 __all__ = ["check_coverage", "check_pending", "check_steps"]
@@ -87,7 +88,7 @@ def _explain_step(record: RunRecord, plan: RunPlan, stored: np.void, planned: by
     """Empty where recorded substitutions account for the difference."""
     step, found = int(stored["step"]), bytes(stored["digest"])
     substituted = [
-        event for event in record.events if event.get("kind") == "substituted" and event.get("step") == step
+        event for event in record.events if event.get("kind") == SUBSTITUTED and event.get("step") == step
     ]
     if substituted and found == _digest_with(plan, step, substituted):
         return []

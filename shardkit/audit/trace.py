@@ -15,6 +15,7 @@ from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.errors import NotFoundError
+from shardkit.ledger import SUBSTITUTED
 
 __all__ = ["StepSample", "Use", "resolve_samples", "samples_of_step", "uses_of", "uses_of_many"]
 
@@ -208,7 +209,7 @@ def _substitutions(record: RunRecord, first: int, last: int) -> dict[Place, tupl
     return {
         (event["step"], event["lane"], event["slot"]): (event["sample"], event["by"])
         for event in record.events
-        if event.get("kind") == "substituted" and first <= event["step"] < last
+        if event.get("kind") == SUBSTITUTED and first <= event["step"] < last
     }
 
 

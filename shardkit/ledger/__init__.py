@@ -22,9 +22,11 @@ from shardkit.ledger.journal_format import CellRecord
 from shardkit.ledger.journal_reading import journal_paths, read_journal
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, merge_journals
-from shardkit.ledger.records import step_digest, step_digests
+from shardkit.ledger.records import MASKED, SUBSTITUTED, step_digest, step_digests
 
 __all__ = [
+    "MASKED",
+    "SUBSTITUTED",
     "CellRecord",
     "Journal",
     "Ledger",

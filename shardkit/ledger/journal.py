@@ -120,7 +120,7 @@ class Journal:
 
         Args:
             step: the step that it belongs to.
-            kind: such as "failover", "substitution", "mask", "repair"; see SPEC.md.
+            kind: such as "failover", "substituted", "masked", "repair"; see SPEC.md.
             details: integers, strings, lists and objects of these.
         """
         text = {name: _unicode(value) if isinstance(value, str) else value for name, value in details.items()}

@@ -15,9 +15,11 @@ from shardkit.errors import FormatError
 from shardkit.formats.canonical_json import dumps, loads
 
 __all__ = [
+    "MASKED",
     "RECORD",
     "RECORD_BYTES",
     "STEPS_MAGIC",
+    "SUBSTITUTED",
     "StepRecords",
     "damaged_records",
     "encode_line",
@@ -33,6 +35,10 @@ RECORD: Final = np.dtype(
     [("step", "<u8"), ("rows", "<u4"), ("plan", "<u4"), ("digest", "u1", 32), ("check", "<u8")]
 )
 RECORD_BYTES: Final = RECORD.itemsize
+SUBSTITUTED: Final = "substituted"
+"""Kind of the event of a sample that was handed out in the place of another: `lane`, `slot`, `sample`, `by`."""
+MASKED: Final = "masked"
+"""Kind of the event of a sample that was handed out as not valid; its cell's digest is the plan's."""
 MAX_LINE: Final = 1 << 26
 _BODY: Final = struct.Struct("<QII32s")
 _CHECK: Final = struct.Struct("<Q")
