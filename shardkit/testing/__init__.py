@@ -1,1 +1,11 @@
-"""shardkit.testing."""
+"""Conformance suites for stores and formats, models to test against, and faults on demand; for tests, yours included.
+
+store_conformance, format_conformance   what every store and every format must keep
+format_hostile                          shards that lie
+memory_store                            a perfect store in memory;  shard_tables, populations: datasets made up
+plan_model                              the plan by brute force
+crash_states, faulty_operations         every state that a power cut may leave; calls that fail
+fault_proxy, servers                    a network that misbehaves; object stores on this machine
+telemetry_series                        records of runs that never were
+drills                                  how often long drills repeat
+"""

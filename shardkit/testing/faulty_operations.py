@@ -93,6 +93,9 @@ class FaultyOperations(FileOperations):
     def read(self, file: Handle, length: int, offset: int) -> bytes:
         return self._try("read", lambda: super(FaultyOperations, self).read(file, length, offset))
 
+    def read_into(self, file: Handle, buffer: memoryview, offset: int) -> int:
+        return self._try("read", lambda: super(FaultyOperations, self).read_into(file, buffer, offset))
+
     def fsync(self, file: Handle) -> None:
         self._try("fsync", lambda: None)
 
