@@ -67,6 +67,15 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         "packed": dataclasses.asdict(result.packed) if result.packed else None,
         "source_bytes": result.source_bytes,
         "scratch_bytes": result.scratch_bytes,
+        "space": [
+            {
+                "for": need.what,
+                "folder": need.folder,
+                "need_bytes": need.need_bytes,
+                "free_bytes": need.free_bytes,
+            }
+            for need in result.space
+        ],
         "reused_tasks": result.reused_tasks,
         "reused_shards": result.reused_shards,
         "seconds": round(result.seconds, 3),
@@ -94,6 +103,11 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
         ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
     ]
     facts += [(f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()]
+    for need in result.space:
+        free = bytes_text(need.free_bytes)
+        facts.append(
+            (f"{need.what} space", f"about {bytes_text(need.need_bytes)} in {need.folder}, {free} free")
+        )
     if result.duplicates:
         facts.append(("duplicates", f"{count_text(result.duplicates)} left out"))
     if result.packed:

@@ -7,13 +7,14 @@ class names, text) may hold control characters; they are shown escaped, never se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ __all__ = [
     "count_text",
     "duration_text",
     "is_terminal",
+    "long_work",
     "print_facts",
     "print_heading",
     "print_json",
@@ -188,6 +190,20 @@ class StatusLine:
     def clear(self) -> None:
         """Take the line away."""
         self.show("")
+
+
+@contextlib.contextmanager
+def long_work() -> Iterator[StatusLine]:
+    """A status line for work that takes its time; Ctrl-C ends it with exit code 130 and a word on how to go on."""
+    status = StatusLine()
+    try:
+        yield status
+    except KeyboardInterrupt as interrupt:
+        status.clear()
+        typer.echo(f"shardkit: {str(interrupt) or 'interrupted'}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        status.clear()
 
 
 def _console() -> Console:

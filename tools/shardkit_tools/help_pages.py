@@ -55,8 +55,9 @@ class GroupPage(TyperGroup):
         widest = max((len(name) for name in self.commands), default=0)
         for heading, commands in panels.items():
             formatter.write(_section(heading, [(name.ljust(widest), text) for name, text in commands]))
+        version = "" if ctx.parent else f"; {ctx.command_path} --version"
         formatter.write(
-            f"\nEvery command has a page of its own: {ctx.command_path} COMMAND --help; {ctx.command_path} --version\n"
+            f"\nEvery command has a page of its own: {ctx.command_path} COMMAND --help{version}\n"
         )
         if example:
             formatter.write(f"\nExample\n{_indented(example)}\n")

@@ -27,8 +27,11 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
     ("Make versions of it", ("tag", "select", "merge", "rebuild", "remove")),
+    ("Keep it safe", ("replicate", "place", "scrub", "repair", "gc")),
     ("Check it, hand it on", ("verify", "audit", "serve", "export")),
     ("Train on it", ("plan", "train")),
+    ("Watch a run", ("top", "dashboard", "report", "rehearse")),
+    ("Size it, tune it", ("bench", "tune", "simulate")),
     ("Get to know shardkit", ("demo",)),
 )
 """Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name, or a

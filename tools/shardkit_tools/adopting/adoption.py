@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from shardkit.dataset.create import scratch_folder
 from shardkit.dataset.sizes import parse_size
-from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, SourceError, UsageError
+from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
 from shardkit.formats import FieldType, Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
 from shardkit.storage import LogEntry, Repository, put_manifest
 from shardkit_tools.adopting.promises import Promise, broken_promises
 from shardkit_tools.adopting.scanning import BUILD_INSTEAD
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
-from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.engines import Engine, open_engine
+from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
-from shardkit_tools.building.workers import Processes
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import is_url
@@ -79,7 +79,9 @@ def adopt(
     ref: str = "main",
     message: str = "",
     author: str = "",
-    jobs: int = 1,
+    jobs: int | None = 1,
+    engine: str | Engine = "local",
+    address: str | None = None,
     scratch: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
@@ -98,7 +100,10 @@ def adopt(
         ref: the ref that is moved.
         message: of the commit.
         author: of the commit.
-        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``.
+        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``. None for one
+            per processor, of the cluster where there is one.
+        engine: ``"local"``, ``"ray"``, or an `Engine` of your own.
+        address: of a running Ray cluster; without it ``"ray"`` starts one here.
         scratch: directory for the journal; by default inside ``root``.
         dry_run: read and check everything, write nothing.
         progress: called with a `Progress` a few times a second.
@@ -111,29 +116,20 @@ def adopt(
         RunError: a process died, or another one is at work on the same tars.
         KeyboardInterrupt: on Ctrl-C; its text says how to go on.
     """
-    if jobs < 1:
-        raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
+    doing = open_engine(engine, jobs, address)
     files = _files(tars)
     schema = _schema(files, field_types or {})
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     _check_axes(axes, schema)
-    adopting = _Adopting(files, schema, axes, parse_size(block_size), jobs, progress)
+    adopting = _Adopting(files, schema, axes, parse_size(block_size), doing, progress)
     if dry_run:
         return adopting.count()
     repository = Repository.create(root)
     job = JobDirectory(scratch_folder(repository, scratch), adopting.digest(root))
-    try:
+    with job.held():
         found = adopting.run(repository, job)
         manifest, entry = adopting.commit(repository, found, ref, message, author)
-    except KeyboardInterrupt:
-        job.release()
-        raise KeyboardInterrupt(
-            f"interrupted; finished work is kept in {job.path}: run the same command again to go on"
-        ) from None
-    except BaseException:
-        job.release_or_discard()
-        raise
-    job.discard()
+    clear_temporaries(repository)
     return adopting.result(found, manifest, entry)
 
 
@@ -146,14 +142,14 @@ class _Adopting:
         schema: Schema,
         axes: tuple[str, ...],
         block_bytes: int,
-        jobs: int,
+        engine: Engine,
         progress: ProgressCallback | None,
     ) -> None:
         self._tasks = [AdoptTask(number, file) for number, file in enumerate(files)]
         self._schema = schema
         self._axes = axes
         self._block_bytes = block_bytes
-        self._jobs = jobs
+        self._engine = engine
         self._meter = ProgressMeter(progress)
         self._started = time.monotonic()
         self._reused = self._read_bytes = 0
@@ -183,9 +179,9 @@ class _Adopting:
             reused=len(found),
         )
         make = functools.partial(AdoptWorker, repository, folder, self._schema, self._axes, self._block_bytes)
-        with Processes(self._jobs) as processes:
+        with self._engine as engine:
             here = len(todo) < 2 or self._read_bytes < SMALL_BYTES
-            for tar in processes.run(make, todo, self._meter.add, here=here):
+            for tar in engine.run(make, todo, self._meter.add, here=here):
                 found[tar.number] = tar
         self._meter.end()
         ordered = [found[task.number] for task in self._tasks]

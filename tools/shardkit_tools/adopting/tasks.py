@@ -12,8 +12,8 @@ from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ShardRecord
 from shardkit.storage import Descriptor, Repository, put_adopted
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_directory import JobDirectory, write_record
-from shardkit_tools.building.workers import Report
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = ["AdoptTask", "AdoptWorker", "AdoptedTar", "finished_tar"]

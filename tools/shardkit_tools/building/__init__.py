@@ -1,8 +1,12 @@
 """The build engine: from an importer's tasks to a committed version, in parallel, in bounded memory, killable.
 
-workers        processes that work off a list of items, and are not missed when they are killed
+engines        who works off a list of tasks: the protocol, and processes that are not missed when they are killed
 recipe         `build`: what is asked for, checked
-engine         the two passes and the commit
+build_run      one build: passes, plan, commit
+passes         the work lists of the passes, each handed to an engine
+build_plan     between the passes: all rows checked, and where each goes
+free_space     whether a build will fit on its disks
+outcome        what is asked of a build beside the bytes, and what it answers
 job_directory  finished work of a build, kept where a killed build finds it again
 reading        pass 1: a task of the source → encoded rows in scratch
 row_marks      what pass 1 notes of every row, and which rows are the first of their value

@@ -12,15 +12,17 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
 from shardkit.errors import RunError
+from shardkit.storage import LocalStore, Repository
 from shardkit.storage.file_operations import Handle, active
 from shardkit.storage.os_errors import explained
 
-__all__ = ["JobDirectory"]
+__all__ = ["JobDirectory", "clear_temporaries"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CHECK_BYTES = 8
@@ -106,6 +108,25 @@ class JobDirectory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.path}/{name}")
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For the time of one build: finished work outlives whatever interrupts it, and goes once it is committed.
+
+        Raises:
+            KeyboardInterrupt: as it came, with a text that says how to go on.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.release()
+            raise KeyboardInterrupt(
+                f"interrupted; finished work is kept in {self.path}: run the same command again to go on"
+            ) from None
+        except BaseException:
+            self.release_or_discard()
+            raise
+        self.discard()
+
     def discard(self) -> None:
         """Remove the directory: the build is committed, or its work is worthless."""
         self.release()
@@ -148,6 +169,12 @@ def write_record(folder: str, name: str, data: bytes) -> None:
             raise
         finally:
             active().close(root)
+
+
+def clear_temporaries(repository: Repository) -> None:
+    """Remove what workers that died on the way were writing into the root; opening it would do so as well."""
+    if isinstance(repository.store, LocalStore):
+        repository.store.sweep()
 
 
 def _boot_id() -> bytes:

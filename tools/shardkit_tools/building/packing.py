@@ -22,10 +22,10 @@ from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_parts import PartFiles, read_rows
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Row, Schema, raw_row_bytes
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_directory import write_record
 from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
 from shardkit_tools.building.row_marks import ITEMS
-from shardkit_tools.building.workers import Report
 from shardkit_tools.transforms.best_fit import Packing, pack
 
 __all__ = [

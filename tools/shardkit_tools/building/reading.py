@@ -7,19 +7,29 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from shardkit.dataset.column_encoding import encode_columns
 from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.scratch import RowColumns, RowSpool
+from shardkit.dataset.scratch import RowColumns, RowSpool, RunBuffer
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import SampleError, ShardkitError, SourceError
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_directory import write_record
 from shardkit_tools.building.row_marks import RowMarks
-from shardkit_tools.building.workers import Report
-from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    ColumnImporter,
+    Importer,
+    SampleColumns,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import open_file
 
 __all__ = [
@@ -123,8 +133,8 @@ class ReadWorker:
         self._seed = seed
         self._folder = folder
         self._skip = skip
-        self._run_bytes = run_bytes
         self._marks = marks
+        self._buffer = RunBuffer(run_bytes)
 
     def close(self) -> None:
         """Nothing is held between tasks."""
@@ -141,13 +151,15 @@ class ReadWorker:
             self._folder,
             part,
             seed=self._seed,
-            run_bytes=self._run_bytes,
             always_file=bool(part),
             marks=self._marks.names,
+            buffer=self._buffer,
         )
         try:
-            files = tuple(_digests(item.task))
-            skipped = self._read(item.task, spool, _Throttle(report, item.task.size))
+            with ThreadPoolExecutor(1, "digest") as digesting:
+                digests = digesting.submit(_digests, item.task)
+                skipped = self._read(item.task, spool, _Throttle(report, item.task.size))
+                files = digests.result()
             for file in item.task.files:
                 _check_unchanged(file)
             columns, kept = spool.finish()
@@ -165,7 +177,7 @@ class ReadWorker:
     def _read(self, task: SourceTask, spool: RowSpool, throttle: _Throttle) -> list[SkippedRow]:
         paths = {file.name: file.path for file in task.files}
         skipped: list[SkippedRow] = []
-        for found in self._rows(task):
+        for found in self._samples(task, spool, throttle):
             error: ShardkitError | None = None
             if isinstance(found, SourceFailure):
                 error = found.error
@@ -183,10 +195,30 @@ class ReadWorker:
         throttle.finish()
         return skipped
 
-    def _rows(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+    def _samples(
+        self, task: SourceTask, spool: RowSpool, throttle: _Throttle
+    ) -> Iterator[SourceSample | SourceFailure]:
+        """The rows of a task that have to be taken one by one; the others are taken here."""
+        for found in self._rows(task):
+            if not isinstance(found, SampleColumns):
+                yield found
+                continue
+            encoded = None
+            if not self._marks.names:  # marks are made of payloads one by one
+                encoded = encode_columns(self._encoder, found.columns, found.source_name, found.first_row)
+            if encoded is None:
+                yield from found.samples()
+                continue
+            spool.append_rows(encoded)
+            throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
+
+    def _rows(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
         """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
+        importer = self._importer
         try:
-            yield from self._importer.read(task)
+            yield from (
+                importer.read_columns(task) if isinstance(importer, ColumnImporter) else importer.read(task)
+            )
         except SourceError as error:
             yield SourceFailure(task.name, -1, error)
 
@@ -230,11 +262,11 @@ class _Throttle:
         self._bytes = 0
         self._last = time.monotonic()
 
-    def add(self, size: int) -> None:
-        """A row was read."""
-        self._rows += 1
+    def add(self, size: int, *, rows: int = 1) -> None:
+        """Rows were read."""
+        self._rows += rows
         self._bytes += size
-        if self._rows % 16 == 0 and time.monotonic() - self._last > _REPORT_INTERVAL_S:
+        if (rows > 1 or self._rows % 16 == 0) and time.monotonic() - self._last > _REPORT_INTERVAL_S:
             self._send(min(self._bytes, self._left))
 
     def finish(self) -> None:
@@ -285,12 +317,9 @@ def _skipped(name: str, row: int, error: ShardkitError) -> SkippedRow:
     return SkippedRow(name, row, error.kind, message[:1_000])
 
 
-def _digests(task: SourceTask) -> Iterator[SourceDigest]:
+def _digests(task: SourceTask) -> tuple[SourceDigest, ...]:
     """SHA-256 of the files of a task; one that is cut into several tasks belongs to that of its beginning."""
-    if task.start != 0:
-        return
-    for file in task.files:
-        yield digest_file(file)
+    return tuple(digest_file(file) for file in task.files) if task.start == 0 else ()
 
 
 def digest_file(file: SourceFile) -> SourceDigest:
@@ -301,10 +330,11 @@ def digest_file(file: SourceFile) -> SourceDigest:
     """
     digest = hashlib.sha256()
     size = 0
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, file.size))))
     with open_file(file) as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            digest.update(piece)
-            size += len(piece)
+        while length := stream.readinto(buffer):  # type: ignore[attr-defined]  # BinaryIO does not say so
+            digest.update(buffer[:length])
+            size += length
     return SourceDigest(file.name, size, digest.hexdigest())
 
 

@@ -14,7 +14,7 @@ from shardkit.dataset.relabelling import relabel
 from shardkit.errors import UsageError
 from shardkit.manifest import MIXED, Manifest
 from shardkit.storage import DEFAULT_REF, LogEntry, Repository, parse_dataset_url
-from shardkit_tools.building.engine import BuildResult
+from shardkit_tools.building.outcome import BuildResult
 from shardkit_tools.building.progress import ProgressCallback
 from shardkit_tools.building.recipe import build
 from shardkit_tools.importers.dataset import open_dataset_source

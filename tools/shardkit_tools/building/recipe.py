@@ -21,7 +21,9 @@ from shardkit.dataset.splits import parse_split
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.storage import Repository
-from shardkit_tools.building.engine import BuildResult, Engine, EngineSettings
+from shardkit_tools.building.build_run import BuildRun
+from shardkit_tools.building.engines import Engine, open_engine
+from shardkit_tools.building.outcome import BuildResult, BuildSettings
 from shardkit_tools.building.packing import PackReport, PackSettings
 from shardkit_tools.building.progress import Progress, ProgressCallback
 from shardkit_tools.building.reading import SkippedRow
@@ -59,7 +61,9 @@ def build(
     ref: str = "main",
     message: str = "",
     author: str = "",
-    jobs: int = 1,
+    jobs: int | None = 1,
+    engine: str | Engine = "local",
+    address: str | None = None,
     scratch: str | os.PathLike[str] | None = None,
     on_error: str = "raise",
     skipped_file: str | os.PathLike[str] | None = None,
@@ -103,7 +107,10 @@ def build(
         single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
         message: of the commit.
         author: of the commit.
-        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``.
+        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``. None for one
+            per processor, of the cluster where there is one.
+        engine: ``"local"``, ``"ray"``, or an `Engine` of your own that runs the tasks elsewhere.
+        address: of a running Ray cluster; without it ``"ray"`` starts one here.
         scratch: directory for encoded rows, about as large as the source; by default inside ``root``.
         on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit.
         skipped_file: where rows left out are listed as JSON lines; by default beside the scratch.
@@ -119,8 +126,7 @@ def build(
     """
     if on_error not in ("raise", "skip"):
         raise ConfigurationError(f'on_error is {on_error!r}; expected "raise" or "skip"')
-    if jobs < 1:
-        raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
+    doing = open_engine(engine, jobs, address)
     if split_by is not None and split is None:
         raise UsageError(f"split_by={split_by!r} without split; give the shares too")
     if unique is not None and append:
@@ -171,16 +177,15 @@ def build(
         about=given_about(about),
         lookups=parse_lookup(lookup, schema) if lookup else (),
     )
-    engine = Engine(
+    run = BuildRun(
         importer,
         encoder,
         version,
-        EngineSettings(
+        BuildSettings(
             root=os.fspath(root),
             source=os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else "",
             scratch=os.fspath(scratch) if scratch is not None else None,
             skipped_file=os.fspath(skipped_file) if skipped_file is not None else None,
-            jobs=jobs,
             skip=on_error == "skip",
             append=append,
             ref=ref,
@@ -189,13 +194,14 @@ def build(
             pack=packing,
             marks=marks,
         ),
+        doing,
         progress,
     )
     if dry_run:
-        return engine.count()
+        return run.count()
     if single_writer:
         Repository.create(root, single_writer=True)
-    return engine.build()
+    return run.build()
 
 
 def _packing(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.scratch_parts import PartFiles
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard, write_shard
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
 from shardkit.storage import Descriptor, Repository
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_directory import JobDirectory, write_record
-from shardkit_tools.building.workers import Report
 
 __all__ = ["WriteWorker", "finished_shard"]
 
@@ -41,6 +42,7 @@ class WriteWorker:
         self._version = version
         self._folder = folder
         self._parts = PartFiles(folder, parts)
+        self._reader = ScratchReader(self._parts, version.schema)
         self._gather_bytes = gather_bytes
 
     def close(self) -> None:
@@ -56,7 +58,7 @@ class WriteWorker:
         """
         written = write_shard(
             self._repository,
-            self._parts,
+            self._reader,
             item,
             schema=self._version.schema,
             format=self._version.format,

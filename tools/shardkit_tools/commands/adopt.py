@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +13,11 @@ from shardkit_tools.adopting import adopt as adopt_tars
 from shardkit_tools.building import Progress
 from shardkit_tools.console import (
     JsonFlag,
-    StatusLine,
     bytes_text,
     clean,
     count_text,
     duration_text,
+    long_work,
     print_facts,
     print_heading,
     print_json,
@@ -26,6 +25,16 @@ from shardkit_tools.console import (
     print_table,
     share_text,
 )
+from shardkit_tools.copies_options import (
+    CopiesOption,
+    LocationOption,
+    ModeOption,
+    ParityOption,
+    begin_copies,
+    finish_copies,
+    print_copies,
+)
+from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
 from shardkit_tools.importers.options import parse_field_types
 
 __all__ = ["adopt"]
@@ -60,6 +69,12 @@ def adopt(
     message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
     author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes.")] = None,
+    location: LocationOption = None,
+    copies: CopiesOption = None,
+    parity: ParityOption = None,
+    mode: ModeOption = None,
+    engine: EngineOption = EngineName.LOCAL,
+    address: AddressOption = None,
     scratch: Annotated[
         Path | None, typer.Option("--scratch", metavar="FOLDER", help="Folder for the journal.")
     ] = None,
@@ -84,23 +99,23 @@ def adopt(
         "ref": ref,
         "message": message,
         "author": author,
-        "jobs": jobs or os.cpu_count() or 1,
+        "jobs": jobs,
+        "engine": engine.value,
+        "address": address,
         "scratch": scratch,
         "dry_run": dry_run,
     }
-    status = StatusLine()
-    try:
+    begin_copies(
+        root, location=location, copies=copies, critical=None, parity=parity, mode=mode, dry_run=dry_run
+    )
+    with long_work() as status:
         result = adopt_tars(given, root, **settings, progress=lambda now: status.show(_progress(now)))
-    except KeyboardInterrupt as interrupt:
-        status.clear()
-        typer.echo(f"shardkit: {str(interrupt) or 'interrupted'}", err=True)
-        raise typer.Exit(130) from None
-    finally:
-        status.clear()
+    lag = None if dry_run else finish_copies(root)
     if as_json:
-        print_json(_document(result, root, ref))
+        print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
     else:
         _print(result, root, ref)
+        print_copies(root, lag)
 
 
 def _progress(now: Progress) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,18 @@ import typer
 from shardkit.errors import UsageError
 from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building import build as build_dataset
-from shardkit_tools.console import JsonFlag, StatusLine, print_json
+from shardkit_tools.console import JsonFlag, long_work, print_json
+from shardkit_tools.copies_options import (
+    CopiesOption,
+    CriticalOption,
+    LocationOption,
+    ModeOption,
+    ParityOption,
+    begin_copies,
+    finish_copies,
+    print_copies,
+)
+from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
 
 __all__ = ["ShardFormat", "build", "split_shares"]
@@ -243,6 +253,13 @@ def build(
             help="Processes; default: one per processor.",
         ),
     ] = None,
+    location: LocationOption = None,
+    copies: CopiesOption = None,
+    critical: CriticalOption = None,
+    parity: ParityOption = None,
+    mode: ModeOption = None,
+    engine: EngineOption = EngineName.LOCAL,
+    address: AddressOption = None,
     scratch: Annotated[
         Path | None,
         typer.Option(
@@ -275,8 +292,17 @@ def build(
 
     Example: shardkit build photos/ data/cats --stratify label --split train=0.9,val=0.1
     """
-    status = StatusLine()
-    try:
+    begin_copies(
+        root,
+        location=location,
+        copies=copies,
+        critical=critical,
+        parity=parity,
+        mode=mode,
+        single_writer=single_writer,
+        dry_run=dry_run,
+    )
+    with long_work() as status:
         result = build_dataset(
             source,
             root,
@@ -309,22 +335,20 @@ def build(
             ref=ref,
             message=message,
             author=author,
-            jobs=jobs or os.cpu_count() or 1,
+            jobs=jobs,
+            engine=engine.value,
+            address=address,
             scratch=scratch,
             on_error=on_error.value,
             dry_run=dry_run,
             progress=lambda now: status.show(progress_text(now)),
         )
-    except KeyboardInterrupt as interrupt:
-        status.clear()
-        typer.echo(f"shardkit: {str(interrupt) or 'interrupted'}", err=True)
-        raise typer.Exit(130) from None
-    finally:
-        status.clear()
+    lag = None if dry_run else finish_copies(root)
     if as_json:
-        print_json(document(result, root, ref))
+        print_json(document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
     else:
         print_result(result, root, ref)
+        print_copies(root, lag)
 
 
 def _pack(text: str | None) -> dict[str, int] | None:

@@ -22,7 +22,7 @@ def demo(
         typer.Option("--dir", help="Work in this empty folder and keep it; else a temporary one."),
     ] = None,
 ) -> None:
-    """Build, look, verify, train, kill, resume, prove, damage, detect: on data that every machine has.
+    """Build, look, verify, train, kill, resume, prove, damage, heal: on data that every machine has.
 
     Takes under two minutes on 2 cores, downloads nothing and needs no server.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +20,8 @@ from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.object_checks import side_objects
 from shardkit.errors import StoreError
 from shardkit.formats import extension, parse_digest
-from shardkit.storage import Repository, object_name
+from shardkit.manifest import ADOPTED
+from shardkit.storage import Repository, adopted_place, object_name, with_adopted
 
 __all__ = ["export"]
 
@@ -51,8 +53,9 @@ def export(
 ) -> None:
     """Hand a version to other tools.
 
-    sha256sums lists every object of the version, with paths as they are in ROOT; urls lists the shards
-    alone, in order; croissant is a description with licences, fields and the SHA-256 of every shard.
+    sha256sums lists every object of the version, with paths as they are in ROOT, and adopted tars where they
+    lie; urls lists the shards alone, in order; croissant is a description with licences, fields and the
+    SHA-256 of every shard.
 
     Example: shardkit export data/cats --as sha256sums -o /tmp/sums && cd data/cats && sha256sum -c --quiet
     /tmp/sums
@@ -98,10 +101,30 @@ def shard_names(dataset: Dataset, shard: int) -> Iterator[tuple[Repository, str,
 
 def _sums(dataset: Dataset) -> Iterator[str]:
     seen = set()
+    adopted = _adopted_places(dataset)
     for _, digest, name in object_names(dataset):
         if name not in seen:
             seen.add(name)
-            yield f"{parse_digest(digest)}  {name}"
+            yield _sum_line(parse_digest(digest), adopted.get(name, name))
+
+
+def _sum_line(digits: str, path: str) -> str:
+    """A line as sha256sum writes it, which escapes what would end it."""
+    escaped = path.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{'' if escaped == path else chr(92)}{digits}  {escaped}"
+
+
+def _adopted_places(dataset: Dataset) -> dict[str, str]:
+    """Name of each adopted shard → the path of its tar."""
+    places = {}
+    for shard in range(len(dataset.table)):
+        part = dataset.version.part_of(shard)
+        if ADOPTED in part.manifest.features:
+            _, _, name = next(shard_names(dataset, shard))
+            place = adopted_place(with_adopted(part.repository, part.manifest).store, name)
+            if place is not None:
+                places[name] = os.path.abspath(place)
+    return places
 
 
 def _croissant(dataset: Dataset) -> Iterator[str]:
@@ -111,6 +134,7 @@ def _croissant(dataset: Dataset) -> Iterator[str]:
 
 
 def _urls(dataset: Dataset) -> Iterator[str]:
+    adopted = _adopted_places(dataset)
     for shard in range(len(dataset.table)):
         repository, _, name = next(shard_names(dataset, shard))
-        yield f"{repository.url}/{name}"
+        yield adopted.get(name) or f"{repository.url}/{name}"

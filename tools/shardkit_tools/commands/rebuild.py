@@ -13,7 +13,7 @@ from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building.rebuilding import label_again
 from shardkit_tools.building.rebuilding import rebuild as rebuild_version
 from shardkit_tools.commands.build import ShardFormat, split_shares
-from shardkit_tools.console import JsonFlag, StatusLine, count_text, print_json, print_line, short_id
+from shardkit_tools.console import JsonFlag, count_text, long_work, print_json, print_line, short_id
 from shardkit_tools.versions import parse_url
 
 __all__ = ["rebuild"]
@@ -112,15 +112,8 @@ def rebuild(
         "scratch": scratch,
         "dry_run": dry_run,
     }
-    status = StatusLine()
-    try:
+    with long_work() as status:
         result = rebuild_version(root, to, **settings, progress=lambda now: status.show(progress_text(now)))
-    except KeyboardInterrupt as interrupt:
-        status.clear()
-        typer.echo(f"shardkit: {str(interrupt) or 'interrupted'}", err=True)
-        raise typer.Exit(130) from None
-    finally:
-        status.clear()
     place = to or parse_url(root)[0]
     named = ref or (parse_url(root)[1] if to is None else DEFAULT_REF)
     if as_json:

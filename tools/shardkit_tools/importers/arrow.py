@@ -12,14 +12,23 @@ import pyarrow.ipc
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.arrow_values import as_sample, batch_rows, check_same_fields, column_types
+from shardkit_tools.importers.arrow_values import batch_samples, check_same_fields, column_types
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    SampleColumns,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+    one_by_one,
+)
+from shardkit_tools.importers.remote_files import is_url
 from shardkit_tools.importers.source_files import Source, open_file
 
 __all__ = ["ArrowImporter", "open_arrow", "open_ipc"]
 
 _MAGIC = b"ARROW1"
+_TASK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,8 @@ class ArrowImporter:
 
     source: Source
     schema: Schema
+    batches: tuple[tuple[int, ...], ...] = ()
+    """Of each file: rows of its record batches; empty where they are known only to who has read them."""
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -35,19 +46,33 @@ class ArrowImporter:
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
-        """One per file: the rows before a record batch are known only to who has read the batches before it."""
-        return [SourceTask(file.name, (file,), file.size) for file in self.source.files]
+        """Runs of record batches of about 64 MiB, or one per file."""
+        tasks = []
+        for file, rows in zip(self.source.files, self.batches, strict=True):
+            if not rows:
+                tasks.append(SourceTask(file.name, (file,), file.size))
+                continue
+            step = max(1, _TASK_BYTES * len(rows) // max(1, file.size))
+            for start in range(0, len(rows), step):
+                stop = min(len(rows), start + step)
+                size = file.size * stop // len(rows) - file.size * start // len(rows)
+                name = file.name if step >= len(rows) else f"{file.name}:{start}"
+                tasks.append(SourceTask(name, (file,), size, start, stop))
+        return tasks
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of one file; a row with a null costs its own sample only."""
+        """The rows of some record batches; a row with a null costs its own sample only."""
+        return one_by_one(self.read_columns(task))
+
+    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """Whole record batches where no row has to be looked at by itself."""
         (file,) = task.files
         types = dict(self.schema)
-        row = 0
+        row = sum(self.batches[self.source.files.index(file)][: task.start])
         with open_ipc(file) as reader:
-            for batch in _record_batches(reader, file):
-                for found in batch_rows(batch, types, file.path, row):
-                    yield as_sample(found, file, row)
-                    row += 1
+            for batch in _record_batches(reader, file, task.start, task.stop):
+                yield from batch_samples(batch, types, file, row)
+                row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""
@@ -62,16 +87,30 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
     """
     source.keep(("arrow", "feather", "ipc"), "an Arrow file")
     first: Any = None
+    batches = []
     for file in source.files:
         with open_ipc(file) as reader:
             first = reader.schema if first is None else first
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
+        batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
     types = column_types(first, options.field_types, source.files[0].path)
-    return ArrowImporter(source, options.schema(types, source.given))
+    return ArrowImporter(source, options.schema(types, source.given), tuple(batches))
+
+
+def _rows_of_batches(file: SourceFile, schema: Any) -> tuple[int, ...]:
+    """Rows of each record batch of a local file; nothing of a stream, nor of a URL: that would read all of it."""
+    if is_url(file.path) or not schema.names:
+        return ()
+    widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
+    narrow = widths.index(min(widths))  # a compressed batch is unpacked for its columns: one, the cheapest
+    with open_ipc(file, pa.ipc.IpcReadOptions(included_fields=[narrow])) as reader:
+        if not hasattr(reader, "num_record_batches"):
+            return ()
+        return tuple(batch.num_rows for batch in _record_batches(reader, file, 0, None))
 
 
 @contextmanager
-def open_ipc(file: SourceFile) -> Iterator[Any]:
+def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
     """A reader of an Arrow file or stream, whichever it is.
 
     Raises:
@@ -81,7 +120,7 @@ def open_ipc(file: SourceFile) -> Iterator[Any]:
         is_file = stream.read(len(_MAGIC)) == _MAGIC
         stream.seek(0)
         try:
-            reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+            reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream, options=options)
             _ = reader.schema.names  # they are decoded here: they may not be UTF-8
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
@@ -91,9 +130,11 @@ def open_ipc(file: SourceFile) -> Iterator[Any]:
             yield reader
 
 
-def _record_batches(reader: Any, file: SourceFile) -> Iterator[Any]:
+def _record_batches(reader: Any, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
     count = getattr(reader, "num_record_batches", None)
-    number = 0
+    if count is not None and stop is not None:
+        count = min(count, stop)
+    number = start
     while count is None or number < count:
         try:
             batch = reader.read_next_batch() if count is None else reader.get_batch(number)

@@ -19,12 +19,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample
+from shardkit_tools.importers.protocol import SampleColumns, SourceFailure, SourceFile, SourceSample
 
-__all__ = ["KEY", "RowOrError", "as_sample", "batch_rows", "check_same_fields", "column_types"]
+__all__ = [
+    "KEY",
+    "RowOrError",
+    "as_sample",
+    "batch_columns",
+    "batch_rows",
+    "batch_samples",
+    "check_same_fields",
+    "column_types",
+]
 
 KEY = "__key__"
 RowOrError = dict[str, object] | SourceError
@@ -83,6 +93,18 @@ def as_sample(found: RowOrError, file: SourceFile, row: int) -> SourceSample | S
     return SourceSample(found, None if key is None else str(key), file.name, row)
 
 
+def batch_samples(
+    batch: Any, types: Mapping[str, FieldType], file: SourceFile, first_row: int
+) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+    """The rows of a record batch: all at once where that can be, else one by one."""
+    columns = batch_columns(batch, types, file.path, first_row) if batch.num_rows else None
+    if columns is not None:
+        yield SampleColumns(columns, file.name, first_row)
+        return
+    for row, found in enumerate(batch_rows(batch, types, file.path, first_row), first_row):
+        yield as_sample(found, file, row)
+
+
 def batch_rows(
     batch: Any, types: Mapping[str, FieldType], where: str, first_row: int
 ) -> Iterator[RowOrError]:
@@ -97,12 +119,7 @@ def batch_rows(
     Raises:
         SourceError: the batch is damaged, or a column cannot be cast to its type at all.
     """
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise SourceError(
-            f"{where} from row {first_row} on: damaged ({error}); fetch or write it again"
-        ) from error
+    _check_batch(batch, where, first_row)
     try:
         columns, bad = _columns(batch, types, where, first_row)
     except (UnicodeDecodeError, pa.ArrowException) as error:
@@ -111,6 +128,49 @@ def batch_rows(
         ) from error
     for row in range(batch.num_rows):
         yield bad[row] if row in bad else {name: values[row] for name, values in columns.items()}
+
+
+def batch_columns(
+    batch: Any, types: Mapping[str, FieldType], where: str, first_row: int
+) -> dict[str, NDArray[Any]] | None:
+    """A record batch field by field, where every field is of a fixed size and nothing has to be looked at by row.
+
+    Args:
+        batch: see `batch_rows`.
+        types: see `batch_rows`.
+        where: see `batch_rows`.
+        first_row: see `batch_rows`.
+
+    Returns:
+        field → array (rows, …), or None: `batch_rows` then.
+
+    Raises:
+        SourceError: the batch is damaged.
+    """
+    if KEY in batch.schema.names or any(kind.item_bytes is None for kind in types.values()):
+        return None
+    _check_batch(batch, where, first_row)
+    columns: dict[str, NDArray[Any]] = {}
+    for name, kind in types.items():
+        column = _plain(batch.column(batch.schema.get_field_index(name)))
+        found = _fixed_array(column, kind) if _is_fixed(column.type) else None
+        if found is None:
+            return None
+        columns[name] = found
+    return columns
+
+
+def _is_fixed(kind: Any) -> bool:
+    return _is_number(kind) or bool(pa.types.is_fixed_size_list(kind) and _is_number(_fixed_shape(kind)[1]))
+
+
+def _check_batch(batch: Any, where: str, first_row: int) -> None:
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise SourceError(
+            f"{where} from row {first_row} on: damaged ({error}); fetch or write it again"
+        ) from error
 
 
 def _columns(
@@ -219,7 +279,8 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
     if kind.kind == "array":
         found = _fixed_array(column, kind)
         if found is not None:
-            return found
+            rows: Sequence[Any] = found  # type: ignore[assignment]  # an array is a sequence of its rows
+            return rows
     if kind.kind in ("array", "ragged"):
         return _lists(column, kind, where)
     target = {"str": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
@@ -245,13 +306,13 @@ def _cast(column: Any, target: Any) -> Any:
     return column.cast(target)
 
 
-def _fixed_array(column: Any, kind: FieldType) -> Sequence[Any] | None:
+def _fixed_array(column: Any, kind: FieldType) -> NDArray[Any] | None:
     shape, item = _fixed_shape(column.type)
     if shape != kind.shape or np.dtype(item.to_pandas_dtype()).name != kind.dtype or _null_rows(column):
         return None
     for _ in shape:
         column = column.flatten()
-    values: Sequence[Any] = column.to_numpy(zero_copy_only=False).reshape(-1, *shape)
+    values: NDArray[Any] = column.to_numpy(zero_copy_only=False).reshape(-1, *shape)
     return values
 
 

@@ -13,14 +13,15 @@ import itertools
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from typing import BinaryIO, cast
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
+from shardkit_tools.importers.csv_ranges import cut_rows
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
-from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
+from shardkit_tools.importers.source_files import Source, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["CsvImporter", "open_csv"]
@@ -39,6 +40,8 @@ class CsvImporter:
 
     source: Source
     schema: Schema
+    borders: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Name of a large file → (first byte, number of its first row) of the ranges it is cut into."""
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -46,14 +49,23 @@ class CsvImporter:
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
-        """One per file: a quoted cell may hold line ends, so nobody knows where a row starts but its reader."""
-        return [SourceTask(file.name, (file,), file.size) for file in self.source.files]
+        """Runs of rows of large files without quotes, else one per file (see `csv_ranges`)."""
+        tasks = []
+        for file in self.source.files:
+            borders = self.borders.get(file.name, ())
+            if not borders:
+                tasks.append(SourceTask(file.name, (file,), file.size))
+            stops = [start for start, _ in borders[1:]] + [file.size]
+            for (start, row), stop in zip(borders, stops, strict=bool(borders)):
+                tasks.append(SourceTask(f"{file.name}:{row}", (file,), stop - start, start, stop))
+        return tasks
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of one file; a row that does not fit costs its own sample only."""
+        """The rows of one file or range; a row that does not fit costs its own sample only."""
         (file,) = task.files
         types = {name: str(kind) for name, kind in self.schema.items()}
-        for row, cells in enumerate(_rows(file)):
+        first = dict(self.borders.get(file.name, ())).get(task.start, 0)
+        for row, cells in enumerate(_rows(file, task.start, task.stop, first), first):
             where = f"{file.path} row {row + 1}"
             try:
                 _check_width(cells, types, where)
@@ -86,7 +98,10 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
             )
     assert first is not None
     types = _infer(source, first, options)
-    return CsvImporter(source, options.schema(types, source.given))
+    borders = {file.name: cut_rows(file) for file in source.files}
+    return CsvImporter(
+        source, options.schema(types, source.given), {name: cuts for name, cuts in borders.items() if cuts}
+    )
 
 
 def _infer(source: Source, names: list[str], options: ImportOptions) -> dict[str, str]:
@@ -162,23 +177,45 @@ def _header(file: SourceFile) -> list[str]:
     return header
 
 
-def _rows(file: SourceFile) -> Iterator[list[str]]:
-    """The rows below the header, without empty lines."""
-    with open_plain(file) as stream, closing(_cells(stream, file)) as cells:
-        next(cells, None)
-        yield from (row for row in cells if row)
+def _rows(file: SourceFile, start: int = 0, stop: int | None = None, first: int = 0) -> Iterator[list[str]]:
+    """The rows below the header, without empty lines; or those of a range, whose first row has that number."""
+    if start:
+        with open_file(file) as stream:
+            stream.seek(start)
+            part = io.BytesIO(stream.read((file.size if stop is None else stop) - start))
+        # A range begins with a row and holds no empty lines: its lines are those of the rows, below the header's.
+        with closing(_cells(part, file, encoding="utf-8", line=first + 1)) as cells:
+            yield from cells
+        return
+    with open_plain(file) as stream:
+        whole = stream if stop is None else cast(BinaryIO, io.BytesIO(stream.read(stop)))
+        with closing(_cells(whole, file)) as cells:
+            next(cells, None)
+            yield from (row for row in cells if row)
 
 
-def _cells(stream: BinaryIO, file: SourceFile) -> Generator[list[str]]:
+def _cells(
+    stream: BinaryIO, file: SourceFile, *, encoding: str = "utf-8-sig", line: int = 0
+) -> Generator[list[str]]:
+    """The cells of every row.
+
+    Args:
+        stream: of the file or of a range of it.
+        file: for messages.
+        encoding: of the text.
+        line: lines of the file before the stream, for messages.
+    """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    text = io.TextIOWrapper(stream, encoding=encoding, newline="")
     reader = csv.reader(text, delimiter="\t" if file_suffix(file.name) == "tsv" else ",", strict=True)
     try:
         yield from reader
     except UnicodeDecodeError as error:
-        where = f"{file.path} near line {reader.line_num + 1}"
+        where = f"{file.path} near line {line + reader.line_num + 1}"
         raise SourceError(f"{where}: not UTF-8; convert the file to UTF-8") from error
     except csv.Error as error:
-        raise SourceError(f"{file.path} line {reader.line_num}: not CSV ({error}); mend the line") from error
+        raise SourceError(
+            f"{file.path} line {line + reader.line_num}: not CSV ({error}); mend the line"
+        ) from error
     finally:
         text.detach()  # whoever opened the stream closes it

@@ -19,14 +19,21 @@ from numpy.typing import NDArray
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    SampleColumns,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+    one_by_one,
+)
 from shardkit_tools.importers.remote_files import is_url
 from shardkit_tools.importers.source_files import Source, file_stem, open_file
 
 __all__ = ["NumpyImporter", "open_numpy"]
 
 _TASK_BYTES = 64 << 20
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read and being encoded
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,16 @@ class NumpyImporter:
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """One sample per row."""
+        return one_by_one(self.read_columns(task))
+
+    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """Some MiB of rows at a time."""
         stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
         name = self.arrays[0].file.name
         step = max(1, _PIECE_BYTES // max(1, sum(array.row_bytes for array in self.arrays)))
         for start in range(task.start, stop, step):
             end = min(stop, start + step)
-            columns = {array.field: array.rows(start, end) for array in self.arrays}
-            for row in range(end - start):
-                yield SourceSample(
-                    {name: column[row] for name, column in columns.items()}, None, name, start + row
-                )
+            yield SampleColumns({array.field: array.rows(start, end) for array in self.arrays}, name, start)
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""

@@ -12,9 +12,16 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.arrow_values import as_sample, batch_rows, check_same_fields, column_types
+from shardkit_tools.importers.arrow_values import batch_samples, check_same_fields, column_types
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    SampleColumns,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+    one_by_one,
+)
 from shardkit_tools.importers.source_files import Source, open_file
 
 __all__ = ["ParquetImporter", "open_parquet"]
@@ -52,6 +59,10 @@ class ParquetImporter:
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """The rows of some row groups; a row with a null costs its own sample only."""
+        return one_by_one(self.read_columns(task))
+
+    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """Whole record batches where no row has to be looked at by itself."""
         (file,) = task.files
         types = dict(self.schema)
         with open_file(file) as stream:
@@ -60,9 +71,8 @@ class ParquetImporter:
             firsts = [0, *accumulate(sizes)]
             row = firsts[task.start]
             for batch in _batches(parquet, range(task.start, task.stop or 0), file):
-                for found in batch_rows(batch, types, file.path, row):
-                    yield as_sample(found, file, row)
-                    row += 1
+                yield from batch_samples(batch, types, file, row)
+                row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""

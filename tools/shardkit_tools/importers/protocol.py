@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.formats import Schema
 
-__all__ = ["Importer", "SourceFailure", "SourceFile", "SourceSample", "SourceTask"]
+__all__ = [
+    "ColumnImporter",
+    "Importer",
+    "SampleColumns",
+    "SourceFailure",
+    "SourceFile",
+    "SourceSample",
+    "SourceTask",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,29 @@ class SourceFailure:
     error: ShardkitError
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleColumns:
+    """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each.
+
+    Attributes:
+        columns: field → array (n, …), whose rows are the values of the samples.
+        source_name: of the file. first_row: the row in it of the first sample; the others follow.
+    """
+
+    columns: Mapping[str, NDArray[Any]]
+    source_name: str
+    first_row: int
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def samples(self) -> Iterator[SourceSample]:
+        """The samples one by one."""
+        for row in range(len(self)):
+            sample = {name: column[row] for name, column in self.columns.items()}
+            yield SourceSample(sample, None, self.source_name, self.first_row + row)
+
+
 @runtime_checkable
 class Importer(Protocol):
     """A source of samples."""
@@ -114,3 +147,22 @@ class Importer(Protocol):
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe: text, integers, booleans, lists and dicts of them; no path, no time."""
+
+
+@runtime_checkable
+class ColumnImporter(Importer, Protocol):
+    """An importer that has many samples at once where the source does."""
+
+    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """What `Importer.read` gives, in the same order."""
+
+
+def one_by_one(
+    found: Iterator[SampleColumns | SourceSample | SourceFailure],
+) -> Iterator[SourceSample | SourceFailure]:
+    """`Importer.read` out of `ColumnImporter.read_columns`."""
+    for item in found:
+        if isinstance(item, SampleColumns):
+            yield from item.samples()
+        else:
+            yield item

@@ -1,6 +1,10 @@
-"""Processes that work off a list of items; killing any of them at any moment does no harm.
+"""Engines: who works off the tasks of a build or an adoption. `LocalEngine` does so with processes of this machine.
 
-Not `multiprocessing.Pool` (which waits for ever for the result of a killed worker) and not
+What an engine runs is deterministic and idempotent: a task that was done twice, or half and then again, leaves what
+doing it once leaves, and its record in the job directory appears when it is whole. So an engine may lose a worker at
+any moment, hand its task to another, or run one twice; and any result of a task is as good as another.
+
+The local engine is not `multiprocessing.Pool` (which waits for ever for the result of a killed worker) and not
 `concurrent.futures` (which cannot stop running work on Ctrl-C without touching its private parts): one pipe
 per process, and the parent waits for pipes and processes alike. Processes are spawned, for a fork would copy
 the locks of threads.
@@ -17,11 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from shardkit.errors import RunError, ShardkitError
+from shardkit.errors import ConfigurationError, RunError, ShardkitError
 
-__all__ = ["Processes", "Report", "Worker"]
+__all__ = ["ENGINES", "Engine", "LocalEngine", "Report", "Worker", "open_engine", "run_here"]
+
+ENGINES = ("local", "ray")
 
 Report = Callable[[int, int], None]
 """Called by work with (rows, bytes) done since the last call."""
@@ -37,6 +43,60 @@ class Worker(Protocol):
         """Let go of files."""
 
 
+class Engine(Protocol):
+    """Works off lists of tasks, one list after another; a context manager."""
+
+    def __enter__(self) -> Self:
+        """Ready to run."""
+
+    def __exit__(self, *_: object) -> None:
+        """Stop whatever is still at work: finished work is durable, unfinished work is worthless."""
+
+    def run(
+        self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
+    ) -> Iterator[Any]:
+        """Work off all items and yield the results as they come, in no particular order.
+
+        Args:
+            make: makes the worker, once per process; picklable (a class, or a `functools.partial` of one). Workers see
+                the root, the source and the scratch directory under the paths of this machine.
+            items: picklable, drawn only when somebody is free; ``str(item)`` names one in messages.
+            report: takes what workers report.
+            here: the work is too small to be handed out: do it in this process.
+
+        Raises:
+            ShardkitError: of the first item that failed.
+            RunError: a process died, or failed with an error that is not shardkit's own.
+        """
+
+
+def open_engine(engine: str | Engine, jobs: int | None, address: str | None = None) -> Engine:
+    """The engine of a name.
+
+    Args:
+        engine: one of `ENGINES`, or an engine of your own.
+        jobs: tasks at a time; None for one per processor.
+        address: of a running Ray cluster.
+
+    Raises:
+        ConfigurationError: there is no such engine, or a setting is not for it.
+        MissingDependency: its package is not installed.
+    """
+    if jobs is not None and jobs < 1:
+        raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
+    if address is not None and engine != "ray":
+        raise ConfigurationError(f"--address {address}: only --engine ray has one; give both, or none")
+    if not isinstance(engine, str):
+        return engine
+    if engine == "ray":
+        from shardkit_tools.building.ray_engine import RayEngine
+
+        return RayEngine(jobs, address)
+    if engine != "local":
+        raise ConfigurationError(f"engine {engine!r}: expected {' or '.join(ENGINES)}")
+    return LocalEngine(jobs or os.cpu_count() or 1)
+
+
 @dataclass(slots=True)
 class _Running:
     process: SpawnProcess
@@ -45,7 +105,7 @@ class _Running:
     item: Any = None
 
 
-class Processes:
+class LocalEngine:
     """Up to ``jobs`` processes, started when there is work for them and kept for the next list; a context manager.
 
     Results are durable or worthless, so that leaving simply kills what is still at work.
@@ -56,7 +116,7 @@ class Processes:
         self._context = multiprocessing.get_context("spawn")
         self._running: list[_Running] = []
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,19 +130,9 @@ class Processes:
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """Work off all items and yield the results as they come, in no particular order.
-
-        Args:
-            make: makes the worker; picklable (a class, or a `functools.partial` of one).
-            items: picklable, drawn only when a process is free.
-            report: takes what workers report.
-            here: work in this process; always so with one job.
-
-        Raises:
-            RunError: a process died, or failed with an error that is not shardkit's own.
-        """
+        """See `Engine`; always in this process with one job."""
         if here or self._jobs <= 1:
-            yield from _run_here(make, items, report)
+            yield from run_here(make, items, report)
             return
         pending = iter(items)
         drawn = True
@@ -115,7 +165,8 @@ class Processes:
         return self._running[-1]
 
 
-def _run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -> Iterator[Any]:
+def run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -> Iterator[Any]:
+    """Work off all items in this process; see `Engine.run`."""
     worker = make()
     try:
         for item in items:

@@ -1,0 +1,13 @@
+"""shardkit over JPEGs with two threads instead of two processes: Pillow decodes and resizes without the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .images_shardkit import TORCH, Images, build
+
+__all__ = ["TORCH", "build", "open_reader"]
+
+
+def open_reader(workload: Any, scale: float, directory: str, workers: int) -> Images:
+    return Images(directory, workload.batch, threads=max(1, workers))

@@ -1,0 +1,143 @@
+"""All benchmarks of `shardkit bench`, one after the other, at one scale."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ShardkitError, UsageError
+from shardkit_tools.benchmarks.building import build_contest
+from shardkit_tools.benchmarks.machine import machine_facts, versions
+from shardkit_tools.benchmarks.planning import plan_contest
+from shardkit_tools.benchmarks.reading.contests import read_contest
+from shardkit_tools.benchmarks.reading.workloads import WORKLOADS
+from shardkit_tools.benchmarks.reducing import reduce_contest
+from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
+from shardkit_tools.benchmarks.rounds import Contest, hold
+
+__all__ = ["PARTS", "SCALE", "measure"]
+
+PARTS = ("read", "build", "plan", "reduce")
+SCALE = 0.02
+_ELEMENTS = (1 << 16, 1 << 20)
+Told = Callable[[str], None]
+
+
+def measure(
+    parts: Sequence[str],
+    *,
+    scale: float = SCALE,
+    repeats: int = 5,
+    peers_python: str | None = None,
+    scratch: str | None = None,
+    told: Told = lambda text: None,
+) -> Result:
+    """Run benchmarks.
+
+    Args:
+        parts: of `PARTS`.
+        scale: share of the stated sizes (200,000 token rows, 1.6 GB to build, 10⁷ rows to plan).
+        repeats: rounds of each.
+        peers_python: interpreter of an environment with the peers, or None.
+        scratch: folder on the disk to be measured; by default that of temporary files.
+        told: called with what is going on.
+
+    Raises:
+        UsageError: the interpreter or the folder cannot be used.
+    """
+    peer_versions = _peer_versions(peers_python) if peers_python is not None else {}
+    load = os.getloadavg()[0]
+    gathered = _Gathered(repeats, told)
+    with _scratch(scratch) as folder:
+        for part in parts:
+            for name, contest in _contests(part, scale, Path(folder), peers_python, told):
+                gathered.add(name, contest)
+                for left in Path(folder).iterdir():  # the data of one contest at a time
+                    _remove(left)
+    facts: dict[str, Any] = {
+        **machine_facts(),
+        "parts": list(parts),
+        "scale": scale,
+        "repeats": repeats,
+        "peer_versions": peer_versions,
+        "load_before": round(load, 1),
+        "load_after": round(os.getloadavg()[0], 1),
+    }
+    return Result(facts, tuple(gathered.ratios), gathered.failures, gathered.rates)
+
+
+class _Gathered:
+    """What has been found so far."""
+
+    def __init__(self, repeats: int, told: Told) -> None:
+        self._repeats, self._told = repeats, told
+        self.ratios: list[Ratio] = []
+        self.failures: dict[str, str] = {}
+        self.rates: dict[str, Any] = {}
+
+    def add(self, name: str, making: AbstractContextManager[Contest]) -> None:
+        """Hold a contest; what cannot be measured here is noted, and the others go on."""
+        try:
+            with making as contest:
+                held = hold(contest, self._repeats, self._told)
+        except (ShardkitError, OSError) as error:
+            self.failures[name] = str(error)
+            return
+        self.ratios += ratios_of(held)
+        self.rates[held.name] = dict(held.rounds)
+        self.failures |= {f"{held.name}: {entry}": text for entry, text in held.failures.items()}
+
+
+def _contests(
+    part: str, scale: float, scratch: Path, peers_python: str | None, told: Told
+) -> Iterator[tuple[str, AbstractContextManager[Contest]]]:
+    """Names and contests of a part; a contest begins when its context is entered."""
+    if part == "read":
+        for name, workload in WORKLOADS.items():
+            yield f"read {name}", read_contest(workload, scale, scratch / name, peers_python, told)
+    elif part == "build":
+        yield "build tokens", _build(scale, scratch, told)
+    elif part == "plan":
+        yield "plan resume", contextlib.nullcontext(plan_contest(scale, peers_python))
+    else:
+        for elements in _ELEMENTS:
+            yield f"reduce {elements:,}", reduce_contest(elements)
+
+
+@contextlib.contextmanager
+def _build(scale: float, scratch: Path, told: Told) -> Iterator[Contest]:
+    told("build tokens: making data")
+    yield build_contest(scale, scratch)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
+
+
+def _scratch(given: str | None) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="shardkit-bench-", dir=given)
+    except OSError as error:
+        raise UsageError(
+            f"--scratch {given}: {error.strerror}; expected a folder on the disk to be measured"
+        ) from None
+
+
+def _peer_versions(python: str) -> dict[str, str]:
+    try:
+        return versions(python)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        raise UsageError(
+            f"--peers-python {python}: it does not run; expected the interpreter of an environment in which the peers "
+            "are installed, such as peers/bin/python"
+        ) from None

@@ -1,0 +1,281 @@
+"""The two passes of a build, and the commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardkit.dataset.appending import Base
+from shardkit.dataset.committing import MadeVersion, NewVersion, commit_version, make_manifest
+from shardkit.dataset.create import load_base_of, scratch_folder
+from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.row_table import join_parts
+from shardkit.dataset.scratch import RowColumns
+from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
+from shardkit.errors import SourceError
+from shardkit.formats import canonical_json, sha256_digest
+from shardkit.storage import LocalStore, LogEntry, Repository
+from shardkit.storage.os_errors import explained
+from shardkit_tools.building.build_plan import BuildPlan, plan_build
+from shardkit_tools.building.engines import Engine
+from shardkit_tools.building.free_space import check_space, least_bytes, space_needs
+from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries
+from shardkit_tools.building.outcome import BuildResult, BuildSettings
+from shardkit_tools.building.passes import Passes
+from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
+from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows, digest_file
+from shardkit_tools.building.resuming import finished_tasks
+from shardkit_tools.building.row_marks import first_of_equals
+from shardkit_tools.importers.protocol import Importer
+
+__all__ = ["BuildRun"]
+
+
+class BuildRun:
+    """One build; made by `shardkit_tools.build`.
+
+    Args:
+        importer: of the source.
+        encoder: of the rows.
+        version: what is to be made.
+        settings: see `BuildSettings`.
+        engine: does the work; entered and left by this build.
+        progress: callback, or None.
+    """
+
+    def __init__(
+        self,
+        importer: Importer,
+        encoder: RowEncoder,
+        version: NewVersion,
+        settings: BuildSettings,
+        engine: Engine,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._importer = importer
+        self._encoder = encoder
+        self._version = version
+        self._settings = settings
+        self._meter = ProgressMeter(progress)
+        self._tasks = list(importer.tasks())
+        self._started = time.monotonic()
+        self._base: Base | None = None
+        self._engine = engine
+        self._passes = Passes(engine, self._meter, version, settings)
+
+    def count(self) -> BuildResult:
+        """The dry run: everything but writing.
+
+        Raises:
+            SourceError, SampleError, ConfigurationError: as `build` would.
+        """
+        if self._settings.append:
+            self._load_base(Repository.open(self._settings.root, read_only=True))
+        with self._engine:
+            found, columns = self._passes.read(self._importer, self._encoder, "", {})
+            plan = self._plan(found, columns, None)
+        result = self._result(found, plan, None, None, None, 0, 0)
+        root = None if "://" in self._settings.root else self._settings.root
+        # Remote roots: in a folder of this machine, which is only made when it is needed.
+        scratch = self._settings.scratch or root or tempfile.gettempdir()
+        return dataclasses.replace(
+            result,
+            space=tuple(space_needs(scratch, result.raw_bytes, root, self._shard_bytes(result.raw_bytes))),
+        )
+
+    def build(self) -> BuildResult:
+        """Both passes and the commit.
+
+        Raises:
+            ShardkitError: see `shardkit_tools.build`.
+            KeyboardInterrupt: with a text that says how to go on.
+        """
+        if self._settings.append:
+            repository = Repository.open(self._settings.root)
+            self._load_base(repository)
+        else:
+            repository = Repository.create(self._settings.root)
+        parent = scratch_folder(repository, self._settings.scratch)
+        job = JobDirectory(parent, self._digest())
+        with job.held(), self._engine:
+            result = self._build(repository, parent, job)
+        clear_temporaries(repository)
+        return result
+
+    def _build(self, repository: Repository, parent: str, job: JobDirectory) -> BuildResult:
+        reused = finished_tasks(job, self._tasks)
+        reused_tasks = len(reused)
+        self._check_space(repository, parent, job, reused)
+        found, columns = self._passes.read(self._importer, self._encoder, job.path, reused)
+        skipped = _skipped(found)
+        sources = self._sources(found, skipped)
+        if self._base is not None and self._is_appended(self._base, sources):
+            made = MadeVersion(
+                self._base.manifest, {name: split.manifest for name, split in self._base.splits.items()}
+            )
+            self._base = None  # its rows are these rows: they are counted by themselves
+            return self._result(found, self._plan(found, columns, job), made, None, None, reused_tasks, 0)
+        plan = self._plan(found, columns, job)
+        shards, reused_shards = self._passes.write(repository, job, plan)
+        self._meter.begin("commit")
+        version = self._final_version(repository, sources)
+        made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
+        listed = self._list_skipped(parent, skipped)
+        entry = self._commit(repository, made)
+        self._meter.end()
+        return self._result(found, plan, made, entry, listed, reused_tasks, reused_shards)
+
+    def _check_space(
+        self, repository: Repository, parent: str, job: JobDirectory, reused: Mapping[int, TaskRows]
+    ) -> None:
+        """That what is left to do fits on the disks."""
+        left = sum(task.size for number, task in enumerate(self._tasks) if number not in reused)
+        rows = least_bytes(self._version, sum(task.size for task in self._tasks))
+        store = repository.store
+        # Shards of an earlier run are there already, and how large they are is not worth finding out.
+        is_begun = any(name.endswith(".done") for name in job.names())
+        root = store.url if isinstance(store, LocalStore) and not is_begun else None
+        check_space(space_needs(parent, least_bytes(self._version, left), root, self._shard_bytes(rows)))
+
+    def _shard_bytes(self, raw_bytes: int) -> int:
+        """What the shards of so many bytes at least take: nobody knows how well they compress."""
+        return raw_bytes if self._version.compression == "none" else 0
+
+    def _load_base(self, repository: Repository) -> None:
+        self._base = load_base_of(repository, self._version, self._settings.ref)
+
+    def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
+        """Whether the base was itself made by appending these very files in this very way.
+
+        So a build that is killed between its commit and its end does not append twice.
+        """
+        last = dict(base.manifest.build.get("append", {}))
+        last.pop("rows", None)
+        return last == {**self._version.build_settings(), "sources": sha256_digest(pack_sources(sources))}
+
+    def _plan(
+        self, found: Sequence[TaskFacts], columns: list[RowColumns], job: JobDirectory | None
+    ) -> BuildPlan:
+        rows = join_parts(columns)
+        columns.clear()  # copied: two row tables of 10⁸ rows do not fit where one does
+        if not len(rows):
+            skipped = len(_skipped(found))
+            raise SourceError(
+                f"{self._settings.source or 'the source'}: no samples in it"
+                + (f" ({skipped} rows were skipped)" if skipped else "")
+                + "; give a source with at least one"
+            )
+        read = len(rows)
+        if self._settings.marks.unique is not None:
+            rows = rows.take(first_of_equals(rows.marks))
+        duplicates = read - len(rows)
+        parts, packed = found, None
+        if self._settings.pack is not None:
+            rows, parts, packed = self._passes.pack(self._settings.pack, rows, found, job)
+        return plan_build(rows, parts, self._version, self._base, job, duplicates=duplicates, packed=packed)
+
+    def _sources(self, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow]) -> SourcesObject:
+        digests: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
+        for file in self._importer.files():
+            if file.name not in digests:  # a file that no task begins with, such as a list of classes
+                digests[file.name] = digest_file(file)
+        return SourcesObject(
+            tuple(digests[name] for name in sorted(digests)),
+            tuple((row.source_name, row.source_row, row.kind) for row in skipped),
+        )
+
+    def _final_version(self, repository: Repository, sources: SourcesObject) -> NewVersion:
+        version = self._version
+        if self._base is not None:
+            # What the next append is compared with; the object itself lists the files of the base as well.
+            own = sha256_digest(pack_sources(sources))
+            version = dataclasses.replace(version, recipe={**version.recipe, "sources": own})
+            if self._base.manifest.sources is not None:
+                before = repository.get_object(self._base.manifest.sources, "sources")
+                sources = joined_sources(unpack_sources(before), sources)
+        descriptor = repository.put_object(pack_sources(sources), "sources")
+        return dataclasses.replace(version, sources=descriptor.digest)
+
+    def _commit(self, repository: Repository, made: MadeVersion) -> LogEntry | None:
+        wanted = {name: manifest.id for name, manifest in made.splits.items()}
+        wanted[self._settings.ref] = made.manifest.id
+        now = repository.refs
+        if all(now.get(name) == manifest for name, manifest in wanted.items()):
+            return None  # built before: by a run that was killed after its commit, or by hand
+        return commit_version(
+            repository,
+            made,
+            ref=self._settings.ref,
+            message=self._settings.message,
+            author=self._settings.author,
+        )
+
+    def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
+        if not skipped:
+            return None
+        path = self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl"
+        lines = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped]
+        with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
+            stream.writelines(lines)
+        return path
+
+    def _digest(self) -> str:
+        """What must be equal for the work of an earlier run to be of use."""
+        version = self._version
+        recipe = {
+            "release": 1,
+            "source": self._settings.source or os.path.commonpath([f.path for f in self._importer.files()]),
+            "schema": version.schema.to_json(),
+            "format": version.format,
+            "compression": version.compression,
+            "axes": list(version.axes),
+            "classes": list(version.classes),
+            "split_by": version.split.by if version.split else None,
+            "skip": self._settings.skip,
+            "build": version.build_settings(),
+        }
+        return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
+
+    def _result(
+        self,
+        found: Sequence[TaskFacts],
+        plan: BuildPlan,
+        made: MadeVersion | None,
+        entry: LogEntry | None,
+        listed: str | None,
+        reused_tasks: int,
+        reused_shards: int,
+    ) -> BuildResult:
+        rows = plan.rows
+        counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
+        return BuildResult(
+            manifest=made.manifest if made else None,
+            splits=dict(made.splits) if made else {},
+            split_rows=dict(plan.splits),
+            commit=entry,
+            rows=len(rows),
+            raw_bytes=int(rows.table.raw_bytes.sum()),
+            shards=plan.layout.shards,
+            strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
+            pooled=int(plan.layout.pooled.sum()),
+            source_bytes=sum(task.size for task in self._tasks),
+            scratch_bytes=sum(task.part_bytes for task in {*found, *plan.parts}),
+            skipped=tuple(_skipped(found)),
+            skipped_file=listed,
+            duplicates=plan.duplicates,
+            packed=plan.packed,
+            reused_tasks=reused_tasks,
+            reused_shards=reused_shards,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def _skipped(found: Sequence[TaskFacts]) -> list[SkippedRow]:
+    return [row for task in found for row in task.skipped]

@@ -1,0 +1,165 @@
+"""The passes of a build: work lists for an engine, results in the order of the source or of the shards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.row_table import AllRows, join_parts, rows_of_shards
+from shardkit.dataset.scratch import RowColumns, sized_run
+from shardkit.dataset.shard_writing import ShardRows, WrittenShard
+from shardkit.dataset.splits import split_of
+from shardkit.errors import IntegrityError, SourceError
+from shardkit.storage import Repository
+from shardkit_tools.building.build_plan import BuildPlan
+from shardkit_tools.building.engines import Engine
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.outcome import BuildSettings
+from shardkit_tools.building.packing import (
+    Documents,
+    PackReport,
+    PackSettings,
+    PackWorker,
+    cut_documents,
+    packed_record,
+)
+from shardkit_tools.building.progress import ProgressMeter
+from shardkit_tools.building.reading import ReadTask, ReadWorker, TaskFacts, TaskRows
+from shardkit_tools.building.resuming import finished_rows
+from shardkit_tools.building.row_marks import ITEMS
+from shardkit_tools.building.writing import WriteWorker, finished_shard
+from shardkit_tools.importers.protocol import Importer
+
+__all__ = ["SMALL_BYTES", "Passes"]
+
+# Below this a process costs more to start than it saves.
+SMALL_BYTES = 8 * 2**20
+
+
+class Passes:
+    """Reading, packing and writing, each spread over an engine.
+
+    Args:
+        engine: does the work.
+        meter: is told how far it is.
+        version: what is to be made.
+        settings: see `BuildSettings`.
+    """
+
+    def __init__(
+        self, engine: Engine, meter: ProgressMeter, version: NewVersion, settings: BuildSettings
+    ) -> None:
+        self._engine = engine
+        self._meter = meter
+        self._version = version
+        self._settings = settings
+
+    def read(
+        self, importer: Importer, encoder: RowEncoder, folder: str, found: dict[int, TaskRows]
+    ) -> tuple[list[TaskFacts], list[RowColumns]]:
+        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
+        tasks = importer.tasks()
+        todo = [ReadTask(number, task) for number, task in enumerate(tasks) if number not in found]
+        total = sum(task.size for task in tasks)
+        left = sum(item.task.size for item in todo)
+        self._meter.begin(
+            "read",
+            total_bytes=total,
+            done_rows=sum(len(rows.columns) for rows in found.values()),
+            done_bytes=total - left,
+            reused=len(found),
+            scratch_bytes=total if folder else 0,
+        )
+        layout = self._version.settings
+        make = functools.partial(
+            ReadWorker,
+            importer,
+            encoder,
+            seed=layout.seed if layout.shuffle else None,
+            folder=folder,
+            skip=self._settings.skip,
+            run_bytes=min(self._settings.run_bytes, sized_run(total, layout.shard_size)),
+            marks=self._settings.marks,
+        )
+        for rows in self._engine.run(make, todo, self._meter.add, here=left < SMALL_BYTES):
+            found[rows.facts.number] = rows
+        self._meter.end()
+        read = [found.pop(number) for number in range(len(tasks))]
+        return [task.facts for task in read], [task.columns for task in read]
+
+    def pack(
+        self, settings: PackSettings, documents: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None
+    ) -> tuple[AllRows, list[TaskFacts], PackReport]:
+        """Documents → rows of a fixed length, in new parts of the scratch."""
+        split = self._version.split
+        by = split_of(split, documents.table.identity, documents.split) if split and split.by else None
+        total = int(documents.table.raw_bytes.sum())
+        self._meter.begin("pack", total_bytes=total)
+        made: dict[int, TaskRows] = {}
+
+        def unfinished() -> Iterator[Documents]:
+            for item in cut_documents(documents, by):
+                rows = finished_rows(job, item.number, packed_record(item)) if job is not None else None
+                if rows is None:
+                    yield item
+                else:
+                    made[item.number] = rows
+                    self._meter.add(len(rows.columns), item.raw_bytes)
+
+        layout = self._version.settings
+        make = functools.partial(
+            PackWorker,
+            settings,
+            seed=layout.seed if layout.shuffle else None,
+            folder=job.path if job is not None else "",
+            parts=[task.part for task in found],
+            run_bytes=self._settings.run_bytes,
+        )
+        for rows in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
+            made[rows.facts.number] = rows
+        self._meter.end()
+        packed = join_parts([made[number].columns for number in range(len(made))])
+        tokens = int(documents.marks[ITEMS].sum())
+        if not len(packed):
+            raise SourceError(f"field {settings.field!r} is empty in every sample; there is nothing to pack")
+        report = PackReport(len(documents), tokens, len(packed), len(packed) * settings.length - tokens)
+        return packed, [made[number].facts for number in range(len(made))], report
+
+    def write(
+        self, repository: Repository, job: JobDirectory, plan: BuildPlan
+    ) -> tuple[list[WrittenShard], int]:
+        """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
+        total = int(plan.rows.length.sum())
+        self._meter.begin("write", total_bytes=total)
+        written: dict[int, WrittenShard] = {}
+        reused = 0
+
+        def unfinished() -> Iterator[ShardRows]:
+            nonlocal reused
+            for item in rows_of_shards(plan.rows, plan.layout, plan.numbers.of_stratum, plan.first_ordinal):
+                shard = finished_shard(job, repository, item)
+                if shard is None:
+                    yield item
+                else:
+                    reused += 1
+                    written[item.number] = shard
+                    self._meter.add(len(item.ordinal), int(item.length.sum()))
+
+        make = functools.partial(
+            WriteWorker,
+            repository,
+            self._version,
+            job.path,
+            [task.part for task in plan.parts],
+            self._settings.gather_bytes,
+        )
+        try:
+            for shard in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
+                written[shard.number] = shard
+        except IntegrityError:
+            job.discard()  # damaged scratch must not be used again
+            raise
+        self._meter.end()
+        return [written[number] for number in range(plan.layout.shards)], reused

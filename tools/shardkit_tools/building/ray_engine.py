@@ -1,0 +1,303 @@
+"""Tasks of a build on a Ray cluster: a local one, started for the build, or one that is there.
+
+Ray runs a task again when its worker or its node dies; nothing else is needed, for tasks are idempotent (`engines`).
+Every worker must see the root, the source and the scratch directory under the same paths, and have the same versions
+of what decides the bytes: both are checked where work begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from shardkit.errors import (
+    ConfigurationError,
+    MissingDependency,
+    NotFoundError,
+    RunError,
+    ShardkitError,
+    SourceError,
+    StoreError,
+)
+from shardkit_tools.building.engines import Report, Worker, run_here
+
+__all__ = ["RayEngine"]
+
+RETRIES = 5
+_POLL_S = 0.5
+_LONGEST_FOLDER = 20
+_SAME_VERSIONS = ("shardkit", "numpy", "pyarrow", "zstandard", "xxhash")
+
+
+class RayEngine:
+    """An `Engine` whose workers are Ray's; a context manager.
+
+    Args:
+        jobs: tasks at a time; None for as many as the cluster has processors. A local cluster gets as many processors.
+        address: of a running cluster ("auto", "10.0.0.5:6379", "ray://…"); None starts one on this machine, which
+            ends with the build.
+
+    Raises:
+        MissingDependency: ray is not installed.
+    """
+
+    def __init__(self, jobs: int | None = None, address: str | None = None) -> None:
+        self._ray = _import_ray()
+        self._jobs = jobs
+        self._address = address
+        self._folder: str | None = None
+        self._is_ours = False
+        self._running: dict[Any, Any] = {}
+        self._output = contextlib.ExitStack()
+        self._tally: Any = None
+
+    def __enter__(self) -> Self:
+        """Join the cluster, or start one.
+
+        Raises:
+            ConfigurationError: there is no cluster at that address.
+        """
+        if not self._ray.is_initialized():
+            self._start()
+        slots = int(self._ray.cluster_resources().get("CPU", 1))
+        self._slots = max(1, min(slots, self._jobs or slots))
+        self._tally = self._ray.remote(num_cpus=0, max_restarts=-1)(_Tally).remote()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
+        if self._tally is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(self._tally)
+            self._tally = None
+        if self._is_ours:
+            self._ray.shutdown()
+            self._is_ours = False
+        self._output.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start(self) -> None:
+        # Figures about the use of a private cluster are nobody's business unless somebody says so.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        settings: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "namespace": "shardkit",
+        }
+        if self._address is not None:
+            settings["address"] = self._address
+        else:
+            self._folder = tempfile.mkdtemp(prefix="shardkit-ray-", dir=_short_folder())
+            settings |= {"address": "local", "num_cpus": self._jobs, "include_dashboard": False,
+                         "_temp_dir": self._folder}  # fmt: skip
+        # Ray tells of lost workers on standard output, where the results of a command belong.
+        self._output.enter_context(contextlib.redirect_stdout(sys.stderr))
+        try:
+            self._ray.init(**settings)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            self.__exit__()
+            where = f"at {self._address!r}" if self._address else "on this machine"
+            raise ConfigurationError(
+                f"--engine ray: no cluster {where} ({_first_line(error)}); check with: ray status"
+            ) from None
+        self._is_ours = True
+
+    def run(
+        self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
+    ) -> Iterator[Any]:
+        """See `Engine`.
+
+        Raises:
+            ShardkitError: of the first item that failed.
+            RunError: a task lost its worker again and again.
+        """
+        if here:
+            yield from run_here(make, items, report)
+            return
+        task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_work)
+        # By reference within a list: fetched once per worker, not with every task.
+        made = [self._ray.put(make)]
+        key = os.urandom(8).hex()
+        given = _Given(platform.node(), _own_versions(), self._tally)
+        counted = _Counted(report)
+        numbered = enumerate(iter(items))
+        asked = time.monotonic()
+        try:
+            while True:
+                for number, item in itertools.islice(numbered, self._slots - len(self._running)):
+                    reference = task.options(name=f"shardkit {type(item).__name__}").remote(
+                        key, made, item, number, given
+                    )
+                    self._running[reference] = (number, item)
+                if not self._running:
+                    return
+                ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=_POLL_S)
+                if time.monotonic() - asked > _POLL_S:
+                    asked = time.monotonic()
+                    counted.add(self._counts())
+                for reference in ready:
+                    number, item = self._running.pop(reference)
+                    result, rows, size = self._result(reference, item)
+                    counted.add({number: (rows, size)})
+                    yield result
+        finally:
+            self._cancel()
+
+    def _result(self, reference: Any, item: Any) -> tuple[Any, int, int]:
+        try:
+            kind, value, rows, size = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            raise RunError(
+                f"{item}: its Ray worker was lost {RETRIES + 1} times ({_first_line(error)}); if memory ran out, use "
+                "fewer --jobs or nodes with more. Finished work is kept: run the same command again to go on"
+            ) from None
+        if kind == "failed":
+            raise value
+        # Arrays that Ray hands over are views of memory that ends with the cluster.
+        return copy.deepcopy(value), rows, size
+
+    def _counts(self) -> dict[int, tuple[int, int]]:
+        try:
+            counts: dict[int, tuple[int, int]] = self._ray.get(self._tally.take.remote(), timeout=_POLL_S)
+        except self._ray.exceptions.RayError:
+            return {}  # its process was lost, too: results carry their counts with them
+        return counts
+
+    def _cancel(self) -> None:
+        for reference in self._running:
+            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+                self._ray.cancel(reference, force=True)
+        self._running = {}
+
+
+class _Counted:
+    """Turns what tasks have done so far into what is new; a task that runs again counts once."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def add(self, counts: dict[int, tuple[int, int]]) -> None:
+        for number, (rows, size) in counts.items():
+            old_rows, old_size = self._seen.get(number, (0, 0))
+            if rows > old_rows or size > old_size:
+                self._seen[number] = (max(rows, old_rows), max(size, old_size))
+                self._report(max(0, rows - old_rows), max(0, size - old_size))
+
+
+class _Tally:
+    """Task → (rows, bytes) so far; an actor, because tasks cannot speak before they end."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[int, int]] = {}
+
+    def note(self, number: int, rows: int, size: int) -> None:
+        self._counts[number] = (rows, size)
+
+    def take(self) -> dict[int, tuple[int, int]]:
+        counts, self._counts = self._counts, {}
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What workers know of the one who asks: node, versions that decide the bytes, and where to tell progress."""
+
+    node: str
+    versions: dict[str, str]
+    tally: Any
+
+
+_held: tuple[str, Worker] | None = None
+"""In a worker: the list of items that its worker is for, and the worker."""
+
+
+def _work(key: str, made: list[Any], item: Any, number: int, given: _Given) -> Any:
+    """One item, in a worker: ("done", result, rows, bytes) or ("failed", error, rows, bytes)."""
+    rows = size = 0
+    last = time.monotonic()
+
+    def report(new_rows: int, new_size: int) -> None:
+        nonlocal rows, size, last
+        rows, size = rows + new_rows, size + new_size
+        if time.monotonic() - last > _POLL_S:
+            last = time.monotonic()
+            given.tally.note.remote(number, rows, size)
+
+    try:
+        result = _worker(key, made, given).work(item, report)
+        return "done", result, rows, size
+    except ShardkitError as error:
+        return "failed", _told(error, given.node), rows, size
+    except Exception as error:  # noqa: BLE001 - told to the one who asked
+        return "failed", RunError(f"{item}: {error!r}\n{traceback.format_exc()}"), rows, size
+
+
+def _told(error: ShardkitError, node: str) -> ShardkitError:
+    """The error, with what is probably the reason where it is of another machine and its files."""
+    if platform.node() == node or not isinstance(error, (SourceError, StoreError, NotFoundError)):
+        return error
+    return type(error)(
+        f"{error} (on node {platform.node()}; every node of the cluster must see the source, the root and the scratch "
+        "directory under the same paths: name a --scratch that all of them mount)"
+    )
+
+
+def _worker(key: str, made: list[Any], given: _Given) -> Worker:
+    global _held
+    if _held is not None and _held[0] == key:
+        return _held[1]
+    found = _own_versions()
+    if found != given.versions:
+        differ = [
+            f"{name} {found[name]}, not {theirs}"
+            for name, theirs in given.versions.items()
+            if found[name] != theirs
+        ]
+        raise RunError(
+            f"node {platform.node()} of the cluster has {', '.join(differ)}: it would write other bytes; install the "
+            "same versions on every node"
+        )
+    if _held is not None:
+        _held[1].close()
+        _held = None
+    make = _import_ray().get(made[0])
+    _held = (key, make())
+    return _held[1]
+
+
+def _own_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _SAME_VERSIONS}
+
+
+def _short_folder() -> str:
+    """Where the local cluster's files go: Ray makes sockets there, whose paths may have 107 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise MissingDependency('--engine ray needs Ray; run: pip install "shardkit[ray]"') from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

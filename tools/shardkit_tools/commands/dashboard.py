@@ -1,0 +1,55 @@
+"""`shardkit dashboard`: a run on a page of this machine, live."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardkit.errors import StoreError
+from shardkit_tools.console import print_line
+from shardkit_tools.observing.web import make_app, require_server
+
+__all__ = ["dashboard"]
+
+_HOST = "127.0.0.1"
+
+
+def dashboard(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Where to listen; 0 takes a free port.")
+    ] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser too.")] = False,
+) -> None:
+    """Show a run on a live page, on 127.0.0.1, until Ctrl-C.
+
+    The address holds a random token: only who has it sees the page. It shows numbers, names of shards and events,
+    never bytes of samples. From another machine: ssh -L 8451:127.0.0.1:8451 NODE, and --port 8451 there. Below the same
+    address lie metrics (for Prometheus) and healthz.
+
+    Example: shardkit dashboard runs/mine --port 8451
+    """
+    uvicorn = require_server()
+    token = secrets.token_urlsafe(24)
+    app = make_app(Path(run), token)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((_HOST, port))
+        except OSError as error:
+            raise StoreError(
+                f"port {port} cannot be listened on: {error.strerror}; name another --port"
+            ) from error
+        address = f"http://{_HOST}:{listener.getsockname()[1]}/{token}/"
+        print_line(f"{run} is shown at {address}")
+        print_line("Ctrl-C ends it")
+        if open_browser:
+            typer.launch(address)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="off"
+        )
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,94 @@
+"""`shardkit gc`: objects that nothing names any more."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardkit.storage import Repository
+from shardkit.storage.collecting import Collection, collect
+from shardkit.storage.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
+from shardkit.storage.policy.durations import duration_text as short_duration
+from shardkit.storage.policy.durations import parse_duration
+from shardkit_tools.console import (
+    JsonFlag,
+    StatusLine,
+    bytes_text,
+    clean,
+    count_text,
+    print_facts,
+    print_json,
+    print_line,
+)
+from shardkit_tools.versions import parse_url
+
+__all__ = ["gc"]
+
+
+def gc(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Mark what is found, and delete what was marked before.")
+    ] = False,
+    grace: Annotated[
+        str, typer.Option("--grace", metavar="AGE", help="From being marked to being deleted, such as 7d.")
+    ] = short_duration(GRACE_S),
+    history: Annotated[
+        str,
+        typer.Option("--history", metavar="AGE", help="Keep versions that a ref or tag named so long ago."),
+    ] = short_duration(HISTORY_S),
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Finish a collection that was killed less than an hour ago.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find objects that no version needs, in all locations; with --delete take them away, in two rounds.
+
+    Kept is what refs and tags need, what they named within --history, parity, and what unfinished builds have put.
+    The first round with --delete marks the rest; a round after --grace deletes what is still not needed. Commits may
+    go on meanwhile: one that names an object which is being deleted is refused, and done again.
+
+    Example: shardkit gc data/cats --delete
+    """
+    status = StatusLine()
+    try:
+        done = collect(
+            Repository.open(parse_url(root)[0]),
+            delete=delete,
+            grace_s=parse_duration(grace, "--grace"),
+            history_s=parse_duration(history, "--history"),
+            take_over_s=0 if take_over else TAKE_OVER_S,
+            report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
+        )
+    finally:
+        status.clear()
+    if as_json:
+        print_json(done.to_json())
+    else:
+        _print(done, root, delete=delete, grace=grace)
+
+
+def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
+    if done.finished:
+        print_line(f"finished {count_text(done.finished, 'collection')} that was cut short", "yellow")
+    size = "" if delete else f", {bytes_text(done.garbage_bytes)} in the root"
+    print_line(
+        f"{root}: {count_text(done.live, 'object')} needed, {done.garbage:,} that nothing names{size}", "bold"
+    )
+    if not delete:
+        due = f"{done.due:,} ({bytes_text(done.due_bytes)})"
+        print_facts(
+            [("not marked yet", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("due", due)]
+        )
+        if done.garbage:
+            print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
+    else:
+        gone = ", ".join(f"{name} {count:,}" for name, count in sorted(done.deleted.items())) or "none"
+        print_facts(
+            [("marked now", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("deleted", gone)]
+        )
+        if done.marked or done.waiting:
+            print_line(f"what stays unneeded is deleted by a round {grace} after it was marked", "dim")
+    for name, said in done.unreachable.items():
+        print_line(f"{name}: {clean(said)}; its garbage stays until the next round", "yellow")

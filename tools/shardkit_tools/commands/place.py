@@ -1,0 +1,196 @@
+"""`shardkit place`: where copies belong, and the bytes moved after that."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardkit.errors import UsageError
+from shardkit.storage import Repository
+from shardkit.storage.policy import LocationRecord, Policy
+from shardkit.storage.policy.durations import duration_text as short_duration
+from shardkit.storage.policy.durations import parse_duration
+from shardkit.storage.replicating import Placing, promote, undo
+from shardkit.storage.replicating import place as place_root
+from shardkit.storage.replicating.placing import GRACE_S, Change
+from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    count_text,
+    duration_text,
+    print_facts,
+    print_json,
+    print_line,
+)
+from shardkit_tools.copies_options import CopiesOption, CriticalOption, ModeOption, ParityOption
+from shardkit_tools.replication_report import print_locations
+from shardkit_tools.versions import parse_url
+
+__all__ = ["place"]
+
+_PANEL = "Placement"
+
+
+def place(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    location: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--location",
+            metavar="NAME=URL",
+            rich_help_panel=_PANEL,
+            help="Add or change: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
+        ),
+    ] = None,
+    empty: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--empty", metavar="NAME", rich_help_panel=_PANEL, help="Move everything away from this location."
+        ),
+    ] = None,
+    forget: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--forget",
+            metavar="NAME",
+            rich_help_panel=_PANEL,
+            help="It is lost: make its copies elsewhere, and never look at it again.",
+        ),
+    ] = None,
+    refill: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--refill", metavar="NAME", rich_help_panel=_PANEL, help="Its disk was replaced: fill it again."
+        ),
+    ] = None,
+    copies: CopiesOption = None,
+    critical: CriticalOption = None,
+    parity: ParityOption = None,
+    mode: ModeOption = None,
+    max_scrub_age: Annotated[
+        str | None,
+        typer.Option(
+            "--max-scrub-age", metavar="AGE", rich_help_panel=_PANEL, help="When a copy is due to be checked."
+        ),
+    ] = None,
+    undone: Annotated[
+        bool,
+        typer.Option("--undo", rich_help_panel=_PANEL, help="Back to the placement before the newest."),
+    ] = False,
+    promoted: Annotated[
+        bool,
+        typer.Option(
+            "--promote",
+            rich_help_panel=_PANEL,
+            help="ROOT is a copy, and its root is lost for good: let it be the root.",
+        ),
+    ] = False,
+    grace: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="AGE",
+            rich_help_panel="Running",
+            help="How long surplus copies stay, such as 7d, 12h.",
+        ),
+    ] = short_duration(GRACE_S),
+    bandwidth: BandwidthOption = None,
+    between: BetweenOption = None,
+    message: Annotated[str, typer.Option("--message", "-m", rich_help_panel="Running", help="Why.")] = "",
+    author: Annotated[str, typer.Option("--author", rich_help_panel="Running", help="Who.")] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", rich_help_panel="Running", help="Only say what would be done.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say where copies of ROOT belong, and move them there.
+
+    Copies are made and verified first, then the new placement is committed, and only after --grace are copies deleted
+    that are not needed any more, each with proof that enough good ones are left. Without any option of Placement or
+    Copies: show the placement, and delete what is due. After Ctrl-C or a crash the same command goes on.
+
+    Example: shardkit place data/cats --location mirror=s3://bucket/cats,domain=aws --copies 2
+    """
+    if promoted:
+        promote(parse_url(root)[0], copies=copies, message=message, author=author)
+        copies = None
+    repository = Repository.open(parse_url(root)[0])
+    wants = (location, empty, forget, refill, copies, critical, parity, mode, max_scrub_age)
+    if undone and any(one is not None for one in wants):
+        raise UsageError("--undo goes back to the placement before; it takes no other change")
+
+    def policy(before: Policy) -> Policy:
+        return before.changed(
+            copies=copies, critical=critical, parity=parity, mode=mode, max_scrub_age=max_scrub_age
+        )
+
+    change = Change(
+        locations=tuple(LocationRecord.parse(text) for text in location or ()),
+        empty=tuple(empty or ()),
+        forget=tuple(forget or ()),
+        refill=tuple(refill or ()),
+        policy=policy,
+    )
+    seconds = parse_duration(grace, "--grace")
+    with running(bandwidth, between) as work:
+        options = {
+            "pace": work.pace,
+            "dry_run": dry_run,
+            "grace_s": seconds,
+            "report": work.report,
+            "author": author,
+        }
+        if message:
+            options["message"] = message
+        placing = undo(repository, **options) if undone else place_root(repository, change, **options)  # type: ignore[arg-type]
+    if as_json:
+        print_json(placing.to_json())
+    else:
+        _print(placing, root, dry_run=dry_run)
+
+
+def _days(seconds: int) -> str:
+    return duration_text(seconds) if seconds < 172_800 else f"{-(-seconds // 86_400)} days"
+
+
+def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
+    table = placing.table
+    if table is None:
+        print_line(f"{root} has no copies; add a location: --location NAME=URL --copies 2")
+        return
+    said = (
+        "would be committed"
+        if dry_run and table is not placing.was
+        else "committed"
+        if placing.committed
+        else "holds"
+    )
+    print_line(f"{root}: placement {table.n} {said}", "bold")
+    policy = table.policy.to_table()
+    policy["critical"] = ", ".join(f"{one.stratum}={one.copies}" for one in table.policy.critical) or "none"
+    print_facts([(name, str(value)) for name, value in policy.items()])
+    print_line()
+    print_locations(placing.copies)
+    print_line()
+    drops = placing.drops
+    if drops.objects:
+        print_line(
+            f"deleted {count_text(drops.objects, 'object')}, {bytes_text(drops.bytes)}, not needed where they were"
+        )
+    if drops.kept:
+        print_line(
+            f"kept {count_text(len(drops.kept), 'object')} that would be deleted: too few good copies elsewhere; "
+            f"run: shardkit replicate {root}",
+            "yellow",
+        )
+    for problem in drops.problems[:5]:
+        print_line(problem, "yellow")
+    left = placing.surplus - len(drops.kept)
+    if left > 0:
+        when = f"in {_days(placing.due_in_s)}" if placing.due_in_s else "now"
+        print_line(
+            f"{count_text(left, 'object')} not needed where they are, to be deleted {when} or later: "
+            f"shardkit place {root}; to go back: --undo"
+        )

@@ -1,0 +1,105 @@
+"""`shardkit rehearse`: what a loss would mean, before it happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardkit.errors import UsageError
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    count_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+)
+from shardkit_tools.observing.rehearsal import Rehearsal, rehearse_loss
+
+__all__ = ["rehearse"]
+
+_LANES_SHOWN = 40
+_LOST_SHOWN = 10
+
+
+def rehearse(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
+    kill_node: Annotated[
+        list[str] | None,
+        typer.Option("--kill-node", metavar="HOST", help="A node that dies; may be given again."),
+    ] = None,
+    kill_rank: Annotated[
+        list[int] | None, typer.Option("--kill-rank", metavar="N", help="A single rank that dies.")
+    ] = None,
+    kill_location: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kill-location",
+            metavar="NAME",
+            help="A location of the dataset that is lost with all it holds.",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rehearse a loss: which lanes move, what is read again and from where, which steps are repeated, what is lost.
+
+    Nothing happens to the run: its plan is made again from a copy of its ledger, and locations are only asked what they
+    have. A location whose failure domain is a dead node dies with it. Exit code 3: data would be lost.
+
+    Example: shardkit rehearse runs/mine --kill-node node-7
+    """
+    if not (kill_node or kill_rank or kill_location):
+        raise UsageError("name what is lost: --kill-node HOST, --kill-rank N or --kill-location NAME")
+    found = rehearse_loss(
+        Path(run), nodes=kill_node or (), ranks=kill_rank or (), locations=kill_location or ()
+    )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+    if found.lost:
+        raise typer.Exit(3)
+
+
+def _print(found: Rehearsal) -> None:
+    what = [*(f"node {node}" for node in found.nodes), *(f"rank {rank}" for rank in found.dead if not found.nodes),
+            *(f"location {name}" for name in found.locations)]  # fmt: skip
+    print_line(f"If {', '.join(what)} died at step {count_text(found.step)}")
+    before, after = found.lanes_per_rank
+    slower = f"a step takes {after / before:.2f} times as long at the same pace" if after else "the run stops"
+    shards, size = found.read_again
+    print_facts([
+        ("ranks left", f"{len(found.survivors)} of {len(found.survivors) + len(found.dead)}"),
+        ("lanes that move", f"{len(found.moves)}; most on a rank {before} → {after}: {slower}"),
+        ("steps repeated", "all: there is no checkpoint" if found.steps_repeated is None else
+         f"{count_text(found.steps_repeated)} since the newest checkpoint; they see the same samples"),
+        ("read again", f"{count_text(shards, 'shard')}, {bytes_text(size)}, in the epoch under way"),
+        ("memory lost", f"{bytes_text(found.memory_bytes)} of verified blocks, which are read again"),
+        ("data lost", f"{count_text(len(found.lost), 'shard')} of {count_text(found.asked[0])} looked for" if found.lost
+         else "none"),
+    ])  # fmt: skip
+    if found.sources:
+        print_heading("Read again from")
+        print_table(["location", ">shards", ">bytes"], [
+            [name, count_text(count), bytes_text(num_bytes)] for name, (count, num_bytes) in found.sources.items()
+        ])  # fmt: skip
+    if found.moves:
+        print_heading("Lanes")
+        rows = [
+            [str(lane), f"rank {old}", f"rank {new}"]
+            for lane, (old, new) in list(found.moves.items())[:_LANES_SHOWN]
+        ]
+        print_table([">lane", "from", "to"], rows)
+        if len(found.moves) > _LANES_SHOWN:
+            print_line(f"… and {len(found.moves) - _LANES_SHOWN} more; --json has all")
+    if found.lost:
+        print_heading("Lost: no other location has")
+        for name in found.lost[:_LOST_SHOWN]:
+            print_line(f"  {name}")
+        print_line("run: shardkit replicate ROOT, while it is still there")
+    for note in found.notes:
+        print_line(f"note: {note}")

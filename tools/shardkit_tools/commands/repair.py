@@ -1,0 +1,204 @@
+"""`shardkit repair`: what is bad or missing is made good again."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from shardkit.storage.policy import LocationRecord
+from shardkit.storage.repairing import Lost, Repair, Unchecked
+from shardkit.storage.repairing import repair as repair_root
+from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    clean,
+    count_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+    short_ids,
+)
+from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
+from shardkit_tools.spread_copies import copy_engine, spread_checks
+from shardkit_tools.versions import parse_url
+
+__all__ = ["LocationOption", "RepairLevel", "print_repair", "repair", "repair_document"]
+
+_SHOWN = 20
+
+LocationOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--location",
+        metavar="NAME=URL",
+        help="A further place with copies, beside those that the root knows; may be given again.",
+    ),
+]
+
+
+class RepairLevel(StrEnum):
+    """How deep to look for what is bad."""
+
+    ATTESTED = "attested"
+    LIST = "list"
+    STORED = "stored"
+    READ = "read"
+
+
+def repair(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    level: Annotated[
+        RepairLevel | None,
+        typer.Option(
+            "--level",
+            metavar="attested|list|stored|read",
+            help="Where to look: attested: only what readers or scrubs found bad; list: and what is missing or has "
+            "another size; stored: and what the store's own checksums say; read: every byte. Default: read, and "
+            "attested with --from-run.",
+        ),
+    ] = None,
+    from_run: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from-run",
+            metavar="RUN",
+            help="Heal what the readers of this run met and had no right to heal; may be given again.",
+        ),
+    ] = None,
+    location: LocationOption = None,
+    bandwidth: BandwidthOption = None,
+    between: BetweenOption = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Copies looked at at once.")
+    ] = 4,
+    engine: EngineOption = EngineName.LOCAL,
+    address: AddressOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Heal a dataset: bad or missing objects come again from another location, else from parity.
+
+    Whatever is put in place was verified by its digest before. Log entries are healed from copies of the root.
+
+    Exit codes: 0 clean, 1 repaired, 2 data lost, 3 could not check.
+
+    Example: shardkit repair data/cats --from-run runs/7
+    """
+    chosen = level or (RepairLevel.ATTESTED if from_run else RepairLevel.READ)
+    more = [LocationRecord.parse(text) for text in location or ()]
+    with (
+        running(bandwidth, between) as work,
+        copy_engine(engine, address, jobs, bandwidth=bandwidth, between=between) as spread,
+    ):
+        done = repair_root(
+            parse_url(root)[0],
+            level=chosen.value,
+            from_runs=tuple(from_run or ()),
+            locations=more,
+            pace=work.pace,
+            jobs=jobs,
+            check_all=spread_checks(spread),
+            report=work.tell,
+        )
+    if as_json:
+        print_json(repair_document(done))
+    else:
+        print_repair(done)
+        _print_verdict(done)
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)
+
+
+def repair_document(done: Repair) -> dict[str, Any]:
+    """For machines."""
+    return {
+        "url": done.url,
+        "level": done.level,
+        "versions": done.versions,
+        "copies": done.copies,
+        "read_bytes": done.read_bytes,
+        "healed": [one._asdict() for one in done.healed],
+        "lost": [one._asdict() for one in done.lost],
+        "unchecked": [one._asdict() for one in done.unchecked],
+        "encoded": done.encoded,
+        "exit_code": done.exit_code,
+    }
+
+
+def print_repair(done: Repair) -> None:
+    """What was healed from where, and what could not be."""
+    if done.healed:
+        print_heading(f"Healed: {_copies(len(done.healed))}")
+        print_table(
+            ["location", "was", "from", ">bytes", "*object"],
+            [
+                (one.location, one.was, one.source, bytes_text(one.num_bytes), clean(one.name))
+                for one in done.healed[:_SHOWN]
+            ],
+        )
+        _more(len(done.healed))
+    if done.lost:
+        rows = sum(one.rows for one in done.lost)
+        samples = f", {count_text(rows, 'sample')}" if rows else ""
+        print_heading(f"Lost: {count_text(len(done.lost), 'object')}{samples}")
+        for lost in done.lost[:_SHOWN]:
+            _print_lost(lost)
+        _more(len(done.lost))
+    print_unchecked(done.unchecked)
+
+
+def print_unchecked(unchecked: list[Unchecked]) -> None:
+    """What nothing is known of; what is said of many copies is said once."""
+    if not unchecked:
+        return
+    print_heading("Could not check or heal")
+    alike: dict[tuple[str, str], list[Unchecked]] = {}
+    for one in unchecked:
+        alike.setdefault((one.location, one.why.replace(one.name, "…") if one.name else one.why), []).append(
+            one
+        )
+    for group in list(alike.values())[:_SHOWN]:
+        first, others = group[0], len(group) - 1
+        name = clean(first.name) or "all of it"
+        print_line(f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow")
+        print_facts([("because", short_ids(clean(first.why)))], indent=2)
+    _more(len(alike))
+
+
+def _print_lost(lost: Lost) -> None:
+    print_line(clean(lost.name), "red")
+    facts = [("because", short_ids(clean(lost.why)))]
+    if lost.rows:
+        facts.append(("lost", count_text(lost.rows, "sample")))
+    facts.append(
+        ("do", "put a copy back from a backup, build the same source again, or: shardkit remove --rows …")
+    )
+    print_facts(facts, indent=2)
+
+
+def _print_verdict(done: Repair) -> None:
+    verdict = {0: "clean", 1: "repaired", 2: "data is lost", 3: "could not check or heal everything"}[
+        done.exit_code
+    ]
+    if done.healed or done.lost or done.unchecked:
+        print_line()
+    print_line(f"{done.url}: {verdict} (level {done.level})", "bold")
+    encoded = f", encoded {count_text(done.encoded, 'parity set')}" if done.encoded else ""
+    read = f", {bytes_text(done.read_bytes)} read" if done.read_bytes else ""
+    print_line(
+        f"looked at {_copies(done.copies)} for {count_text(len(done.versions), 'version')}{read}; "
+        f"healed {len(done.healed):,}, lost {len(done.lost):,}{encoded}"
+    )
+
+
+def _copies(number: int) -> str:
+    return f"{number:,} {'copy' if number == 1 else 'copies'}"
+
+
+def _more(number: int) -> None:
+    if number > _SHOWN:
+        print_line(f"… and {count_text(number - _SHOWN)} more (--json lists all)")

@@ -1,0 +1,67 @@
+"""`shardkit replicate`: copies, until the policy is met."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardkit.storage import Repository
+from shardkit.storage.replicating import replicate as replicate_root
+from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.console import JsonFlag, print_json, print_line
+from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
+from shardkit_tools.replication_report import print_lag, print_locations
+from shardkit_tools.spread_copies import copy_engine, spread_copies
+from shardkit_tools.versions import parse_url
+
+__all__ = ["replicate"]
+
+
+def replicate(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    bandwidth: BandwidthOption = None,
+    between: BetweenOption = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Objects copied at once.")
+    ] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is missing where.")] = False,
+    engine: EngineOption = EngineName.LOCAL,
+    address: AddressOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy what is missing in some location, until the policy is met.
+
+    Every copy is verified while it is made and has its name only then. After Ctrl-C or a crash the same command
+    goes on where it stood. The lag is the bytes of copies that the policy asks for and that are not there.
+
+    Exit codes: 0 the policy is met, 2 an object has no good copy anywhere, 3 a location could not be filled.
+
+    Example: shardkit replicate data/cats --bandwidth 200MB/s --between 22:00-06:00
+    """
+    repository = Repository.open(parse_url(root)[0])
+    with (
+        running(bandwidth, between) as work,
+        copy_engine(engine, address, jobs, bandwidth=bandwidth, between=between) as spread,
+    ):
+        done = replicate_root(
+            repository,
+            pace=work.pace,
+            dry_run=dry_run,
+            jobs=jobs,
+            copy_all=spread_copies(spread),
+            report=work.report,
+        )
+    if as_json:
+        print_json(done.to_json())
+    else:
+        print_locations(done)
+        print_lag(done, dry_run=dry_run)
+        if done.lost:
+            print_line(
+                f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}",
+                "red",
+            )
+            print_line(f"run: shardkit repair {root}")
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)

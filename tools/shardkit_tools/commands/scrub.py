@@ -1,0 +1,165 @@
+"""`shardkit scrub`: copies are looked at, longest waiting first."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from shardkit.storage.policy import LocationRecord
+from shardkit.storage.policy.durations import parse_duration
+from shardkit.storage.repairing import Scrub
+from shardkit.storage.repairing import scrub as scrub_root
+from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.commands.repair import LocationOption, print_repair, print_unchecked, repair_document
+from shardkit_tools.console import (
+    JsonFlag,
+    bytes_text,
+    clean,
+    count_text,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+)
+from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
+from shardkit_tools.spread_copies import copy_engine, spread_checks
+from shardkit_tools.versions import parse_url
+
+__all__ = ["ScrubLevel", "scrub"]
+
+_SHOWN = 20
+
+
+class ScrubLevel(StrEnum):
+    """How to look at a copy."""
+
+    STORED = "stored"
+    READ = "read"
+
+
+def scrub(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    time_box: Annotated[
+        str | None, typer.Option("--time-box", metavar="TIME", help="Stop after so long, such as 10m.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than",
+            metavar="TIME",
+            help="Only copies that nobody has looked at for so long, such as 30d.",
+        ),
+    ] = None,
+    level: Annotated[
+        ScrubLevel,
+        typer.Option(
+            "--level",
+            help="stored: by the checksums that the store keeps (no bytes are moved), and by reading where it keeps "
+            "none; read: by reading every byte.",
+        ),
+    ] = ScrubLevel.STORED,
+    heal: Annotated[bool, typer.Option("--repair", help="Heal what is bad, at once.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Only this location; may be given again."),
+    ] = None,
+    location: LocationOption = None,
+    bandwidth: BandwidthOption = None,
+    between: BetweenOption = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Copies looked at at once.")
+    ] = 4,
+    engine: EngineOption = EngineName.LOCAL,
+    address: AddressOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Look at every copy that the policy asks for, those first that nobody has looked at for longest.
+
+    Results are kept in ROOT/attest, so that a scrub that was stopped goes on where it stood, and what is bad is
+    healed by shardkit repair.
+
+    Exit codes: 0 clean, 1 repaired, 2 bad copies are left, 3 could not check.
+
+    Example: shardkit scrub data/cats --time-box 10m --older-than 30d --repair
+    """
+    older = None if older_than is None else parse_duration(older_than, "--older-than")
+    box = None if time_box is None else parse_duration(time_box, "--time-box")
+    more = [LocationRecord.parse(text) for text in location or ()]
+    with (
+        running(bandwidth, between) as work,
+        copy_engine(engine, address, jobs, bandwidth=bandwidth, between=between) as spread,
+    ):
+        done = scrub_root(
+            parse_url(root)[0],
+            depth=level.value,
+            older_than_s=older,
+            time_box_s=box,
+            only=tuple(only or ()),
+            heal=heal,
+            locations=more,
+            pace=work.pace,
+            jobs=jobs,
+            check_all=spread_checks(spread),
+            report=work.tell,
+        )
+    if as_json:
+        print_json(_document(done))
+    else:
+        _print(done, root)
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)
+
+
+def _document(done: Scrub) -> dict[str, Any]:
+    return {
+        "url": done.url,
+        "locations": {name: dataclasses.asdict(one) for name, one in done.locations.items()},
+        "remaining": done.remaining,
+        "unchecked": [one._asdict() for one in done.unchecked],
+        "lost": done.lost,
+        "repair": None if done.repair is None else repair_document(done.repair),
+        "exit_code": done.exit_code,
+    }
+
+
+def _print(done: Scrub, root: str) -> None:
+    print_table(
+        ["location", ">copies", ">checked", ">by checksum", ">read", ">bad", "longest unlooked-at"],
+        [
+            (
+                name,
+                count_text(one.copies),
+                count_text(one.checked),
+                count_text(one.stored),
+                bytes_text(one.read_bytes),
+                count_text(len(one.bad)),
+                {None: "just now", "": "never"}.get(one.oldest, one.oldest or ""),
+            )
+            for name, one in done.locations.items()
+        ],
+    )
+    bad = [(name, result, where) for where, one in done.locations.items() for name, result in one.bad.items()]
+    if bad:
+        print_heading(f"Bad: {len(bad):,} {'copy' if len(bad) == 1 else 'copies'}")
+        print_table(
+            ["location", "is", "*object"],
+            [(where, result, clean(name)) for name, result, where in bad[:_SHOWN]],
+        )
+        if len(bad) > _SHOWN:
+            print_line(f"… and {count_text(len(bad) - _SHOWN)} more (--json lists all)")
+    for name, why in done.lost.items():
+        print_line(f"{clean(name)}: {clean(why)}", "red")
+    if done.repair is not None:
+        print_repair(done.repair)
+    else:
+        print_unchecked(done.unchecked)
+    if bad or done.lost or done.unchecked:
+        print_line()
+    verdict = {0: "clean", 1: "repaired", 2: "bad", 3: "could not check everything"}[done.exit_code]
+    rest = f"; {count_text(done.remaining)} due copies were not reached in time" if done.remaining else ""
+    print_line(f"{done.url}: {verdict}{rest}", "bold")
+    if done.exit_code == 2 and done.repair is None:
+        print_line(f"run: shardkit repair {root} --level attested")

@@ -1,0 +1,272 @@
+"""`shardkit simulate`: what a plan would read, wait for and cost on a cluster that is not here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shardkit.errors import ConfigurationError
+from shardkit_tools.console import (
+    JsonFlag,
+    StatusLine,
+    bytes_text,
+    count_text,
+    duration_text,
+    print_facts,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+)
+from shardkit_tools.simulation.cluster import Cluster, changed, load_cluster
+from shardkit_tools.simulation.reading import Prepared
+from shardkit_tools.simulation.run import DEFAULT_BUDGET, prepare, simulate_lanes, simulate_shuffle
+
+__all__ = ["simulate"]
+
+_OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
+
+
+def simulate(
+    cluster: Annotated[
+        Path, typer.Argument(metavar="CLUSTER", help="A description in TOML; see examples/clusters/.")
+    ],
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE…]", help="Further changes for --what-if.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE…", help="Simulate a changed cluster too, and show both."),
+    ] = None,
+    sweep: Annotated[
+        str, typer.Option(metavar="NAME=A,B,…", help="Simulate once for each value, such as nodes=1,8,64.")
+    ] = "",
+    root: Annotated[
+        str, typer.Option(metavar="ROOT[@REF]", help="Take the samples of this manifest; no sample is read.")
+    ] = "",
+    rows: Annotated[str, typer.Option(metavar="N", help="Or so many made-up samples …")] = "",
+    shards: Annotated[str, typer.Option(metavar="N", help="… in so many shards …")] = "",
+    strata: Annotated[str, typer.Option(metavar="N", help="… of so many strata …")] = "",
+    size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="… of so many bytes in all.")] = "",
+    compare: Annotated[
+        bool,
+        typer.Option("--compare/--no-compare", help="Simulate a full shuffle with LRU caches beside it."),
+    ] = True,
+    unit: Annotated[
+        str, typer.Option(help="What the full shuffle reads and caches: sample or block.")
+    ] = "sample",
+    seed: Annotated[int | None, typer.Option(help="Of the plan and of what goes wrong.")] = None,
+    budget: Annotated[
+        int, typer.Option(help="Rows an epoch that are drawn exactly; more takes longer and errs less.")
+    ] = DEFAULT_BUDGET,
+    plot: Annotated[Path | None, typer.Option(help="Draw egress, stall, step time and dollars.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Simulate training on a cluster that is not here: stall, egress, requests, dollars, joules, recovery.
+
+    The plan, the assignment of lanes, the cache's eviction and the rebalancing are the real ones; time follows stated
+    formulas. Clusters too large to walk whole are sampled, and the error is told.
+
+    Example: shardkit simulate examples/clusters/pod-1024.toml --what-if copies=2 cache=500GB
+    """
+    given = {"root": root, "rows": rows, "shards": shards, "strata": strata, "bytes": size}
+    described = changed(
+        load_cluster(cluster), [f"data.{name}={value}" for name, value in given.items() if value]
+    )
+    if seed is not None:
+        described = changed(described, [f"seed={seed}"])
+    if unit not in ("sample", "block"):
+        raise ConfigurationError(f"--unit is {unit!r}: sample or block is expected")
+    if budget < 1:
+        raise ConfigurationError(f"--budget is {budget}: at least 1 is expected")
+    wanted = [*(what_if or []), *(changes or [])]
+    if wanted and not what_if:
+        raise ConfigurationError(f"{wanted[0]!r}: changes follow --what-if")
+    scenarios = _scenarios(described, wanted, sweep)
+    results = _run(scenarios, budget, unit if compare else None)
+    if plot is not None:
+        from shardkit_tools.simulation.drawing import draw
+
+        axis = sweep.partition("=")[0] or ("epoch" if len(results) == 1 else "scenario")
+        draw(results, f"{axis}: {described.name}", plot)
+    if as_json:
+        print_json({"cluster": _plain(described), "scenarios": results})
+        return
+    _print_head(described, results[0], unit)
+    if sweep:
+        _print_sweep(sweep.partition("=")[0], results)
+    else:
+        _print_scenarios(described, results)
+
+
+def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[str, Cluster]]:
+    if sweep:
+        name, equals, values = sweep.partition("=")
+        if not equals or not values:
+            raise ConfigurationError(f"--sweep is {sweep!r}: NAME=A,B,… is expected, such as nodes=1,8,64")
+        start = changed(described, wanted)
+        return [(value, changed(start, [f"{name}={value}"])) for value in values.split(",")]
+    scenarios = [("as described", described)]
+    if wanted:
+        scenarios.append((f"if {' '.join(wanted)}", changed(described, wanted)))
+    return scenarios
+
+
+def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: str | None) -> list[dict[str, Any]]:
+    status = StatusLine()
+    made: dict[tuple[Any, ...], Prepared] = {}
+    results = []
+    reads: Literal["sample", "block"] = "block" if unit == "block" else "sample"
+    for label, cluster in scenarios:
+
+        def tell(text: str, label: str = label) -> None:
+            status.show(f"{label}: {text}")
+
+        work = cluster.work
+        key = (cluster.data, work.global_batch, work.lanes, work.seed, work.window_blocks)
+        tell("planning")
+        if key not in made:
+            made[key] = prepare(cluster)
+        one: dict[str, Any] = {"label": label}
+        one["lanes"] = simulate_lanes(cluster, made[key], budget=budget, tell=tell)
+        if unit is not None:
+            one["shuffle"] = simulate_shuffle(cluster, made[key], unit=reads, budget=budget, tell=tell)
+        results.append(one)
+    status.clear()
+    return results
+
+
+def _plain(cluster: Cluster) -> dict[str, Any]:
+    """Without infinities, which JSON does not have."""
+    document = dataclasses.asdict(cluster)
+    for section in document.values():
+        if isinstance(section, dict):
+            for name, value in section.items():
+                section[name] = None if value == float("inf") else value
+    return document
+
+
+# Print
+
+
+def _print_head(cluster: Cluster, first: dict[str, Any], unit: str) -> None:
+    ours, data = first["lanes"], cluster.data
+    plan, sample, error = ours["plan"], ours["sample"], ours["error"]
+    samples = count_text(ours["dataset"]["rows"], "sample")
+    print_facts([
+        ("cluster", f"{cluster.name}: {count_text(cluster.nodes.nodes, 'node')} of {cluster.nodes.ranks} ranks"),
+        ("samples", f"{samples}, {bytes_text(int(ours['dataset']['bytes']))} in "
+                    f"{count_text(ours['dataset']['shards'], 'shard')}" + (f", {data.root}" if data.root else "")),
+        ("plan", (f"{count_text(plan['global_batch'])} samples a step: {count_text(plan['lanes'])} lanes of "
+                 f"{plan['cell_size']}; {count_text(plan['steps_per_epoch'])} steps an epoch")),
+        ("looked at", (f"{count_text(sample['nodes'], 'node')}, {count_text(sample['ranks'], 'rank')}, "
+                      f"{count_text(sample['lanes'], 'lane')}; egress ±{_error(error['egress'])}, "
+                      f"stall +{_error(error['stall'])}")),
+        ("lanes", _OURS),
+        *([("shuffle", f"{_USUAL}, reading {unit}s")] if "shuffle" in first else []),
+    ])  # fmt: skip
+
+
+def _error(error: float | None) -> str:
+    return "unknown" if error is None else f"{error * 100:.2g} %"
+
+
+def _rows(result: dict[str, Any], epoch: int) -> list[str]:
+    one, lost = result["epochs"][epoch], result["recovery"]
+    return [
+        _seconds(one["step_s"]),
+        f"{_seconds(one['stall_s'])} ({one['stall_share'] * 100:.1f} %)",
+        _bytes(one["egress_bytes"]),
+        count_text(round(one["requests"])),
+        f"{one['cache_hit_rate'] * 100:.1f} %",
+        _bytes(result["cache_bytes_per_node"]),
+        _seconds(lost["seconds"]),
+        f"{one['dollars']:,.2f}",
+        f"{one['dollars_requests_and_egress']:,.2f}",
+        _joules(one["joules"]),
+        duration_text(one["seconds"]),
+    ]
+
+
+_NAMES = ("step", "stall per epoch", "egress", "requests", "cache hits", "cache per node", "time to recover",
+          "dollars per epoch", "  of it requests, egress", "joules per epoch", "epoch")  # fmt: skip
+
+
+def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
+    for epoch, title in _epochs(cluster.work.epochs):
+        print_heading(title)
+        columns, cells = ["what"], [list(_NAMES)]
+        for one in results:
+            for way in ("lanes", "shuffle"):
+                if way in one:
+                    columns.append(way if one is results[0] else f"{way}, {one['label']}")
+                    cells.append(_rows(one[way], epoch))
+        print_table(
+            ["what", *(f">{column}" for column in columns[1:])],
+            [list(row) for row in zip(*cells, strict=True)],
+        )
+    first = results[0]["lanes"]
+    moves, lost = first["rebalancing"], first["recovery"]
+    print_heading("What went wrong, and what was done")
+    print_facts([
+        ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
+                       f"{count_text(moves['lanes_to_other_nodes'], 'lane')} to other nodes: "
+                       f"{_bytes(moves['bytes'])} read again")),
+        ("nodes failed", (f"{first['failures']}; recovering: detect {_seconds(lost['detect_s'])}, restart "
+                         f"{_seconds(lost['restart_s'])}, restore {_seconds(lost['restore_s'])}, redo "
+                         f"{_seconds(lost['redo_s'])}; the cache refills in {_seconds(lost['refill_s'])}")),
+        ("locations silent", str(first["outages"])),
+        ("stood still", _seconds(first["stood_s"])),
+    ])  # fmt: skip
+
+
+def _epochs(epochs: int) -> list[tuple[int, str]]:
+    if epochs == 1:
+        return [(0, "The epoch, caches cold")]
+    return [(0, "First epoch, caches cold"), (epochs - 1, f"Epoch {epochs}")]
+
+
+def _print_sweep(name: str, results: list[dict[str, Any]]) -> None:
+    columns = [
+        f">{name}",
+        ">step",
+        ">stall",
+        ">egress",
+        ">requests",
+        ">hits",
+        ">dollars",
+        ">joules",
+        ">recover",
+    ]
+    for way, title in (("lanes", _OURS), ("shuffle", _USUAL)):
+        rows = []
+        for one in results:
+            if way in one:
+                cells = _rows(one[way], -1)
+                rows.append([one["label"], *cells[:5], cells[7], cells[9], cells[6]])
+        if rows:
+            print_heading(f"{title}, last epoch")
+            print_table(columns, rows)
+    worst = [one["lanes"]["error"]["egress"] for one in results]
+    print_line()
+    print_line(f"error of egress: ±{', '.join(_error(error) for error in worst)}")
+
+
+def _seconds(seconds: float) -> str:
+    if seconds <= 0:
+        return "0 s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else duration_text(seconds)
+
+
+def _bytes(size: float) -> str:
+    return bytes_text(round(size))
+
+
+def _joules(joules: float) -> str:
+    for unit, scale in (("TJ", 1e12), ("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
+        if joules >= scale:
+            return f"{joules / scale:.3g} {unit}"
+    return f"{joules:.0f} J"

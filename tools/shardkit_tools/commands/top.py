@@ -1,0 +1,63 @@
+"""`shardkit top`: a run in the terminal, live."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from shardkit_tools.console import JsonFlag, is_terminal, print_json, print_line, print_table
+from shardkit_tools.observing.run_view import view_run
+from shardkit_tools.observing.terminal import plain_page, terminal_page
+
+__all__ = ["top"]
+
+
+def top(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once and end; so does a pipe.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, help="Between two looks.")
+    ] = 1.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Watch a run: what it waits for, every rank, what is unusual, what happened last. Ctrl-C ends it.
+
+    All of it is read from the run directory, so it works from any machine that sees it, during the run and after.
+    "own work" is what a rank does by itself in a step, "data wait" the share of its time that it waits for samples,
+    "peers" for other ranks. The bottleneck is that of the rank that waits least for others.
+
+    Example: shardkit top runs/mine
+    """
+    path = Path(run)
+    if as_json:
+        print_json(view_run(path))
+        return
+    if not once and is_terminal():
+        _live(path, interval)
+        return
+    document = view_run(path)
+    if is_terminal():
+        Console(highlight=False, markup=False, emoji=False).print(terminal_page(document))
+        return
+    for kind, content in plain_page(document):
+        if kind == "line":
+            print_line(content)
+        else:
+            print_table(*content)
+
+
+def _live(path: Path, interval: float) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    view_run(path)  # an error is told before the screen changes
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(terminal_page(view_run(path), max(4, console.size.height - 16)), refresh=True)
+                time.sleep(interval)
+    except KeyboardInterrupt:
+        console.print(terminal_page(view_run(path)))  # what was seen last stays in the scroll-back

@@ -1,0 +1,229 @@
+"""What would happen if a node or a location died now: worked out on a scratch copy, nothing of the run is touched.
+
+The run's plan is made again from a copy of its ledger, the present owners of its lanes come from its telemetry, the new
+ones from the same `assign` that a restart uses, and what lies where is asked of the locations themselves (HEAD, never a
+write).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from shardkit.audit import RunPlan, find_plans, load_run
+from shardkit.audit.checkpoint_records import read_checkpoints
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardkitError, StateError, UsageError
+from shardkit.plan import Assignment, assign
+from shardkit.plan.locality import lane_shards
+from shardkit.storage.policy import open_locations
+from shardkit.storage.reading import Location
+from shardkit.telemetry import Record, read_run
+from shardkit.telemetry.reading import check_run
+
+__all__ = ["Rehearsal", "rehearse_loss"]
+
+_MOST_ASKED: Final = 2_000
+_THREADS: Final = 16
+_COPIED: Final = ("run.json", "journal", "ledger")
+
+
+@dataclass
+class Rehearsal:
+    """What would happen.
+
+    Attributes:
+        step: at which the run is.
+        dead: ranks that die.
+        nodes: their nodes.
+        locations: that die with them, or were named.
+        survivors: ranks that are left, by their present number.
+        moves: lane → (rank now, rank then); ranks are numbered as now.
+        lanes_per_rank: before and after, the most on one rank: a step takes that much longer at the same pace.
+        steps_repeated: from the newest checkpoint to now; None where there is no checkpoint.
+        read_again: shards and bytes of the moved lanes in this epoch, which their new nodes do not have.
+        sources: location → (shards, bytes) of `read_again` that would come from there.
+        asked: how many shards the locations were asked for, of how many.
+        lost: object names that no other location has.
+        memory_bytes: blocks in the memory of dead ranks.
+        notes: what could not be found out, and why.
+    """
+
+    step: int = 0
+    dead: list[int] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
+    locations: list[str] = field(default_factory=list)
+    survivors: list[int] = field(default_factory=list)
+    moves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    lanes_per_rank: tuple[int, int] = (0, 0)
+    steps_repeated: int | None = None
+    read_again: tuple[int, int] = (0, 0)
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    asked: tuple[int, int] = (0, 0)
+    lost: list[str] = field(default_factory=list)
+    memory_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        document = dict(self.__dict__)
+        document["moves"] = [{"lane": lane, "from": a, "to": b} for lane, (a, b) in self.moves.items()]
+        return document
+
+
+def rehearse_loss(
+    run: Path, *, nodes: Sequence[str], ranks: Sequence[int] = (), locations: Sequence[str] = ()
+) -> Rehearsal:
+    """Lose nodes, ranks or locations, on paper.
+
+    Args:
+        run: directory.
+        nodes: host names, as `shardkit top` shows them.
+        ranks: single ranks.
+        locations: names of locations; those whose failure domain is a dead node die with it.
+
+    Raises:
+        UsageError: there is no such node, rank or location; names those that there are.
+        StateError: the run says too little of itself.
+    """
+    check_run(run)
+    last = {rank: records[-1] for rank, records in read_run(run, tail_bytes=64 << 10).ranks.items()}
+    if not last:
+        raise StateError(
+            f"run {run} has no telemetry, which says who works which lane; start it with telemetry on"
+        )
+    found = Rehearsal(nodes=sorted(nodes), step=max(int(one.value("loader.step")) for one in last.values()))
+    found.dead = _dead(last, nodes, ranks)
+    found.survivors = [rank for rank in last if rank not in found.dead]
+    found.memory_bytes = int(sum(last[rank].value("loader.window_bytes") for rank in found.dead))
+    with tempfile.TemporaryDirectory(prefix="shardkit-rehearse-") as scratch:
+        copy = Path(scratch) / "run"
+        _copy(run, copy)
+        plan = _newest_plan(copy)
+        _move_lanes(found, last, plan)
+        _ask_locations(found, plan, locations)
+    _count_steps(found, run)
+    return found
+
+
+def _copy(run: Path, copy: Path) -> None:
+    copy.mkdir()
+    for name in _COPIED:
+        if (run / name).is_dir():
+            shutil.copytree(run / name, copy / name)
+        elif (run / name).is_file():
+            shutil.copyfile(run / name, copy / name)
+
+
+def _dead(last: Mapping[int, Record], nodes: Sequence[str], ranks: Sequence[int]) -> list[int]:
+    hosts = sorted({record.host for record in last.values()})
+    for node in nodes:
+        if node not in hosts:
+            raise UsageError(f"node {node!r} has no rank of this run; its nodes are {', '.join(hosts)}")
+    for rank in ranks:
+        if rank not in last:
+            raise UsageError(f"rank {rank} is not in this run; its ranks are 0 to {max(last)}")
+    return sorted(rank for rank, record in last.items() if record.host in nodes or rank in ranks)
+
+
+def _newest_plan(copy: Path) -> RunPlan:
+    record = load_run(copy)
+    plans = find_plans(record)
+    if not plans:
+        why = "; ".join(finding.text for finding in record.findings) or "no step is recorded"
+        raise StateError(f"the plan of the run cannot be made again: {why}")
+    return plans[max(plans)]
+
+
+def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan) -> None:
+    """The assignment of the next start on the ranks that are left."""
+    lanes = plan.plan.lanes
+    owner = [-1] * lanes
+    for rank, record in last.items():
+        for lane in record.lanes:
+            if lane < lanes:
+                owner[lane] = rank
+    if -1 in owner:
+        raise StateError(
+            f"lane {owner.index(-1)} has no owner in the telemetry; wait for the run to take a step"
+        )
+    hosts = sorted({record.host for record in last.values()})
+    now = Assignment(tuple(owner), tuple(hosts.index(last[rank].host) for rank in sorted(last)))
+    before = max(map(owner.count, last))
+    if not found.survivors:
+        found.lanes_per_rank = (before, 0)
+        found.notes.append("no rank is left: the run stops, and any number of ranks can resume it")
+        return
+    if len(found.survivors) > lanes:
+        found.notes.append("more ranks are left than there are lanes")
+    nodes = [hosts.index(last[rank].host) for rank in found.survivors]
+    then = assign(lanes, len(found.survivors), nodes=nodes, previous=now, was=found.survivors, prefer="moves")
+    for lane, (old, new) in enumerate(zip(owner, then.owner, strict=True)):
+        if found.survivors[new] != old:
+            found.moves[lane] = (old, found.survivors[new])
+    found.lanes_per_rank = (before, max(len(then.lanes_of(rank)) for rank in range(then.ranks)))
+
+
+def _ask_locations(found: Rehearsal, plan: RunPlan, named: Sequence[str]) -> None:
+    """Where what is needed again lies, and what lies nowhere else."""
+    dataset: Dataset = plan.dataset
+    table, reader = dataset.table, dataset.reader
+    epoch = found.step // max(1, plan.plan.loop_steps)
+    moved = [lane_shards(plan.plan, lane, epoch) for lane in found.moves]
+    again = np.unique(np.concatenate(moved)) if moved else np.empty(0, dtype=np.int64)
+    found.read_again = len(again), int(table.size[again].sum())
+    try:
+        known = open_locations(dataset.repository)
+    except ShardkitError as error:
+        found.notes.append(f"the locations of the dataset cannot be opened: {error}")
+        return
+    names = [one.name for one in known]
+    for name in named:
+        if name not in names:
+            raise UsageError(
+                f"location {name!r} is not known to {dataset.repository.url}; its locations are {', '.join(names)}"
+            )
+    dead = [one for one in known if one.name in named or one.domain in found.nodes]
+    found.locations = [one.name for one in dead]
+    alive = [one for one in known if one not in dead]
+    # all that dies with a location, or else what has to be read again
+    shards = np.arange(len(table)) if dead else again
+    found.asked = min(_MOST_ASKED, len(shards)), len(shards)
+    if len(shards) > _MOST_ASKED:
+        shards = shards[np.linspace(0, len(shards) - 1, _MOST_ASKED).astype(np.int64)]
+        found.notes.append(f"{_MOST_ASKED} shards of {found.asked[1]} were looked for, evenly spread")
+    wanted = set(again.tolist())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        places = list(pool.map(lambda shard: _first_with(alive, reader.shard_name(int(shard))), shards))
+    for shard, place in zip(shards.tolist(), places, strict=True):
+        if place is None:
+            found.lost.append(reader.shard_name(shard))
+        elif shard in wanted:
+            count, size = found.sources.get(place, (0, 0))
+            found.sources[place] = count + 1, size + int(table.size[shard])
+
+
+def _first_with(locations: Sequence[Location], name: str) -> str | None:
+    """The nearest location that says it has an object."""
+    for location in sorted(locations, key=lambda one: one.rank):
+        try:
+            if location.holds == "objects" and location.store.head(name) is not None:
+                return location.name
+        except ShardkitError:
+            continue
+    return None
+
+
+def _count_steps(found: Rehearsal, run: Path) -> None:
+    checkpoints, broken = read_checkpoints(run)
+    if checkpoints:
+        found.steps_repeated = max(0, found.step - max(one.step for one in checkpoints))
+    for name, text in broken:
+        found.notes.append(f"checkpoint {name}: {text}")

@@ -1,0 +1,173 @@
+"""The view of `shardkit top`: a page of text from a run's document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardkit_tools.console import bytes_text, clean, count_text, duration_text
+from shardkit_tools.observing.events_text import anomaly_text, clock_text, event_text
+
+__all__ = ["plain_page", "terminal_page"]
+
+_EVENTS: Final = 8
+_ANOMALIES: Final = 6
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_SPARKS: Final = 60
+_STATES: Final = {"running": "green", "ended": "dim", "silent": "bold red"}
+
+Document = Mapping[str, Any]
+
+
+def terminal_page(document: Document, most_ranks: int = 32) -> RenderableType:
+    """For rich; as wide as the terminal."""
+    parts: list[RenderableType] = [_headline(document), _bottleneck_line(document)]
+    sparks = _sparkline(document)
+    if sparks:
+        parts.append(Text(sparks, style="cyan"))
+    parts += [Text(), _rank_table(document["ranks"], document["anomalies"], most_ranks)]
+    if document["anomalies"]:
+        parts.append(Text())
+        for one in document["anomalies"][:_ANOMALIES]:
+            line = Text.assemble((f"▲ {one['kind']}: ", "bold yellow"), anomaly_text(one))
+            line.append(f"  → {one['action']}: {one['advice']}", style="dim")
+            parts.append(line)
+        if len(document["anomalies"]) > _ANOMALIES:
+            parts.append(Text(f"… and {len(document['anomalies']) - _ANOMALIES} more", style="dim"))
+    if document["events"]:
+        parts += [Text(), Text("Events", style="bold")]
+        parts += [_event_line(event) for event in document["events"][-_EVENTS:]]
+    return Group(*parts)
+
+
+def _headline(document: Document) -> Text:
+    line = Text.assemble((clean(str(document["run"])), "bold"), "  ")
+    line.append(document["state"], style=_STATES.get(document["state"], "yellow"))
+    line.append("".join(f"  {text}" for text in _head_facts(document)))
+    return line
+
+
+def _head_facts(document: Document) -> list[str]:
+    steps = f" of {count_text(document['steps'])}" if document["steps"] else ""
+    facts = [f"step {count_text(document['step'])}{steps}", count_text(document["world"], "rank"),
+             f"{document['samples_per_s']:,.0f} samples/s"]  # fmt: skip
+    if document["loss"] is not None:
+        facts.append(f"loss {document['loss']:.4f}")
+    failures = int(document["verification_failures"])
+    if failures:
+        facts.append(f"{count_text(failures, 'block')} failed verification")
+    if document["replication_lag_bytes"] is not None:
+        facts.append(f"{bytes_text(int(document['replication_lag_bytes']))} below policy")
+    return facts
+
+
+def _bottleneck_text(document: Document) -> str:
+    found = document["bottleneck"]
+    if found is None:
+        return "no steps yet"
+    rank = f" (rank {found['rank']})" if document["world"] > 1 else ""
+    return f"{found['text']}{rank}"
+
+
+def _bottleneck_line(document: Document) -> Text:
+    line = Text.assemble((_bottleneck_text(document), "bold"))
+    if document["bottleneck"] is not None:
+        shares = document["bottleneck"]["shares"]
+        line.append("   " + _shares_text(shares), style="dim")
+    return line
+
+
+def _shares_text(shares: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.005)
+
+
+def _sparkline(document: Document) -> str:
+    values = [value or 0.0 for value in document["series"].get("samples_per_s", ())][-_SPARKS:]
+    most = max(values, default=0.0)
+    if not most or len(values) < 4:
+        return ""
+    marks = "".join(_BARS[min(len(_BARS) - 1, int(len(_BARS) * value / most))] for value in values)
+    seconds = document["series"]["width_s"] * len(values)
+    return f"{marks}  samples/s, last {duration_text(seconds)}, most {most:,.0f}"
+
+
+_COLUMNS: Final = (">rank", "host", "state", "stage", ">step", "lanes", ">samples/s", ">step time", ">own work",
+                   ">per cell", ">data wait", ">peers", ">read/s", ">memory")  # fmt: skip
+
+
+def _rank_row(row: Mapping[str, Any]) -> list[str]:
+    lanes = f"{row['num_lanes']}: {row['lanes']}" if row["num_lanes"] else "–"
+    state = "silent" if row["state"] != "ended" and row["age_s"] > 15 else row["state"]
+    return [
+        str(row["rank"]), clean(row["host"]), clean(state), clean(row["stage"]) or "–", count_text(row["step"]),
+        lanes if len(lanes) <= 20 else lanes[:19] + "…", f"{row['samples_per_s']:,.0f}", _ms(row["step_s"]),
+        _ms(row["busy_step_s"]), _ms(row["cell_s"]), f"{100 * row['data_share']:.0f} %",
+        f"{100 * row['wait_share']:.0f} %", bytes_text(int(row["bytes_per_s"])), bytes_text(int(row["memory_bytes"])),
+    ]  # fmt: skip
+
+
+def _ms(seconds: float) -> str:
+    if not seconds:
+        return "–"
+    return f"{1000 * seconds:.1f} ms" if seconds < 10 else duration_text(seconds)
+
+
+def _rank_table(
+    rows: Sequence[Mapping[str, Any]], unusual_ones: Sequence[Mapping[str, Any]], most: int
+) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left", no_wrap=True)
+    unusual = {one["rank"] for one in unusual_ones}
+    for row in _most_telling(rows, most):
+        table.add_row(
+            *(Text(cell) for cell in _rank_row(row)), style="yellow" if row["rank"] in unusual else ""
+        )
+    if len(rows) <= most:
+        return table
+    return Group(table, Text(f"… and {len(rows) - most} ranks that work less per step", style="dim"))
+
+
+def _most_telling(rows: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """All of few ranks; of many, those that work longest and those that are silent."""
+    if len(rows) <= most:
+        return list(rows)
+    chosen = sorted(rows, key=lambda row: (-row["age_s"] if row["age_s"] > 15 else 0, -row["busy_step_s"]))[
+        :most
+    ]
+    return sorted(chosen, key=lambda row: int(row["rank"]))
+
+
+def _event_line(event: Mapping[str, Any]) -> Text:
+    line = Text.assemble((f"{clock_text(event['time'])}  ", "dim"))
+    rank = event.get("rank")
+    line.append(f"{'' if rank is None or rank == -1 else f'rank {clean(str(rank))}':<9}")
+    line.append(f"{clean(str(event['event'])):<16} ", style="bold" if event["event"] == "anomaly" else "cyan")
+    line.append(event_text(event))
+    return line
+
+
+def plain_page(document: Document) -> list[tuple[str, Any]]:
+    """The same for pipes: ("line", text), or ("table", (columns, rows))."""
+    page: list[tuple[str, Any]] = [
+        ("line", "  ".join([clean(str(document["run"])), document["state"], *_head_facts(document)])),
+        ("line", f"bottleneck: {_bottleneck_text(document)}"),
+    ]
+    if document["bottleneck"] is not None:
+        page.append(("line", f"shares: {_shares_text(document['bottleneck']['shares'])}"))
+    page += [("line", ""), ("table", (_COLUMNS, [_rank_row(row) for row in document["ranks"]]))]
+    if document["anomalies"]:
+        page.append(("line", ""))
+    for one in document["anomalies"][:_ANOMALIES]:
+        page.append(
+            ("line", f"anomaly: {one['kind']}: {anomaly_text(one)} → {one['action']}: {one['advice']}")
+        )
+    if document["events"]:
+        page.append(("line", ""))
+        for event in document["events"][-_EVENTS:]:
+            page.append(("line", "event: " + _event_line(event).plain.rstrip()))
+    return page

@@ -1,0 +1,237 @@
+"""The description of a cluster: from TOML, checked, changed by ``name=value``."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ConfigurationError, NotFoundError
+from shardkit_tools.simulation.quantities import (
+    Parser,
+    parse_bytes,
+    parse_count,
+    parse_duration,
+    parse_number,
+    parse_rate,
+)
+
+__all__ = ["Cluster", "Data", "Faults", "Nodes", "Reduce", "Store", "Work", "changed", "load_cluster"]
+
+REDUCTIONS = ("ring", "tree", "hierarchical", "none")
+
+
+def _as(parser: Parser, default: Any) -> Any:
+    return field(default=default, metadata={"parser": parser})
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{value!r}: a text is expected")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if value in (True, "true", "yes", "on"):
+        return True
+    if value in (False, "false", "no", "off"):
+        return False
+    raise ConfigurationError(f"{value!r}: true or false is expected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The machines; all alike."""
+
+    nodes: int = _as(parse_count, 1)
+    ranks: int = _as(parse_count, 8)  # per node
+    cache: int = _as(parse_bytes, 0)  # bytes per node; 0: none
+    memory: int = _as(parse_bytes, 2 << 30)  # bytes per rank, for blocks
+    threads: int = _as(parse_count, 8)  # of a rank's loader
+    disk_read: float = _as(parse_rate, 3e9)  # bytes/s, of the cache's disk
+    nic: float = _as(parse_rate, 12.5e9)  # bytes/s, each way
+    verify: float = _as(parse_rate, 1e9)  # bytes/s per rank: checks, decompression, gathering
+    price_per_hour: float = _as(parse_number, 0.0)  # dollars
+    power_idle: float = _as(parse_number, 0.0)  # watts
+    power_busy: float = _as(parse_number, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """Where the shards lie."""
+
+    latency: float = _as(parse_duration, 0.03)  # seconds to the first byte
+    stream: float = _as(parse_rate, 90e6)  # bytes/s of one request
+    bandwidth: float = _as(parse_rate, float("inf"))  # bytes/s of one location, for everybody together
+    requests_per_second: float = _as(parse_number, 0.0)  # of one location; 0: no limit
+    concurrency: int = _as(parse_count, 16)  # requests under way, per rank
+    ahead: int = _as(parse_bytes, 256 << 20)  # bytes read ahead per rank, at most a quarter of memory
+    copies: int = _as(parse_count, 1)  # locations that hold everything
+    price_per_million_requests: float = _as(parse_number, 0.0)
+    price_per_gb: float = _as(parse_number, 0.0)  # of egress
+    price_per_gb_month: float = _as(parse_number, 0.0)  # of storage, per copy
+    outages_per_year: float = _as(parse_number, 0.0)  # of one location
+    outage: float = _as(parse_duration, 1800.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce:
+    """The sum of gradients at the end of each step."""
+
+    model: str = _as(_text, "hierarchical")
+    gradient: int = _as(parse_bytes, 0)  # bytes summed
+    link_latency: float = _as(parse_duration, 1e-5)
+    inner_bandwidth: float = _as(parse_rate, 200e9)  # bytes/s between ranks of a node
+    oversubscription: float = _as(parse_number, 1.0)  # of the network between nodes
+    overlap: float = _as(parse_number, 0.0)  # share that hides behind the computation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained, and by which plan."""
+
+    cell: float = _as(parse_duration, 0.01)  # seconds of computation per cell
+    global_batch: int = _as(parse_count, 512)
+    lanes: int = _as(parse_count, 0)  # 0: the plan's default
+    window_blocks: int = _as(parse_count, 16)
+    epochs: int = _as(parse_count, 2)
+    seed: int = _as(parse_count, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What goes wrong, and what is done about it."""
+
+    node_failures_per_year: float = _as(parse_number, 0.0)  # of one node
+    detect: float = _as(parse_duration, 30.0)
+    restart: float = _as(parse_duration, 120.0)
+    checkpoint: int = _as(parse_bytes, 0)  # bytes that are loaded again
+    checkpoint_steps: int = _as(parse_count, 500)
+    slow_share: float = _as(parse_number, 0.0)  # of all ranks, at any time
+    slow_factor: float = _as(parse_number, 2.0)
+    slow_for: float = _as(parse_duration, 1800.0)
+    rebalance: bool = _as(_flag, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The samples: made up, or those of a manifest."""
+
+    root: str = _as(_text, "")
+    rows: int = _as(parse_count, 1_000_000)
+    shards: int = _as(parse_count, 0)  # 0: of 256 MiB
+    strata: int = _as(parse_count, 1)
+    bytes: int = _as(parse_bytes, 0)  # 0: 100 KB a sample
+    block: int = _as(parse_bytes, 1 << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All of it."""
+
+    name: str = "cluster"
+    nodes: Nodes = Nodes()
+    store: Store = Store()
+    reduce: Reduce = Reduce()
+    work: Work = Work()
+    faults: Faults = Faults()
+    data: Data = Data()
+
+    def __post_init__(self) -> None:
+        for what, value, least in (
+            ("nodes", self.nodes.nodes, 1),
+            ("ranks", self.nodes.ranks, 1),
+            ("threads", self.nodes.threads, 1),
+            ("concurrency", self.store.concurrency, 1),
+            ("copies", self.store.copies, 1),
+            ("epochs", self.work.epochs, 1),
+            ("checkpoint_steps", self.faults.checkpoint_steps, 1),
+            ("memory", self.nodes.memory, 1 << 20),
+            ("rows", self.data.rows, 1),
+            ("strata", self.data.strata, 1),
+            ("block", self.data.block, 1),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{what} is {value}: at least {least} is expected")
+        if self.reduce.model not in REDUCTIONS:
+            raise ConfigurationError(f"model is {self.reduce.model!r}: {', '.join(REDUCTIONS)} is expected")
+        if not 0 <= self.reduce.overlap <= 1 or not 0 <= self.faults.slow_share < 1:
+            raise ConfigurationError("overlap and slow_share are shares: 0 to 1 is expected")
+        if self.faults.slow_factor < 1 or self.reduce.oversubscription < 1:
+            raise ConfigurationError("slow_factor and oversubscription: at least 1 is expected")
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes.nodes * self.nodes.ranks
+
+
+_SECTIONS = ("nodes", "store", "reduce", "work", "faults", "data")
+
+
+def load_cluster(path: Path) -> Cluster:
+    """A description from a TOML file.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigurationError: it is no TOML, or has unknown names or impossible values; names them.
+    """
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"{path} does not exist; examples/clusters/ has descriptions to begin with"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is no TOML: {error}") from None
+    cluster = Cluster(name=str(document.pop("name", path.stem)))
+    for section, values in document.items():
+        if section not in _SECTIONS or not isinstance(values, dict):
+            raise ConfigurationError(f"{path}: [{section}] is unknown{_nearest(section, _SECTIONS)}")
+        cluster = _with(cluster, section, values, f"{path}: [{section}] ")
+    return cluster
+
+
+def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
+    """The cluster with ``name=value`` changes, such as ``cache=500GB`` or ``store.latency=20ms``."""
+    for change in changes:
+        name, equals, text = change.partition("=")
+        section, _, plain = name.strip().rpartition(".")
+        owners = [s for s in _SECTIONS if section in ("", s) and plain in _names(getattr(cluster, s))]
+        if not equals or not owners:
+            known = sorted({n for s in _SECTIONS for n in _names(getattr(cluster, s))})
+            raise ConfigurationError(
+                f"{change!r}: name=value is expected{_nearest(plain or name, known)}, such as cache=500GB"
+            )
+        value: object = text.strip()
+        cluster = _with(cluster, owners[0], {plain: value}, "")
+    return cluster
+
+
+def _with(cluster: Cluster, section: str, values: Mapping[str, object], where: str) -> Cluster:
+    part = getattr(cluster, section)
+    parsers = {one.name: one.metadata["parser"] for one in fields(part)}
+    parsed = {}
+    for name, value in values.items():
+        if name not in parsers:
+            raise ConfigurationError(f"{where}{name} is unknown{_nearest(name, list(parsers))}")
+        try:
+            parsed[name] = parsers[name](value)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}{name}: {error}") from None
+    made: Cluster = replace(cluster, **{section: replace(part, **parsed)})
+    return made
+
+
+def _names(part: Any) -> list[str]:
+    return [one.name for one in fields(part)]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"

@@ -1,0 +1,209 @@
+"""One simulation: reads, times and costs of a described cluster, by epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardkit.errors import ConfigurationError
+from shardkit.plan import Plan, make_plan
+from shardkit_tools.simulation.cluster import Cluster, changed
+from shardkit_tools.simulation.costs import costs
+from shardkit_tools.simulation.demand import group_steps
+from shardkit_tools.simulation.faults import recovery
+from shardkit_tools.simulation.fetching import RankFlow
+from shardkit_tools.simulation.full_shuffle import Unit, shuffled_reads
+from shardkit_tools.simulation.moves import Moves
+from shardkit_tools.simulation.populations import BlockMap, open_population
+from shardkit_tools.simulation.reading import Prepared, Reads, Tell, read_lanes
+from shardkit_tools.simulation.sampling import choose_sample
+from shardkit_tools.simulation.stops import Stops
+from shardkit_tools.simulation.timing import Times, time_steps
+
+__all__ = ["DEFAULT_BUDGET", "Prepared", "Reads", "prepare", "simulate_lanes", "simulate_shuffle"]
+
+DEFAULT_BUDGET = 12_000_000
+"""Rows an epoch that are drawn exactly."""
+
+_SHUFFLE_SHARE = 12  # of the budget: items that are followed through the caches of a full shuffle
+
+
+def prepare(cluster: Cluster) -> Prepared:
+    """The population and the plan.
+
+    Raises:
+        ConfigurationError: fewer lanes than ranks.
+        PlanError: batch and lanes do not fit.
+    """
+    work = cluster.work
+    population = open_population(cluster.data)
+    if not work.lanes and work.global_batch < cluster.world:
+        raise ConfigurationError(
+            f"global_batch is {work.global_batch}, the cluster has {cluster.world} ranks: at least one sample for each "
+            "is expected; take a larger global_batch"
+        )
+    plan = make_plan(population, global_batch=work.global_batch, seed=work.seed, lanes=work.lanes or None,
+                     window_blocks=work.window_blocks)  # fmt: skip
+    check_world(plan, cluster)
+    return Prepared(population, BlockMap.of(population), plan)
+
+
+def check_world(plan: Plan, cluster: Cluster) -> None:
+    """Every rank needs a lane."""
+    if plan.lanes < cluster.world:
+        raise ConfigurationError(
+            f"{plan.lanes} lanes for {cluster.world} ranks: at least one each is expected; set lanes, a divisor of "
+            f"global_batch={plan.global_batch}"
+        )
+
+
+def simulate_lanes(
+    cluster: Cluster,
+    prepared: Prepared,
+    *,
+    budget: int = DEFAULT_BUDGET,
+    slow: Mapping[int, float] | None = None,
+    tell: Tell = lambda _: None,
+) -> dict[str, Any]:
+    """Our lanes, and a cache that knows the plan.
+
+    Args:
+        cluster: the description.
+        prepared: see `prepare`.
+        budget: rows an epoch that are drawn.
+        slow: ranks that are slow all the time, with their factor.
+        tell: gets a line on what is being done.
+    """
+    check_world(prepared.plan, cluster)
+    plan = prepared.plan
+    sample = choose_sample(cluster, plan.lanes, prepared.population.rows, budget)
+    reads = read_lanes(cluster, prepared, sample, tell)
+    tell("walking the steps")
+    moves = Moves(cluster, plan.lanes, dict(slow or {}))
+    stops = Stops(cluster, reads.held_bytes, np.mean([flow.store_bytes for flow in reads.flows], axis=0))
+    times = time_steps(cluster, reads.flows, moves, stops=stops)
+    result = summary(cluster, prepared, reads, times, plan.loop_steps, stops)
+    lane_bytes = prepared.stored_bytes / plan.lanes
+    moved = [(step, lanes) for step, lanes in moves.moved_lanes if lanes]
+    left = sum(lanes * lane_bytes * (1 - step % plan.loop_steps / plan.loop_steps) for step, lanes in moved)
+    result["rebalancing"] = {
+        "decisions": moves.decisions,
+        "lanes_to_other_nodes": sum(n for _, n in moved),
+        "bytes": left,
+    }
+    result["plan"] = {"digest": plan.digest, "lanes": plan.lanes, "cell_size": plan.cell_size,
+                      "global_batch": plan.global_batch, "steps_per_epoch": plan.loop_steps}  # fmt: skip
+    result["sample"] = {
+        "nodes": len(sample.nodes),
+        "ranks": len(reads.flows),
+        "lanes": sum(map(len, sample.lanes.values())),
+    }
+    return result
+
+
+def simulate_shuffle(
+    cluster: Cluster,
+    prepared: Prepared,
+    *,
+    unit: Unit = "sample",
+    budget: int = DEFAULT_BUDGET,
+    tell: Tell = lambda _: None,
+) -> dict[str, Any]:
+    """A full shuffle with caches that drop what was used least recently."""
+    tell(f"shuffling all rows, reading {unit}s")
+    found = shuffled_reads(cluster, prepared.blocks, unit=unit, budget=budget // _SHUFFLE_SHARE)
+    steps = prepared.blocks.num_samples // cluster.work.global_batch
+    epochs, world = cluster.work.epochs, cluster.world
+    spread = [np.repeat(np.array(column) / steps / world, steps)
+              for column in (found.requests, found.store_bytes, found.cache_bytes)]  # fmt: skip
+    rows = max(1, cluster.work.global_batch // world)
+    groups = group_steps(steps, epochs, rows, int(rows * prepared.stored_bytes / prepared.blocks.num_samples))
+    loads = np.full(steps * epochs, float(rows))
+    flow = RankFlow(0, spread[0], loads, spread[1], spread[2], groups)
+    reads = Reads(
+        np.array(found.requests),
+        np.array(found.store_bytes),
+        np.array(found.cache_bytes),
+        np.array(found.hit_rate),
+        float(
+            sum(
+                r / (1 - h) * h if h < 1 else 0.0 for r, h in zip(found.requests, found.hit_rate, strict=True)
+            )
+        ),
+        found.held_bytes,
+        prepared.stored_bytes / cluster.nodes.nodes,
+        found.error,
+        [flow],
+    )
+    moves = Moves(changed(cluster, ["rebalance=false"]), prepared.plan.lanes)
+    stops = Stops(cluster, found.held_bytes, spread[1])
+    times = time_steps(cluster, [flow], moves, stops=stops)
+    return summary(cluster, prepared, reads, times, steps, stops)
+
+
+def summary(
+    cluster: Cluster, prepared: Prepared, reads: Reads, times: Times, steps: int, stops: Stops
+) -> dict[str, Any]:
+    """Figures by epoch, of the last one in short, and of what goes wrong."""
+    epochs = []
+    for number in range(cluster.work.epochs):
+        part = slice(number * steps, (number + 1) * steps)
+        seconds, stall = float(times.step_s[part].sum()), float(times.stall_s[part].sum())
+        mean_compute = cluster.work.cell * prepared.plan.lanes / cluster.world * steps
+        paid = costs(cluster, seconds=seconds, computing_s=mean_compute, requests=float(reads.requests[number]),
+                     egress_bytes=float(reads.store_bytes[number]), stored_bytes=prepared.stored_bytes)  # fmt: skip
+        epochs.append({
+            "seconds": seconds,
+            "step_s": seconds / steps,
+            "stall_s": stall,
+            "stall_share": stall / seconds if seconds else 0.0,
+            "egress_bytes": float(reads.store_bytes[number]),
+            "requests": float(reads.requests[number]),
+            "cache_hit_rate": float(reads.hit_rate[number]),
+            "dollars": paid.dollars,
+            "dollars_requests_and_egress": paid.requests + paid.egress,
+            "joules": paid.joules,
+        })  # fmt: skip
+    step_s = float(times.step_s.mean())
+    lost = recovery(cluster, step_s, reads.held_bytes)
+    return {
+        "epochs": epochs,
+        "dataset": {
+            "rows": prepared.blocks.num_samples,
+            "shards": prepared.population.num_shards,
+            "bytes": prepared.stored_bytes,
+        },
+        "rank_stall_s": float(times.rank_stall_s.mean()),
+        "cache_hits": reads.cache_hits,
+        "reduce_s": times.reduce_s,
+        "compute_s": float(times.compute_s.mean()),
+        "cache_bytes_per_node": reads.held_bytes,
+        "distinct_bytes_per_node": reads.distinct_bytes,
+        "recovery": {
+            "seconds": lost.seconds,
+            "detect_s": lost.detect,
+            "restart_s": lost.restart,
+            "restore_s": lost.restore,
+            "redo_s": lost.redo,
+            "refill_bytes": lost.refill_bytes,
+            "refill_s": lost.refill_s,
+        },
+        "failures": stops.failures,
+        "outages": stops.outages,
+        "stood_s": times.stood_s,
+        "error": {"egress": reads.error, "stall": _stall_error(cluster, reads, times)},
+    }
+
+
+def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
+    """What more doublings of the ranks looked at may add to the stall, relative."""
+    whole, looked = float(times.stall_s.sum()), len(reads.flows)
+    if looked == cluster.world or not whole:
+        return 0.0
+    if looked < 2:
+        return None
+    gained = whole - float(times.halves.sum(axis=1).mean())
+    return gained * math.log2(cluster.world / looked) / whole

@@ -1,0 +1,185 @@
+"""Looking at copies, and making them, on an engine: what `scrub`, `repair` and `replicate` do on a cluster.
+
+Many small objects go into one task, so that handing a task over costs little beside the work. Where a machine does not
+see a location (a directory that it has not mounted), that is said; it is never taken for missing copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError
+from shardkit.storage.identity import IDENTITY_NAME
+from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, check_copy
+from shardkit.storage.replicating.copying import CopyAll, CopyTask, copy_task
+from shardkit.storage.replicating.pacing import Pace
+from shardkit.storage.store import Store
+from shardkit_tools.building.engines import Engine, Report, open_engine
+from shardkit_tools.engine_options import EngineName
+
+__all__ = ["copy_engine", "spread_checks", "spread_copies"]
+
+_TASK_BYTES = 64 * 2**20
+_TASK_OBJECTS = 64
+_UNKNOWN_BYTES = 2**20
+
+
+class _Checks(NamedTuple):
+    first: int
+    checks: tuple[CopyCheck, ...]
+
+    def __str__(self) -> str:
+        return f"copies from {self.checks[0].name} on"
+
+
+class _Copies(NamedTuple):
+    tasks: tuple[tuple[int, CopyTask], ...]
+
+    def __str__(self) -> str:
+        return f"copies of {self.tasks[0][1].name} and {len(self.tasks) - 1} more"
+
+
+class _Locations:
+    """Which locations this machine sees."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}
+
+    def problem(self, store: Store) -> str:
+        """Why nothing can be said of a location from here; empty where it is seen."""
+        if store.url not in self._seen:
+            try:
+                found = store.head(IDENTITY_NAME)
+                self._seen[store.url] = "" if found is not None else "there is no repository"
+            except ShardkitError as error:
+                self._seen[store.url] = str(error)
+        why = self._seen[store.url]
+        return why and f"{store.url} is not seen from node {platform.node()}: {why}; mount it there"
+
+
+class CheckWorker:
+    """Looks at copies; see `building.engines.Worker`."""
+
+    def __init__(self) -> None:
+        self._locations = _Locations()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def work(self, item: _Checks, report: Report) -> tuple[int, list[Checked]]:
+        """What was found, in order, and the number of the first."""
+        found = []
+        for check in item.checks:
+            problem = self._locations.problem(check.store)
+            if problem:
+                found.append(Checked("unreadable", "list", 0, problem))
+            else:
+                found.append(check_copy(check.store, check.name, check.size, check.depth, Pace()))
+            report(1, found[-1].num_bytes)
+        return item.first, found
+
+
+class CopyWorker:
+    """Makes copies; see `building.engines.Worker`."""
+
+    def __init__(self) -> None:
+        self._locations = _Locations()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def work(self, item: _Copies, report: Report) -> list[tuple[int, int | IntegrityError | StoreError]]:
+        """What came of each."""
+        return [(number, self._copy(task, report)) for number, task in item.tasks]
+
+    def _copy(self, task: CopyTask, report: Report) -> int | IntegrityError | StoreError:
+        for location in (task.target, *task.sources):
+            if problem := self._locations.problem(location.store):
+                return StoreError(problem)
+        outcome = copy_task(task, Pace())
+        report(1, outcome if isinstance(outcome, int) else 0)
+        return outcome
+
+
+def spread_checks(engine: Engine | None) -> CheckAll | None:
+    """Looks at copies on an engine that has been entered; None without one."""
+    if engine is None:
+        return None
+
+    def check_all(checks: Sequence[CopyCheck]) -> Iterator[Checked]:
+        waiting: dict[int, list[Checked]] = {}
+        wanted = 0
+        for first, found in engine.run(CheckWorker, _check_tasks(checks), _ignore):
+            waiting[first] = found
+            while wanted in waiting:  # results come as they come; the caller wants them in order
+                ready = waiting.pop(wanted)
+                wanted += len(ready)
+                yield from ready
+
+    return check_all
+
+
+def spread_copies(engine: Engine | None) -> CopyAll | None:
+    """Makes copies on an engine that has been entered; None without one."""
+    if engine is None:
+        return None
+
+    def copy_all(
+        tasks: Iterable[tuple[int, CopyTask]],
+    ) -> Iterator[tuple[int, int | IntegrityError | StoreError]]:
+        for outcomes in engine.run(CopyWorker, _copy_tasks(tasks), _ignore):
+            yield from outcomes
+
+    return copy_all
+
+
+@contextlib.contextmanager
+def copy_engine(
+    engine: EngineName, address: str | None, jobs: int | None, *, bandwidth: str | None, between: str | None
+) -> Iterator[Engine | None]:
+    """The engine of a command that looks at copies or makes them; None where threads of this process do it.
+
+    Raises:
+        ConfigurationError: a rate or hours were given, which hold for the threads of one process; or an address
+            without Ray.
+    """
+    if engine is EngineName.LOCAL:
+        if address is not None:
+            open_engine("local", None, address)  # says what is wrong with it
+        yield None
+        return
+    if bandwidth is not None or between is not None:
+        raise ConfigurationError(
+            "--bandwidth and --between hold for the threads of one machine; leave them out with --engine ray, or use "
+            "--engine local"
+        )
+    with open_engine(engine.value, jobs, address) as opened:
+        yield opened
+
+
+def _check_tasks(checks: Sequence[CopyCheck]) -> Iterator[_Checks]:
+    first, size = 0, 0
+    for number, check in enumerate(checks):
+        size += _UNKNOWN_BYTES if check.size is None else check.size
+        if size >= _TASK_BYTES or number + 1 - first >= _TASK_OBJECTS or number + 1 == len(checks):
+            yield _Checks(first, tuple(checks[first : number + 1]))
+            first, size = number + 1, 0
+
+
+def _copy_tasks(tasks: Iterable[tuple[int, CopyTask]]) -> Iterator[_Copies]:
+    group: list[tuple[int, CopyTask]] = []
+    for task in tasks:
+        group.append(task)
+        # Sizes are not known here: a copy of a shard is worth a task, metadata are many and small.
+        if len(group) == _TASK_OBJECTS or task[1].name.endswith((".tar", ".tar.zst", ".arrow", ".parity")):
+            yield _Copies(tuple(group))
+            group = []
+    if group:
+        yield _Copies(tuple(group))
+
+
+def _ignore(_rows: int, _size: int) -> None:
+    """Progress is told by the one who asks, copy by copy."""

@@ -1,0 +1,166 @@
+"""What this machine does, in a few seconds for each question (SPEC.md §1)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from shardkit.errors import StoreError
+from shardkit.formats.digest import xxh3
+from shardkit.plan.permutation import order
+from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Reducing
+
+__all__ = ["measure_machine", "measure_reducing", "rate_of"]
+
+_FILE_BYTES = 128 * MIB
+_RANDOM_BYTES = 128 * KIB
+_ROW_BYTES = 4 * KIB
+_WINDOWS = tuple(MIB << i for i in range(8))
+_THREADS = 8
+
+Tell = Callable[[str], None]
+
+
+def rate_of(work: Callable[[], int], seconds: float) -> float:
+    """Bytes per second of a piece of work, repeated; the median, so that single hiccups count for nothing."""
+    work()
+    rates: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(rates) < 3:
+        begun = time.perf_counter()
+        done = work()
+        rates.append(done / max(1e-9, time.perf_counter() - begun))
+    return statistics.median(rates)
+
+
+def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
+    """Disk, memory and checksums.
+
+    Args:
+        folder: on the disk that is measured; a file is made in it and removed.
+        seconds: for each of some eight questions.
+        tell: gets a line on what is being done.
+
+    Raises:
+        StoreError: the disk is full or cannot be written.
+    """
+    tell("disk")
+    sequential, random = _disk(folder, seconds)
+    tell("memory")
+    source = np.zeros(64 * MIB, dtype=np.uint8)
+    target = np.zeros_like(source)
+    copy = rate_of(lambda: _copied(target, source), seconds)
+    gather = {size: _gather(size, seconds / 4) for size in _WINDOWS}
+    tell("checksums, zstd")
+    data = bytes(_text(8 * MIB))
+    pieces = [memoryview(data)[i : i + MIB] for i in range(0, len(data), MIB)]
+    packed = [zstandard.ZstdCompressor(level=3).compress(piece) for piece in pieces]
+    unpack = zstandard.ZstdDecompressor()
+    return Machine(
+        sequential=sequential,
+        random=random,
+        random_bytes=_RANDOM_BYTES,
+        copy=copy,
+        gather=gather,
+        sha256=rate_of(lambda: _over(pieces, lambda piece: hashlib.sha256(piece).digest()), seconds / 2),
+        xxh3=rate_of(lambda: _over(pieces, xxh3), seconds / 2),
+        zstd=rate_of(lambda: sum(len(unpack.decompress(one)) for one in packed), seconds / 2),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def _over(pieces: Sequence[memoryview], work: Callable[[memoryview], object]) -> int:
+    for piece in pieces:
+        work(piece)
+    return sum(map(len, pieces))
+
+
+def _copied(
+    target: np.ndarray[tuple[int], np.dtype[np.uint8]], source: np.ndarray[tuple[int], np.dtype[np.uint8]]
+) -> int:
+    np.copyto(target, source)
+    return target.nbytes
+
+
+def _gather(window: int, seconds: float) -> float:
+    """Rows at random out of a window that was just gone through from front to back, as verifying does."""
+    rows = np.zeros((window // _ROW_BYTES, _ROW_BYTES // 8), dtype=np.int64)
+    chosen = order(window, len(rows))
+    out = np.empty_like(rows)
+
+    def work() -> int:
+        rows.sum()
+        begun = time.perf_counter()
+        np.take(rows, chosen, axis=0, out=out)
+        spent.append(time.perf_counter() - begun)
+        return rows.nbytes
+
+    spent: list[float] = []
+    rate_of(work, seconds)
+    return rows.nbytes / statistics.median(spent)
+
+
+def _text(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Bytes that compress about as text does: words of a small vocabulary."""
+    words = order(1, 4096).astype("<u2").repeat(1)
+    chosen = words[(np.arange(size // 2, dtype=np.int64) ** 2 >> 7) % len(words)]
+    return np.frombuffer(chosen.tobytes(), dtype=np.uint8)
+
+
+def _disk(folder: Path, seconds: float) -> tuple[float, float]:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardkit-tune-") as file:
+            piece = _text(MIB).tobytes()
+            for _ in range(_FILE_BYTES // MIB):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            number = file.fileno()
+            sequential = rate_of(lambda: _read_through(number), seconds)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                random = rate_of(lambda: _read_at_random(number, pool), seconds)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be measured: {error.strerror}; name another with --disk") from None
+    return sequential, random
+
+
+def _forget(number: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_through(number: int) -> int:
+    _forget(number)
+    return sum(len(os.pread(number, MIB, place)) for place in range(0, _FILE_BYTES, MIB))
+
+
+def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
+    _forget(number)
+    places = order(7, _FILE_BYTES // _RANDOM_BYTES)[:256] * _RANDOM_BYTES
+    return sum(pool.map(lambda place: len(os.pread(number, _RANDOM_BYTES, place)), places.tolist()))
+
+
+def measure_reducing(*, ranks: int, tell: Tell) -> Reducing:
+    """An all-reduce between processes of this machine.
+
+    Raises:
+        MissingDependency: torch is not installed.
+    """
+    from shardkit_tools.benchmarks.reducing import reduce_contest
+
+    found: dict[int, float] = {}
+    for elements in (1 << 16, 1 << 20):
+        tell(f"all-reduce of {elements * 4 // KIB:,} KiB")
+        with reduce_contest(elements, ranks=ranks) as contest:
+            rounds = [contest.entries[0].run() for _ in range(3)]
+        found[elements * 4] = statistics.median(one.seconds / one.amount for one in rounds) * elements * 4
+    return Reducing(found)

@@ -1,0 +1,227 @@
+"""From measurements to settings: pure (SPEC.md §2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Machine", "Needs", "Proposal", "Ranges", "Reducing", "fit_line", "power_below", "propose"]
+
+KIB, MIB = 1 << 10, 1 << 20
+_MOST_ACCUMULATED = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine does; bytes per second.
+
+    Attributes:
+        sequential: of the disk.
+        random: of the disk, by several threads.
+        random_bytes: of one random read.
+        copy: of memory.
+        gather: window in bytes → rate of a random gather inside it.
+        sha256, xxh3, zstd: of one core.
+        memory_bytes: of the machine.
+    """
+
+    sequential: float
+    random: float
+    random_bytes: int
+    copy: float
+    gather: Mapping[int, float]
+    sha256: float
+    xxh3: float
+    zstd: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What a store does.
+
+    Attributes:
+        single_s: bytes of a request → median seconds, one at a time.
+        rates: (bytes of a request, requests at a time) → bytes per second.
+        is_local: the root is a directory.
+    """
+
+    single_s: Mapping[int, float]
+    rates: Mapping[tuple[int, int], float]
+    is_local: bool
+
+    @property
+    def best(self) -> float:
+        """The highest rate seen."""
+        return max(self.rates.values())
+
+    @property
+    def latency_s(self) -> float:
+        """Of a request without bytes."""
+        return max(1e-6, fit_line(self.single_s)[0])
+
+    @property
+    def stream(self) -> float:
+        """Bytes per second of one request, once they flow."""
+        return 1 / max(1e-12, fit_line(self.single_s)[1])
+
+
+@dataclass(frozen=True)
+class Reducing:
+    """What an all-reduce takes: bytes → seconds, two sizes or more."""
+
+    seconds: Mapping[int, float]
+
+    def takes(self, num_bytes: float) -> float:
+        """Seconds for a gradient."""
+        start, per_byte = fit_line(self.seconds)
+        return max(0.0, start) + max(0.0, per_byte) * num_bytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is to be trained.
+
+    Attributes:
+        dataset_bytes: of the samples.
+        lanes: of a rank.
+        ranks: of a machine.
+        nodes: machines.
+        cell_s: computing a cell.
+        gradient_bytes: summed in each step.
+    """
+
+    dataset_bytes: int
+    lanes: int
+    ranks: int
+    nodes: int
+    cell_s: float
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A setting.
+
+    Attributes:
+        name: stable.
+        value: bytes, or a count.
+        is_bytes: how to show it.
+        why: the measurement behind it, one line.
+    """
+
+    name: str
+    value: int
+    is_bytes: bool
+    why: str
+
+
+def propose(
+    machine: Machine, ranges: Ranges | None, reducing: Reducing | None, needs: Needs
+) -> list[Proposal]:
+    """All settings that the measurements speak of, in the order in which they rest on each other."""
+    found = [block := _block(machine, ranges)]
+    found.append(_shard(block.value, needs))
+    remote = ranges if ranges is not None and not ranges.is_local else None
+    most_memory = machine.memory_bytes // 8 // max(1, needs.ranks)
+    found.append(window := _window(machine, remote, block.value, needs, most_memory))
+    ahead = 0
+    if remote is not None:
+        found.append(concurrency := _concurrency(remote))
+        rate = _rate(remote, block.value, concurrency.value)
+        ahead = int(2 * remote.latency_s * rate)
+        why = f"twice what arrives in {remote.latency_s * 1e3:.1f} ms, the latency, at {rate / 1e6:,.0f} MB/s"
+        found.append(Proposal("read_ahead", ahead, True, why))
+    opened = needs.lanes * window.value * block.value
+    memory = int(min(most_memory, max(4 * ahead, 2 * opened, 256 * MIB)))
+    why = f"open windows of a rank are {opened / MIB:,.0f} MiB; a rank may have {most_memory / MIB:,.0f} MiB"
+    found.append(Proposal("memory", memory, True, why))
+    if reducing is not None:
+        found += _reduction(reducing, needs)
+    return found
+
+
+def _rate(ranges: Ranges, block: int, concurrency: int) -> float:
+    return min(ranges.best, concurrency * block / (ranges.latency_s + block / ranges.stream))
+
+
+def _concurrency(ranges: Ranges) -> Proposal:
+    by_count: dict[int, float] = {}
+    for (_, count), rate in ranges.rates.items():
+        by_count[count] = max(by_count.get(count, 0.0), rate)
+    least = min(count for count, rate in by_count.items() if rate >= 0.9 * ranges.best)
+    seen = ", ".join(f"{count}: {rate / 1e6:,.0f}" for count, rate in sorted(by_count.items()))
+    return Proposal("concurrency", least, False, f"MB/s by requests at a time: {seen}")
+
+
+def _block(machine: Machine, ranges: Ranges | None) -> Proposal:
+    sizes = [128 * KIB << i for i in range(7)]
+    if ranges is not None and not ranges.is_local:
+        count = _concurrency(ranges).value
+        fit = [b for b in sizes if count * b / (ranges.latency_s + b / ranges.stream) >= 0.8 * ranges.best]
+        each = f"{ranges.latency_s * 1e3:.1f} ms + {ranges.stream / 1e6:,.0f} MB/s each"
+        why = f"{count} requests of {each} reach 0.8 of the {ranges.best / 1e6:,.0f} MB/s seen"
+        return Proposal("block_size", (fit or sizes[-1:])[0], True, why)
+    seek = max(0.0, machine.random_bytes / machine.random - machine.random_bytes / machine.sequential)
+    fit = [b for b in sizes if seek <= 0.1 * (b / machine.sequential + b / machine.xxh3)]
+    why = f"a seek of {seek * 1e6:,.0f} µs is a tenth of reading it at {machine.sequential / 1e6:,.0f} MB/s, or less"
+    return Proposal("block_size", max(256 * KIB, (fit or sizes[-1:])[0]), True, why)
+
+
+def _shard(block: int, needs: Needs) -> Proposal:
+    wanted = power_below(needs.dataset_bytes / (80 * needs.nodes))
+    size = int(min(256 * MIB, max(wanted, 64 * block)))
+    why = f"80 shards a node of {needs.dataset_bytes / 1e9:,.1f} GB; at least 64 blocks, at most 256 MiB"
+    return Proposal("shard_size", size, True, why)
+
+
+def _window(machine: Machine, remote: Ranges | None, block: int, needs: Needs, most_memory: int) -> Proposal:
+    if remote is not None:
+        window, why = most_memory // 2, f"half of {most_memory / MIB:,.0f} MiB a rank for open windows"
+    else:
+        best = max(machine.gather.values())
+        window = max(size for size, rate in machine.gather.items() if rate >= 0.8 * best)
+        why = (f"gathers from {window / MIB:,.0f} MiB run at {machine.gather[window] / 1e9:.1f} GB/s, at most "
+               f"{best / 1e9:.1f}")  # fmt: skip
+    count = power_below(window / (needs.lanes * block))
+    return Proposal("window_blocks", int(min(64, max(4, count))), False, f"{why}; {needs.lanes} lanes a rank")
+
+
+def _reduction(reducing: Reducing, needs: Needs) -> list[Proposal]:
+    takes = reducing.takes(needs.gradient_bytes)
+    gradient = f"{needs.gradient_bytes / 1e6:,.0f} MB"
+    said = f"an all-reduce of {gradient} takes {takes * 1e3:,.0f} ms, a cell {needs.cell_s * 1e3:.0f} ms"
+    cells = 1
+    while cells < _MOST_ACCUMULATED and takes > 0.1 * cells * needs.cell_s:
+        cells *= 2
+    every = 1
+    while takes > 0.1 * every * cells * needs.cell_s and every < 1024:
+        every *= 2
+    return [
+        Proposal("accumulation", cells, False, f"{said}: a tenth of {cells} cells"),
+        Proposal(
+            "sync_every",
+            every,
+            False,
+            "accumulation is enough" if every == 1 else f"{said}: {cells} cells are not enough",
+        ),
+    ]
+
+
+def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Least squares through (size, seconds), relative errors weighing alike: seconds at 0, and per byte."""
+    sizes = np.array(list(points), dtype=np.float64)
+    seconds = np.array(list(points.values()), dtype=np.float64)
+    if len(sizes) < 2:
+        return 0.0, float(seconds[0] / sizes[0])
+    weight = 1 / seconds
+    table = np.stack([weight, sizes * weight], axis=1)
+    start, slope = np.linalg.lstsq(table, np.ones(len(sizes)), rcond=None)[0]
+    return float(start), float(slope)
+
+
+def power_below(value: float) -> int:
+    """The largest power of two that is not above a value; 1 at least."""
+    return 1 << max(0, int(value).bit_length() - 1)
