@@ -15,7 +15,7 @@ VENV=${VENV:-.venv}
 extra=${1:-dev}
 case $extra in
     demo) size="about 350 MB (torch CPU ~200 MB, pyarrow, scipy, scikit-learn)" ;;
-    *) size="about 600 MB (torch CPU ~200 MB, pyarrow, scipy, and what the tests compare with: polars, duckdb, datasets)" ;;
+    *) size="about 800 MB (torch CPU ~200 MB, pyarrow, scipy, ray, and what the tests compare with: polars, duckdb, datasets)" ;;
 esac
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 echo "Setting up $VENV: $size of packages are downloaded."

@@ -16,7 +16,7 @@ class Memory:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview, /) -> int:
         self.parts.append(bytes(data))
         return len(data)
 

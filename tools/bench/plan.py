@@ -26,21 +26,9 @@ import numpy as np
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.mixing import mixing
+from shardkit_tools.benchmarks.planning import PLANNERS, peer_resume, resume, spread
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096
-
-
-def spread(counts: np.ndarray, shards: int, block_rows: int) -> Population:
-    """Strata spread evenly over shards, as the build writes them."""
-    strata = len(counts)
-    at = np.arange(shards + 1, dtype=np.int64)
-    rows = np.empty((shards, strata), dtype=np.int64)
-    for s, n in enumerate(counts.tolist()):
-        rows[:, s] = np.diff(at * n // shards)
-    return Population("bench", tuple(f"s{s:04d}" for s in range(strata)),
-                      np.repeat(np.arange(shards, dtype=np.int32), strata),
-                      np.tile(np.arange(strata, dtype=np.int32), shards), rows.ravel(),
-                      np.full(shards, block_rows, dtype=np.int32))  # fmt: skip
 
 
 def heavy(strata: int, rows: int) -> np.ndarray:
@@ -169,15 +157,8 @@ def ten_million() -> dict[str, Any]:
     population = spread(np.array([10**7]), 2000, 64)
     out: dict[str, Any] = {}
     for name, lanes in (("rank", 1), ("node", 8)):
-        times, cpu = [], []
-        for _ in range(7):
-            begun, begun_cpu = time.perf_counter(), time.process_time()
-            plan = make_plan(population, global_batch=BATCH)
-            step = int(plan.loop_steps * 0.9)
-            plan.steps(step, step + 1, range(lanes))
-            times.append(time.perf_counter() - begun)
-            cpu.append(time.process_time() - begun_cpu)
-        out[name] = {"seconds": min(times), "cpu_s": min(cpu)}
+        rounds = [resume(population, BATCH, lanes) for _ in range(7)]
+        out[name] = {"seconds": min(r.seconds for r in rounds), "cpu_s": min(r.cpu_s for r in rounds)}
     return {**out, "peak_mib": peak_mib()}
 
 
@@ -194,19 +175,7 @@ def alone(part: str) -> dict[str, Any]:
 
 
 def peers(python: str) -> list[dict[str, Any]]:
-    script = str(Path(__file__).with_name("plan_peers.py"))
-    out = []
-    for kind in ("mosaicml", "litdata"):
-        done = subprocess.run(
-            [python, script, kind, str(10**7), "2000"], capture_output=True, text=True, check=False
-        )
-        text = done.stdout.strip().splitlines()
-        out.append(
-            json.loads(text[-1])
-            if done.returncode == 0 and text
-            else {"planner": kind, "failed": done.stderr[-300:]}
-        )
-    return out
+    return [peer_resume(python, kind, rows=10**7, shards=2000) for kind in PLANNERS]
 
 
 def main() -> None:

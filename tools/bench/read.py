@@ -2,83 +2,41 @@
 
     python tools/bench/read.py --peers-python PATH --scale 0.05 --out tools/bench/results/DATE-read
 
-Each reader is a process of its own (read_worker.py), opened one after the other, then asked for one epoch each in turn,
-`--repeats` times. Files are read once untimed before every timed epoch; datasets are deleted after each workload.
+Each reader is a process of its own (worker.py of shardkit_tools/benchmarks/reading), opened one after the other, then
+asked for one epoch each in turn, `--repeats` times; an epoch is left after `--seconds`, its rate is that of what was
+read by then. Files are read once untimed before every timed epoch; datasets are made once and deleted after each
+workload.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shutil
-import subprocess
+import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.read_data import WORKLOADS, Workload
-from bench.read_limits import limits
-from bench.read_report import report, spread, versions
-
-OWN = ("shardkit_reader", "shardkit_compact")
-PEERS = (
-    "memmap",
-    "mosaicml",
-    "litdata_reader",
-    "webdataset_reader",
-    "hf_map",
-    "hf_iterable",
-    "grain_reader",
-    "lance_reader",
+from bench.read_report import report
+from shardkit_tools.benchmarks.machine import versions
+from shardkit_tools.benchmarks.reading.limits import limits
+from shardkit_tools.benchmarks.reading.readers import (
+    OWN,
+    PEERS,
+    SHARES_DATA,
+    THREADS_ONLY,
+    Reader,
+    build_data,
+    spread,
 )
-SHARES_DATA = {"shardkit_compact": "shardkit_reader", "hf_iterable": "hf_map"}
-PATIENCE_S = 240.0  # some readers hang
-
-
-class Reader:
-    """One reader's process."""
-
-    def __init__(
-        self, name: str, workload: Workload, scale: float, directory: Path, workers: int, python: str
-    ) -> None:
-        self.name, self.workers = name, workers
-        data = directory / SHARES_DATA.get(name, name)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(str(p) for p in Path(__file__).parents[1:3]),
-            "HF_HUB_OFFLINE": "1",
-            "TQDM_DISABLE": "1",
-        }
-        self._process = subprocess.Popen(
-            [python, str(Path(__file__).parent / "read_worker.py"), name, workload.name, str(scale), str(data),
-             str(workers)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """One answer; {"error": …} where the process failed or took longer than anybody would wait."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-            timer = threading.Timer(PATIENCE_S, self._process.kill)
-            timer.start()
-            line = self._process.stdout.readline()
-            timer.cancel()
-            return dict(json.loads(line)) if line else {"error": "the process ended"}
-        except (BrokenPipeError, ValueError) as error:
-            return {"error": str(error)}
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+from shardkit_tools.benchmarks.reading.workloads import WORKLOADS, Workload
 
 
 def measure(workload: Workload, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -87,47 +45,94 @@ def measure(workload: Workload, options: argparse.Namespace, scratch: Path) -> d
     if options.peers_python:
         pythons |= dict.fromkeys(PEERS, options.peers_python)
     pythons = {n: python for n, python in pythons.items() if not options.readers or n in options.readers}
-    failed = _build(workload, options.scale, scratch, {**pythons, "memmap": sys.executable})
+    builders = {SHARES_DATA.get(name, name): python for name, python in pythons.items()}
+    builders["memmap"] = sys.executable
+    failed = build_data(workload, options.scale, scratch, builders, jobs=options.build_jobs)
     known = limits(workload, options.scale, str(scratch / "memmap"))
+    rates: dict[str, list[dict[str, float]]] = {name: [] for name in known}
     facts: dict[str, Any] = {}
-    readers = []
-    for name, python in pythons.items():
-        for workers in options.workers:
-            key, source = f"{name}/{workers}", SHARES_DATA.get(name, name)
-            reader = Reader(name, workload, options.scale, scratch, workers, python)
-            facts[key] = {"error": failed[source]} if source in failed else reader.ask("open")
-            if "error" in facts[key]:
-                reader.end()
-            else:
-                readers.append((key, reader))
-    rates: dict[str, list[dict[str, float]]] = {name: [] for name in [*known, *facts]}
-    for _ in range(options.repeats):
-        for name, run in known.items():
-            rates[name].append(run())
-        for key, reader in readers:
-            rates[key].append(reader.ask("epoch"))
-    for key, reader in readers:
-        facts[key] |= spread(rates[key])
-        if "error" not in facts[key]:
-            facts[key]["resume_s"] = reader.ask("resume").get("seconds")
-        reader.end()
-        print(f"  {key}: {facts[key]}", flush=True)
+    for workers in options.workers:
+        chosen = {n: python for n, python in pythons.items() if not (workers and n in THREADS_ONLY)}
+        facts |= _measure_readers(workload, options, scratch, chosen, workers, failed, known, rates)
     return {"rows": workload.rows(options.scale), "batch": workload.batch,
-            "limits": {name: spread(rates[name]) for name in known}, "readers": facts}  # fmt: skip
+            "limits": {name: spread(rates[name]) for name in known}, "readers": facts,
+            "verification": _verification(workload, options, scratch)}  # fmt: skip
 
 
-def _build(workload: Workload, scale: float, scratch: Path, pythons: dict[str, str]) -> dict[str, str]:
-    """Make every reader's data; what failed and why."""
-    failed = {}
-    for name, python in pythons.items():
-        if name not in SHARES_DATA:
-            builder = Reader(name, workload, scale, scratch, 0, python)
-            answer = builder.ask("build")
-            builder.end()
-            print(f"  built {name}: {answer}", flush=True)
-            if "error" in answer:
-                failed[name] = answer["error"]
-    return failed
+def _measure_readers(
+    workload: Workload,
+    options: argparse.Namespace,
+    scratch: Path,
+    pythons: dict[str, str],
+    workers: int,
+    failed: dict[str, str],
+    known: dict[str, Any],
+    rates: dict[str, list[dict[str, float]]],
+) -> dict[str, Any]:
+    """Readers with so many worker processes, and the limits, in turn; what the limits gave is added to `rates`."""
+    facts: dict[str, Any] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as running:
+        readers: dict[str, Reader] = {}
+        for name, python in pythons.items():
+            key, source = f"{name}/{workers}", SHARES_DATA.get(name, name)
+            if source in failed:
+                facts[key] = {"error": failed[source]}
+                continue
+            starts = []
+            for _ in range(options.repeats if name in OWN else 1):  # the last of these processes stays
+                reader = Reader(name, workload, options.scale, scratch, workers, python)
+                running.callback(reader.end)
+                starts.append(reader.ask("open"))
+                if readers.get(key) is not None:
+                    readers[key].end()
+                readers[key] = reader
+            facts[key] = min(starts, key=lambda one: "error" not in one)  # an error, if there was one
+            if "error" in facts[key]:
+                readers.pop(key).end()
+                continue
+            facts[key] = {k: statistics.median(one[k] for one in starts) for k in starts[0]}
+            found[key] = []
+        for repeat in range(options.repeats):
+            print(f"  {workers} workers, repeat {repeat + 1} of {options.repeats}", flush=True)
+            for name, run in known.items():
+                rates[name].append(run())
+            for key, reader in readers.items():
+                found[key].append(reader.ask(f"epoch {options.seconds}"))
+        for key, reader in readers.items():
+            facts[key] |= spread(found[key])
+            if "error" not in facts[key]:
+                resumed = reader.ask(f"resume {2 * options.seconds}")
+                facts[key] |= {"resume_s": resumed.get("seconds"), "resumed_at": resumed.get("at")}
+            reader.end()
+            print(f"  {key}: {facts[key]}", flush=True)
+    return facts
+
+
+def _verification(workload: Workload, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Our reader with and without verification, epoch by epoch in one process: what verifying costs."""
+    if options.readers and "shardkit_reader" not in options.readers:
+        return {}
+    with Reader("shardkit_reader", workload, options.scale, scratch, 0, sys.executable) as reader:
+        reader.ask("open")
+        reader.ask(f"epoch {options.seconds}")
+        seconds, cpu = [], []
+        for pair in range(options.pairs):
+            costs = {}
+            for mode in ("verified", "unverified") if pair % 2 else ("unverified", "verified"):
+                reader.ask(mode)
+                answer = reader.ask(f"epoch {options.seconds}")
+                if not answer.get("samples"):
+                    return {"error": answer.get("error", "no samples")}
+                costs[mode] = (answer["seconds"] / answer["samples"], answer["cpu_s"] / answer["samples"])
+            on, off = costs["verified"], costs["unverified"]
+            seconds.append(on[0] / off[0] - 1)
+            cpu.append(on[1] / off[1] - 1)
+    found = {"pairs": options.pairs}
+    for name, values in (("wall", seconds), ("cpu", cpu)):
+        found[name] = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    print(f"  verification: {found}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -140,8 +145,11 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, nargs="*", default=[0, 2], help="worker processes of each reader"
     )
+    parser.add_argument("--seconds", type=float, default=5.0, help="longest timed epoch")
+    parser.add_argument("--pairs", type=int, default=9, help="epochs with and without verification")
+    parser.add_argument("--build-jobs", type=int, default=2, help="readers whose data are made at a time")
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
-    parser.add_argument("--readers", nargs="*", help="only these modules of read_peers")
+    parser.add_argument("--readers", nargs="*", help="only these modules of benchmarks/reading/peers")
     parser.add_argument("--out", help="path without suffix for .md and .json")
     options = parser.parse_args()
     load, started = os.getloadavg(), time.time()
@@ -164,6 +172,7 @@ def _write(options: argparse.Namespace, results: dict[str, Any], load_before: fl
         "date": time.strftime("%Y-%m-%d"),
         "scale": options.scale,
         "repeats": options.repeats,
+        "seconds_per_epoch": options.seconds,
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["report", "spread", "versions"]
+from shardkit_tools.benchmarks.reading.limits import yardstick_of
+
+__all__ = ["report"]
 
 NAMES = {
     "shardkit_reader": "**shardkit**",
@@ -21,40 +19,13 @@ NAMES = {
     "hf_iterable": "HF datasets, iterable",
     "grain_reader": "Grain + ArrayRecord",
     "lance_reader": "Lance",
+    "energon": "Energon",
+    "spdl_reader": "SPDL over a memory map (no checks, no resume)",
 }
-YARDSTICKS = {"blobs": "sequential read + XXH3", "text": "zstd decompression"}
 HEAD = (
     "| reader | workers | samples/s, median (range) | of the limit | CPU µs per sample | of the limit, by CPU | "
-    "first batch, s | resume, s | peak MiB |"
+    "first batch, s | past torch, s | resume at 50 %, s | peak MiB |"
 )
-PACKAGES = ("shardkit", "torch", "numpy", "pyarrow", "mosaicml-streaming", "litdata", "webdataset", "datasets", "grain",
-            "array-record", "pylance")  # fmt: skip
-
-
-def spread(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median, lowest and highest rate of some epochs, and what they cost."""
-    good = [a for a in answers if "error" not in a and a.get("samples")]
-    if not good:
-        return {"error": answers[0].get("error", "no samples") if answers else "not run"}
-    rates = [a["samples"] / a["seconds"] for a in good]
-    return {
-        "median": statistics.median(rates),
-        "lowest": min(rates),
-        "highest": max(rates),
-        "cpu_us_per_sample": statistics.median(a["cpu_s"] / a["samples"] for a in good) * 1e6,
-        "samples": good[0]["samples"],
-        "peak_rss": max(a.get("peak_rss", 0) for a in good),
-    }
-
-
-def versions(python: str) -> dict[str, str]:
-    """Installed versions of what may be measured."""
-    program = (
-        "import importlib.metadata as m, json, sys\nd = {}\nfor n in sys.argv[1:]:\n  try: d[n] = m.version(n)\n"
-        "  except m.PackageNotFoundError: pass\nprint(json.dumps(d))"
-    )
-    done = subprocess.run([python, "-c", program, *PACKAGES], capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
 
 
 def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
@@ -63,10 +34,12 @@ def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
         f"# Reading, {facts['date']}\n\n{facts['cpus']} shared virtual cores ({facts['machine']}), load average "
         f"{facts['load_before']:.1f} before and {facts['load_after']:.1f} after: rates suffer from neighbours, CPU per "
         f"sample much less. Python {facts['python']}; scale {facts['scale']}, {facts['repeats']} interleaved "
-        "repeats, warm page cache, shuffled order, every sample touched. shardkit verifies every block in every epoch "
-        "(XXH3); "
-        "the peers verify nothing.\n\n"
-        f"Versions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}."
+        "repeats, warm page cache, shuffled order, every sample touched, an epoch left after "
+        f"{facts['seconds_per_epoch']:g} s (marked ¹). shardkit verifies every block in every epoch (XXH3); "
+        "the peers verify nothing. First batch: of a fresh process, imports included; past torch: without the "
+        "import of torch.\n\n"
+        f"Versions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}. FFCV is not among them: "
+        "its build needs the development files of OpenCV (ffcv 1.0.2: “Could not find required package: opencv”)."
     )
     return (
         "\n".join([head] + [line for name, result in results.items() for line in _table(name, result)]) + "\n"
@@ -78,29 +51,49 @@ def _listed(found: dict[str, str]) -> str:
 
 
 def _table(name: str, result: dict[str, Any]) -> list[str]:
-    yardstick = YARDSTICKS.get(name, "numpy.take gather")
+    yardstick = yardstick_of(name)
     base = result["limits"][yardstick]
     lines = [
         f"\n## {name}: {result['rows']:,} samples, batch {result['batch']}\n",
         HEAD,
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for limit, rate in result["limits"].items():
         mark = "**" if limit == yardstick else ""
-        lines.append(f"| {mark}limit: {limit}{mark} | – | {_speed(rate, base)} | | | |")
+        lines.append(f"| {mark}limit: {limit}{mark} | – | {_speed(rate, base)} | | | | |")
     for key, one in result["readers"].items():
         reader, workers = key.split("/")
         if "error" in one:
-            lines.append(f"| {NAMES[reader]} | {workers} | failed: {one['error'][:80]} | | | | | | |")
+            lines.append(f"| {NAMES[reader]} | {workers} | failed: {one['error'][:80]} | | | | | | | |")
             continue
-        resume = f"{one['resume_s']:.2f}" if one.get("resume_s") is not None else "cannot"
-        rest = f"{one['first_batch_s']:.2f} | {resume} | {one['peak_rss'] / 2**20:.0f}"
-        lines.append(f"| {NAMES[reader]} | {workers} | {_speed(one, base, cpu=workers == '0')} | {rest} |")
-    return lines
+        start = f"{one['first_batch_s']:.2f} | {one['past_torch_s']:.2f}"
+        rest = f"{start} | {_resume(one)} | {one['peak_rss'] / 2**20:.0f}"
+        lines.append(f"| {NAMES[reader]} | {workers} | {_speed(one, base)} | {rest} |")
+    return [*lines, *_verification(result.get("verification", {}))]
 
 
-def _speed(one: dict[str, Any], base: dict[str, Any], *, cpu: bool = True) -> str:
+def _resume(one: dict[str, Any]) -> str:
+    if one.get("resume_s") is None:
+        return "cannot"
+    share = one.get("resumed_at", 0.5)
+    return f"{one['resume_s']:.2f}" + ("" if share > 0.49 else f" (at {share:.0%}: slow to get there)")
+
+
+def _verification(found: dict[str, Any]) -> list[str]:
+    if "wall" not in found:
+        return [f"\nVerification was not compared: {found['error']}"] if "error" in found else []
+    wall, cpu = (
+        f"{found[clock]['median']:+.1%} ({found[clock]['lowest']:+.1%} to {found[clock]['highest']:+.1%})"
+        for clock in ("wall", "cpu")
+    )
+    return [
+        f"\nVerification, on against off, {found['pairs']} pairs of epochs: {wall} of the time, {cpu} of the CPU time."
+    ]
+
+
+def _speed(one: dict[str, Any], base: dict[str, Any]) -> str:
     cost = one["cpu_us_per_sample"]
-    by_cpu = f"{cost:.2f} | {base['cpu_us_per_sample'] / cost:.2f}" if cpu and cost else "– | –"
-    rates = f"{one['median']:,.0f} ({one['lowest']:,.0f}–{one['highest']:,.0f})"
+    by_cpu = f"{cost:.2f} | {base['cpu_us_per_sample'] / cost:.2f}" if cost else "– | –"
+    mark = "" if one.get("whole", True) else "¹"
+    rates = f"{one['median']:,.0f}{mark} ({one['lowest']:,.0f}–{one['highest']:,.0f})"
     return f"{rates} | {one['median'] / base['median']:.2f} | {by_cpu}"

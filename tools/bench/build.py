@@ -1,0 +1,233 @@
+"""Build benchmark: limits of the machine, shardkit, and its peers' writers, in turns; medians and ranges.
+
+    python tools/bench/build.py FOLDER --scale 0.25 --peers-python PATH --out tools/bench/results/DATE-build-speed
+
+FOLDER is on the disk to be measured and must not be in memory (tmpfs); everything made there is removed again. Two
+workloads of ``--scale`` times 1.6 GB: rows of 2,048 tokens out of an ``.npy``, and files of 100 kB. Everybody writes
+the same samples out of the same warm page cache. shardkit and the limits sync what they write; the peers do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+import shardkit
+from shardkit.errors import RunError
+from shardkit_tools.benchmarks.building import build_round, make_blobs, make_tokens, write_limit
+from shardkit_tools.benchmarks.machine import machine_facts, versions
+from shardkit_tools.benchmarks.rounds import Contest, Entry, Held, Round, hold, timed
+
+PEERS = {
+    "mds": "MosaicML MDSWriter (no hash, order of the source)",
+    "mds-hashes": "MosaicML MDSWriter, SHA-256 and XXH3 of every shard",
+    "litdata": "LitData optimize, 1 worker",
+    "webdataset": "webdataset TarWriter",
+    "grain": "Grain / ArrayRecord, group_size 1",
+    "hf": "HF datasets from_generator",
+    "lance": "Lance write_dataset (no shuffle, no hash)",
+}
+LIMIT = "write + SHA-256 + XXH3, synced"
+FULL_MEGABYTES = 1600
+PIECE = 1 << 20
+
+
+def main() -> None:
+    options = _options()
+    Path(options.folder).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    megabytes = max(16, int(FULL_MEGABYTES * options.scale))
+    facts = {
+        **machine_facts(),
+        "load_before": os.getloadavg(),
+        "scale": options.scale,
+        "repeats": options.repeats,
+    }
+    if options.peers_python:
+        facts["peers"] = versions(options.peers_python)
+    held: list[Held] = []
+    try:
+        tokens, blobs = folder / "tokens.npy", folder / "blobs"
+        for name, source, size in (
+            ("8 KiB token rows", tokens, make_tokens(tokens, megabytes)),
+            ("100 kB blobs", blobs, make_blobs(blobs, megabytes)),
+        ):
+            contest = Contest(name, {"bytes": size}, _entries(source, size, folder, options))
+            held.append(hold(contest, options.repeats, lambda text: print(text, file=sys.stderr, flush=True)))
+            facts["load_after"] = os.getloadavg()
+            text = report(facts, held)
+            if options.out:
+                Path(f"{options.out}.json").write_text(
+                    json.dumps(
+                        {"facts": facts, "contests": [dataclasses.asdict(one) for one in held]}, indent=1
+                    )
+                    + "\n",
+                    encoding="utf-8",
+                )
+                Path(f"{options.out}.md").write_text(text, encoding="utf-8")
+        print(text)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", help="on the disk to be measured")
+    parser.add_argument("--scale", type=float, default=0.25, help="share of 1.6 GB per workload")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peers-python", help="interpreter that has the peers' packages")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--out", help="write OUT.json and OUT.md")
+    return parser.parse_args()
+
+
+def _entries(source: Path, size: int, folder: Path, options: argparse.Namespace) -> list[Entry]:
+    def building(form: str, jobs: int) -> Callable[[], Round]:
+        return lambda: build_round(source, size, folder / "root", form, jobs)
+
+    entries = [
+        Entry("write, synced", "limit", lambda: _write(folder / "limit", size)),
+        Entry("SHA-256", "limit", lambda: _hashed(size, lambda piece: hashlib.sha256(piece).digest())),
+        Entry("XXH3", "limit", lambda: _hashed(size, xxhash.xxh3_64_intdigest)),
+        Entry(LIMIT, "limit", lambda: write_limit(folder / "limit", size)),
+        *(
+            Entry(f"shardkit build, {form}, jobs {jobs}", "shardkit", building(form, jobs))
+            for form in ("arrow", "tar")
+            for jobs in (1, 2)
+        ),
+        Entry(
+            "shardkit create, arrow, no shuffle", "shardkit", lambda: _create(source, size, folder / "root")
+        ),
+    ]
+    if options.peers_python:
+        turn = functools.partial(_peer, source=source, size=size, folder=folder, python=options.peers_python)
+        entries += [Entry(PEERS[peer], "peer", functools.partial(turn, peer)) for peer in options.peers]
+    return entries
+
+
+def _write(path: Path, size: int) -> Round:
+    piece = np.random.default_rng(2).bytes(PIECE)
+    os.sync()
+
+    def work() -> None:
+        with path.open("wb") as stream:
+            for first in range(0, size, PIECE):
+                stream.write(memoryview(piece)[: size - first])
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    try:
+        return timed(size, work)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _hashed(size: int, digest: Callable[[Any], object]) -> Round:
+    piece = np.random.default_rng(2).bytes(PIECE)
+
+    def work() -> None:
+        for first in range(0, size, PIECE):
+            digest(memoryview(piece)[: size - first])
+
+    return timed(size, work)
+
+
+def _create(source: Path, size: int, root: Path) -> Round:
+    is_tokens = source.suffix == ".npy"
+    kind = "int32[2048]" if is_tokens else "bytes"
+    rows = np.load(source, mmap_mode="r") if is_tokens else sorted(source.iterdir())
+    os.sync()
+
+    def work() -> None:
+        with shardkit.create(root, {"value": kind}, format="arrow", shuffle=False) as writer:
+            for row in rows:
+                writer.add({"value": row if is_tokens else row.read_bytes()})
+
+    try:
+        return timed(size, work)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _peer(peer: str, source: Path, size: int, folder: Path, python: str) -> Round:
+    out = folder / "peer"
+    program = Path(__file__).with_name("build_peers.py")
+    os.sync()
+    try:
+        done = subprocess.run(
+            [python, str(program), peer, str(source), str(out)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RunError(
+                f"{peer}: {done.stderr.strip().splitlines()[-1][:200] if done.stderr.strip() else 'failed'}"
+            )
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        return Round(size, found["seconds"], found["cpu_s"])
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def report(facts: dict[str, Any], held: list[Held]) -> str:
+    """Markdown: one table per workload."""
+    peers = f"; peers: {_listed(facts['peers'])}" if "peers" in facts else ""
+    before, after = facts["load_before"][0], facts["load_after"][0]
+    lines = [
+        f"# Building, {facts['date']}\n",
+        (
+            f"{facts['cpus']} virtual cores ({facts['processor']}), load average {before:.1f} before and "
+            f"{after:.1f} after. Python {facts['python']}; scale {facts['scale']}, {facts['repeats']} "
+            "rounds in turn after one that does not count; rates are medians (range) by the clock, and per CPU second, "
+            "which hardly notices neighbours. shardkit and the limits sync what they write, the peers do not. shardkit "
+            "shuffles globally (but for `create`), hashes the source (SHA-256), every block (SHA-256, XXH3) and every "
+            "shard (SHA-256).\n"
+        ),
+        f"Versions: {_listed(facts['versions'])}{peers}",
+    ]
+    for one in held:
+        lines += ["", f"## {one.name}, {one.conditions['bytes'] / 1e6:.0f} MB", ""]
+        lines += [
+            "| | MB/s, median (range) | of the limit | MB per CPU second | of the limit, by CPU |",
+            "|---|---|---|---|---|",
+        ]
+        limit = one.rounds.get(LIMIT, [])
+        for name, rounds in one.rounds.items():
+            rates = [r.amount / 1e6 / r.seconds for r in rounds]
+            cpu = statistics.median(r.amount / 1e6 / max(r.cpu_s, 1e-9) for r in rounds)
+            clock_share = statistics.median(
+                mark.seconds / mine.seconds for mine, mark in zip(rounds, limit, strict=True)
+            )
+            cpu_share = statistics.median(
+                mark.cpu_s / max(mine.cpu_s, 1e-9) for mine, mark in zip(rounds, limit, strict=True)
+            )
+            shown = f"**{name}**" if one.kinds[name] == "shardkit" else name
+            lines.append(
+                f"| {shown} | {statistics.median(rates):.0f} ({min(rates):.0f}–{max(rates):.0f}) | {clock_share:.2f} | "
+                f"{cpu:.0f} | {cpu_share:.2f} |"
+            )
+        lines += [f"| {name} | failed: {why} | | | |" for name, why in one.failures.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Image pipelines: JPEGs decoded, cropped at random, flipped, normalised; shardkit beside torchvision and webdataset.
+
+    python tools/bench/images.py --peers-python PATH --out tools/bench/results/DATE-images
+
+The JPEGs are crops of photographs that scikit-learn and matplotlib bring along, each another one, of about 100 KB.
+Every reader is a process of its own, has a copy of them in its own format, and decodes with Pillow. Epochs are
+interleaved and left after `--seconds`: long ones, since what a reader prefetched by then counts in its CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shardkit_tools.benchmarks.machine import machine_facts, versions
+from shardkit_tools.benchmarks.reading.readers import Reader, build_data, spread
+from shardkit_tools.benchmarks.reading.workloads import IMAGES
+
+PHOTOGRAPHS = {
+    "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
+    "matplotlib": ("mpl-data/sample_data/grace_hopper.jpg",),
+}
+CLASSES = 10
+SIZE = (600, 450)
+CONTESTANTS = {  # reader → (its name, worker counts, peer)
+    "images_shardkit": ("**shardkit**", {0: "1 thread", 2: "2 processes"}, False),
+    "images_shardkit_threads": ("**shardkit**", {2: "2 threads"}, False),
+    "images_torchvision": ("torchvision ImageFolder + DataLoader", {0: "none", 2: "2 processes"}, True),
+    "images_webdataset": ("webdataset", {0: "none", 2: "2 processes"}, True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers-python", help="interpreter of an environment with torchvision and webdataset"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the 2,000 pictures")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=30.0, help="longest timed epoch")
+    parser.add_argument("--out", help="path without suffix for .md and .json")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    scratch = Path(tempfile.mkdtemp(prefix="images-bench-"))
+    try:
+        count, mean_bytes = make_pictures(scratch / "pictures", IMAGES.rows(options.scale))
+        print(f"made {count} pictures of {mean_bytes / 1000:.0f} KB on average", flush=True)
+        readers = measure(options, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    facts = {**machine_facts(), "pictures": count, "mean_bytes": mean_bytes, "load_before": load,
+             "load_after": os.getloadavg()[0], "repeats": options.repeats, "seconds_per_epoch": options.seconds,
+             "peer_versions": versions(options.peers_python) if options.peers_python else {}}  # fmt: skip
+    text = report(facts, readers)
+    if options.out:
+        Path(options.out + ".md").write_text(text)
+        Path(options.out + ".json").write_text(
+            json.dumps({"facts": facts, "readers": readers}, indent=1) + "\n"
+        )
+    print(text)
+
+
+def make_pictures(folder: Path, count: int) -> tuple[int, float]:
+    """Write crops of photographs, folder by class; returns how many there are and their mean size."""
+    from PIL import Image, ImageEnhance
+
+    sources = []
+    for package, paths in PHOTOGRAPHS.items():
+        found = importlib.util.find_spec(package)
+        if found is not None and found.submodule_search_locations:
+            root = Path(found.submodule_search_locations[0])
+            sources += [Image.open(root / path).convert("RGB") for path in paths if (root / path).exists()]
+    if not sources:
+        raise SystemExit("no photographs found; run: pip install scikit-learn")
+    rng, total = np.random.default_rng(0), 0
+    for number in range(count):
+        source = sources[number % len(sources)]
+        share = rng.uniform(0.5, 1.0)
+        wide, high = int(source.width * share), int(source.height * share)
+        left, top = int(rng.integers(source.width - wide + 1)), int(rng.integers(source.height - high + 1))
+        picture = source.resize(SIZE, Image.Resampling.LANCZOS, box=(left, top, left + wide, top + high))
+        picture = ImageEnhance.Brightness(picture).enhance(rng.uniform(0.8, 1.2))
+        sink = io.BytesIO()
+        picture.save(sink, "JPEG", quality=int(rng.integers(92, 97)))
+        path = folder / f"{number % CLASSES}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sink.getvalue())
+        total += len(sink.getvalue())
+    return count, total / count
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Facts by reader and workers."""
+    pythons = {
+        name: options.peers_python if peer else sys.executable
+        for name, (_, _, peer) in CONTESTANTS.items()
+        if options.peers_python or not peer
+    }
+    failed = build_data(IMAGES, options.scale, scratch, pythons)
+    facts: dict[str, Any] = {}
+    running: dict[str, Reader] = {}
+    for name, python in pythons.items():
+        for workers in CONTESTANTS[name][1]:
+            key = f"{name}/{workers}"
+            if name in failed:
+                facts[key] = {"error": failed[name]}
+                continue
+            starts = []
+            for _ in range(options.repeats):  # each a fresh process; the last one stays
+                reader = Reader(name, IMAGES, options.scale, scratch, workers, python)
+                starts.append(reader.ask("open"))
+                if key in running:
+                    running[key].end()
+                running[key] = reader
+            wrong = [one for one in starts if "error" in one]
+            facts[key] = (
+                wrong[0] if wrong else {k: statistics.median(one[k] for one in starts) for k in starts[0]}
+            )
+            if wrong:
+                running.pop(key).end()
+    rates: dict[str, list[dict[str, Any]]] = {key: [] for key in running}
+    for repeat in range(options.repeats):
+        print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
+        for key, reader in running.items():
+            rates[key].append(reader.ask(f"epoch {options.seconds}"))
+    for key, reader in running.items():
+        facts[key] |= spread(rates[key])
+        if "error" not in facts[key]:
+            facts[key]["resume_s"] = reader.ask(f"resume {options.seconds}").get("seconds")
+        reader.end()
+    return facts
+
+
+def report(facts: dict[str, Any], readers: dict[str, Any]) -> str:
+    """Markdown: one table."""
+    listed = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    peers = ", ".join(f"{name} {version}" for name, version in facts["peer_versions"].items())
+    head = (
+        f"# Image pipelines, {facts['date']}\n\n{facts['cpus']} virtual cores ({facts['processor']}), load average "
+        f"{facts['load_before']:.1f} before and {facts['load_after']:.1f} after: rates suffer from neighbours, CPU per "
+        f"sample less. Python {facts['python']}.\n\nVersions: {listed}. Peers: {peers}.\n\n"
+        f"{facts['pictures']:,} JPEGs of {SIZE[0]} × {SIZE[1]} pixels, {facts['mean_bytes'] / 1000:.0f} KB on average, "
+        "crops of photographs. Decoded with Pillow by all; random resized crop to 224 × 224, flip, normalised to "
+        f"float32, batches of {IMAGES.batch}, shuffled. {facts['repeats']} interleaved repeats of at most "
+        f"{facts['seconds_per_epoch']:g} s (¹: cut by that), warm page cache. First batch: of a fresh process, imports "
+        "included; past torch: without the import of torch. shardkit verifies every block and draws each sample's "
+        "augmentation from its place in the plan.\n"
+    )
+    columns = ("reader", "workers", "samples/s, median (range)", "CPU ms per sample", "first batch, s",
+               "past torch, s", "resume at 50 %, s", "peak MiB")  # fmt: skip
+    lines = [head, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for key, one in readers.items():
+        name, workers = key.split("/")
+        label, kinds, _ = CONTESTANTS[name]
+        row = f"| {label} | {kinds[int(workers)]} "
+        if "error" in one:
+            lines.append(f"{row}| failed: {one['error'][:80]} | | | | | |")
+            continue
+        resume = "cannot" if one.get("resume_s") is None else f"{one['resume_s']:.2f}"
+        lines.append(
+            f"{row}| {one['median']:.0f}{'' if one['whole'] else '¹'} ({one['lowest']:.0f}–{one['highest']:.0f}) "
+            f"| {one['cpu_us_per_sample'] / 1000:.2f} | {one['first_batch_s']:.2f} | {one['past_torch_s']:.2f} "
+            f"| {resume} | {one['peak_rss'] / 2**20:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

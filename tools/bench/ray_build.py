@@ -1,0 +1,137 @@
+"""A build of many small samples: --jobs 2 beside --engine ray with two workers, undisturbed and with workers killed.
+
+    python tools/bench/ray_build.py FOLDER [--rows 1000000] [--repeats 2]
+
+FOLDER is on the disk to be measured; what is made there is removed. Ray must be installed. Every build is a command of
+its own, so that starting and ending the cluster is on the bill. In the killed build one Ray worker gets SIGKILL in the
+middle of each pass, by process id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PASSES = ("ReadTask", "ShardRows")
+
+
+def make_source(folder: Path, rows: int, files: int = 20) -> Path:
+    """JSON lines: a number, a label and a text of some 200 bytes."""
+    folder.mkdir()
+    for number in range(files):
+        first, last = number * rows // files, (number + 1) * rows // files
+        labels = np.random.default_rng(number).integers(0, 10, last - first).tolist()
+        with (folder / f"part-{number:03d}.jsonl").open("w") as stream:
+            for row, label in zip(range(first, last), labels, strict=True):
+                text = f"sample {row} of many, {row * 7919 % 104729} " * 6
+                stream.write(json.dumps({"row": row, "label": label, "text": text}) + "\n")
+    return folder
+
+
+class Killer(threading.Thread):
+    """Kills one worker per pass while it is at work."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__(daemon=True)
+        self.killed: list[str] = []
+        self._root = root
+        self._met: dict[str, int] = {}
+        self.over = False
+
+    def run(self) -> None:
+        while not self.over and len(self.killed) < len(PASSES):
+            time.sleep(0.2)
+            for pid in descendants(self._root):
+                title = Path(f"/proc/{pid}/cmdline")
+                try:
+                    name = title.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                except OSError:
+                    continue
+                kind = next((k for k in PASSES if f"ray::shardkit {k}" in name), None)
+                if kind is None or kind in self.killed:
+                    continue
+                self._met[kind] = self._met.get(kind, 0) + 1
+                if self._met[kind] == 20:  # some seconds into the pass
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.append(kind)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in task.read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found
+
+
+def build(source: Path, root: Path, engine: str, *, kill: bool = False) -> dict[str, Any]:
+    command = [sys.executable, "-m", "shardkit_tools", "build", str(source), str(root), "--engine", engine]
+    command += ["--jobs", "2", "--stratify", "label", "--shard-size", "32MiB", "--format", "arrow", "--json"]
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    killer = Killer(process.pid)
+    if kill:
+        killer.start()
+    out, err = process.communicate()
+    seconds = time.perf_counter() - begun
+    killer.over = True
+    if process.returncode:
+        raise SystemExit(f"{engine}: {err[-2000:]}")
+    files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    left = [name for name in files if not name.startswith(("objects/", "log/", "shardkit.json"))]
+    objects = [name for name in files if name.startswith("objects/")]
+    document = json.loads(out)
+    shutil.rmtree(root)
+    return {"engine": engine, "seconds": seconds, "id": document["id"], "samples": document["samples"],
+            "killed": killer.killed, "left": left, "objects": objects}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=2)
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=given.folder, prefix="ray-bench-"))
+    try:
+        source = make_source(folder / "source", given.rows)
+        times: dict[str, list[float]] = {"local": [], "ray": []}
+        results = []
+        for _ in range(given.repeats):
+            for engine, seconds in times.items():
+                results.append(build(source, folder / "root", engine))
+                seconds.append(results[-1]["seconds"])
+                print(f"{engine}: {seconds[-1]:.1f} s", flush=True)
+        results.append(build(source, folder / "root", "ray", kill=True))
+        killed = results[-1]
+        print(f"ray, killed in {', '.join(killed['killed']) or 'no pass'}: {killed['seconds']:.1f} s")
+        ids, objects = {r["id"] for r in results}, {tuple(r["objects"]) for r in results}
+        print(f"{killed['samples']} samples; {len(ids)} manifest id, {len(objects)} set of objects, left over: "
+              f"{[r['left'] for r in results if r['left']] or 'nothing'}")  # fmt: skip
+        local, ray = (statistics.median(times[name]) for name in ("local", "ray"))
+        print(f"local --jobs 2 {local:.1f} s, ray with two workers {ray:.1f} s: {ray / local - 1:+.0%}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
