@@ -9,10 +9,10 @@
       strategies   ddp, zero1, zero2, zero3 behind one interface
         slices     parameters laid end to end and cut;  optimizers: AdamW, SGD, schedules
         reductions sums of gradients: exact;  compression: smaller ones;  local_steps: rarer ones
-      checkpoints  save, resume, prune, on shardkit's own store;  export: safetensors
+      checkpoints  save, resume, on shardkit's own store;  replicas: copies, pruning;  export: safetensors
       recovery     who has the state when ranks have died;  membership, supervisor: who the ranks are
       evaluation   one exact pass
-      reporting    console, metrics;  run_directory: run.json, events
+      reporting    console, metrics;  cost: what it comes to;  run_directory: run.json, events
       distributed  process group, small collectives, who is late
 
 Importing this package does not import torch; `shardkit_trainer.training` does.

@@ -14,6 +14,8 @@ __all__ = ["main"]
 
 def main(arguments: list[str]) -> int:
     """Run torchrun with its own arguments; returns the exit code."""
+    # its loggers take their levels from here when they are made; what it has to say is said below, in a line
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

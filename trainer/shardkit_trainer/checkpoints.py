@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +18,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError, ShardkitError
-from shardkit.storage import Store, object_name
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError
+from shardkit.storage import Store
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 
 from .distributed import World, is_collective_failure
+from .replicas import Replicas, prune
 from .slices import FlatSlice
 from .strategies import Strategy
 
-__all__ = ["Checkpointer", "checkpoint_name", "prune"]
+__all__ = ["Checkpointer", "checkpoint_name"]
 
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
@@ -42,8 +43,10 @@ class Checkpointer:
     Args:
         store: the run directory.
         keep: newest checkpoints that stay; 0 keeps all.
-        asynchronous: `save` returns after the tensors are copied; a thread with a process group of its own writes.
+        asynchronous: `save` returns at once; a thread with a process group of its own copies what the next update will
+            change (which waits for it), then writes.
         event: called with (kind, details) on rank 0's log.
+        replicas: URLs of further stores that get a verified copy of each checkpoint, and are read where this one fails.
     """
 
     def __init__(
@@ -55,12 +58,16 @@ class Checkpointer:
         asynchronous: bool,
         timeout_s: float,
         event: Callable[..., None],
+        replicas: Sequence[str] = (),
     ):
         self._store, self._world, self._keep, self._event = store, world, keep, event
+        self._replicas = Replicas(replicas, event)
         self._asynchronous = asynchronous
         # its own group: collectives of two threads on one group would be matched in any order
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(600.0, timeout_s)))
         self._staged: dict[str, Tensor] = {}
+        self._copied = threading.Event()
+        self._copied.set()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: set[str] = set()
@@ -79,10 +86,21 @@ class Checkpointer:
             return  # a step's state is a function of the step: it was saved before the ranks changed
         state = strategy.state()
         if self._asynchronous and not wait:
-            staged = {part: self._stage(part, tensors) for part, tensors in state.items()}
+            steady = strategy.steady_until_update()
+            # what a pass may change (buffers, what compression keeps) is copied here, the rest beside the next passes
+            staged = {part: {n: self._stage(part, n, t) for n, t in tensors.items() if (part, n) not in steady}
+                      for part, tensors in state.items()}  # fmt: skip
+            rest = [
+                (part, n, t)
+                for part, tensors in state.items()
+                for n, t in tensors.items()
+                if (part, n) in steady
+            ]
+            self._copied.clear()
+            strategy.before_update = self._copied.wait
             self._thread = threading.Thread(
-                target=self._write,
-                args=(step, staged, dict(meta), self._group),
+                target=self._copy_and_write,
+                args=(step, staged, rest, dict(meta), self._group),
                 name="checkpoint",
                 daemon=True,
             )
@@ -130,17 +148,29 @@ class Checkpointer:
                 ) from error  # a rank is gone: that is told, or survived, elsewhere
             raise RunError(f"checkpoint was not saved; the ones before it are intact: {first}") from error
 
-    def _stage(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of this rank's parts; the buffers are kept, since fresh pages cost more than the copy."""
-        staged = {}
-        for name, tensor in tensors.items():
-            source = _owned_part(tensor)
-            key = f"{part}.{name}"
-            if key not in self._staged or self._staged[key].shape != source.shape:
-                self._staged[key] = torch.empty_like(source, memory_format=torch.contiguous_format)
+    def _copy_and_write(
+        self, step: int, staged: dict[str, dict[str, Tensor]], rest: list[tuple[str, str, Tensor]],
+        meta: dict[str, object], group: Any,
+    ) -> None:  # fmt: skip
+        """Runs in the thread."""
+        try:
+            for part, name, tensor in rest:
+                staged[part][name] = self._stage(part, name, tensor)
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`
+            self._error = error
+            return
+        finally:
+            self._copied.set()
+        self._write(step, staged, meta, group)
+
+    def _stage(self, part: str, name: str, tensor: Tensor) -> Tensor:
+        """A copy of this rank's part; the buffers are kept, since fresh pages cost more than the copy."""
+        source, key = _owned_part(tensor), f"{part}.{name}"
+        if key not in self._staged or self._staged[key].shape != source.shape:
+            self._staged[key] = torch.empty_like(source, memory_format=torch.contiguous_format)
+        with torch.no_grad():
             self._staged[key].copy_(source)
-            staged[name] = _with_part(tensor, self._staged[key])
-        return staged
+        return _with_part(tensor, self._staged[key])
 
     def _write(
         self, step: int, state: dict[str, dict[str, Tensor]], meta: dict[str, object], group: Any
@@ -165,6 +195,7 @@ class Checkpointer:
                 )
                 if self._keep:
                     prune(self._store, self._keep)
+                self._replicas.copy(self._store, name, self._keep)
             dist.barrier(group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; it is raised again by `wait`
             self._error = error
@@ -182,12 +213,12 @@ class Checkpointer:
             IntegrityError: there are checkpoints, and all of them are damaged.
             ShardkitError, RunError: the checkpoint is whole and does not fit this model.
         """
-        names = self._agree_on_names()
         failures: list[str] = []
-        for name in reversed(names):
-            reader = CheckpointReader(self._store, name)
+        for name, place in self._agree_on_places():
+            store = self._replicas.stores[place - 1] if place else self._store
+            reader = CheckpointReader(store, name)
             try:
-                state = strategy.loading_state(self._saved_tensors(name))
+                state = strategy.loading_state(self._saved_tensors(store, name))
                 load_state(state, storage_reader=reader, process_group=self._group)
             except CheckpointException as error:
                 first = reader.failure or _first(error)
@@ -197,55 +228,37 @@ class Checkpointer:
                     raise RunError(
                         f"checkpoint {name} does not fit this model and strategy: {first}"
                     ) from error
-                self._damaged.add(name)
+                if not place:
+                    self._damaged.add(name)
                 failures.append(f"{name}: {first}")
                 if self._world.rank == 0:
-                    self._event("checkpoint-damaged", name=name, error=str(first))
+                    self._event("checkpoint-damaged", name=name, store=store.url, error=str(first))
                 continue
+            if place and self._world.rank == 0:
+                self._event("checkpoint-replica", name=name, store=store.url)
             return reader.meta
         if failures:
             raise IntegrityError("every checkpoint is damaged; " + "; ".join(failures))
         return None
 
-    def _saved_tensors(self, name: str) -> dict[str, Any]:
+    def _saved_tensors(self, store: Store, name: str) -> dict[str, Any]:
         """The manifest's tensors; nothing where it is damaged, which the load itself then finds on all ranks."""
         try:
-            tensors: dict[str, Any] = read_checkpoint_manifest(self._store, name)["tensors"]
+            tensors: dict[str, Any] = read_checkpoint_manifest(store, name)["tensors"]
         except DAMAGE:
             return {}
         return tensors
 
-    def _agree_on_names(self) -> list[str]:
-        """Rank 0's list, so that all ranks try the same ones."""
+    def _agree_on_places(self) -> list[tuple[str, int]]:
+        """(checkpoint, 0 for the run directory or the number of a replica), newest first; as rank 0 sees it."""
         if self._world.rank == 0:
-            self._world.store.set("checkpoints", json.dumps(checkpoint_names(self._store)))
+            everywhere = [checkpoint_names(self._store), *self._replicas.names()]
+            found = sorted(
+                ((name, -place) for place, names in enumerate(everywhere) for name in names), reverse=True
+            )
+            self._world.store.set("checkpoints", json.dumps([(name, -place) for name, place in found]))
         dist.barrier(self._group)
-        names: list[str] = json.loads(self._world.store.get("checkpoints"))
-        return names
-
-
-def prune(store: Store, keep: int) -> None:
-    """Forget all but the newest ``keep`` checkpoints, then delete the objects that no checkpoint names.
-
-    Refs go first: a crash in between leaves garbage for the next call, never a ref without objects.
-    """
-    names = checkpoint_names(store)
-    for name in names[:-keep]:
-        store.delete(f"checkpoints/{name}.json")
-    try:
-        manifests = [read_checkpoint_manifest(store, name) for name in names[-keep:]]
-    except ShardkitError:
-        return  # a damaged one may still be repaired from a replica: keep every object
-    reachable = set()
-    for name, manifest in zip(names[-keep:], manifests, strict=True):
-        ref = json.loads(store.get(f"checkpoints/{name}.json", max_bytes=4096))
-        reachable.add(object_name(ref["checkpoint"], "checkpoint"))
-        for tensor in manifest["tensors"].values():
-            for _, _, extents in tensor["chunks"]:
-                reachable.update(object_name(f"sha256:{extent[0]}", "tensor") for extent in extents)
-    for found in list(store.list_after("objects/")):
-        if found.endswith((".tensor", ".checkpoint")) and found not in reachable:
-            store.delete(found)
+        return [(name, place) for name, place in json.loads(self._world.store.get("checkpoints"))]
 
 
 def _owned_part(tensor: Tensor) -> Tensor:

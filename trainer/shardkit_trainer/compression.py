@@ -1,4 +1,4 @@
-"""Smaller gradients on the wire: hooks for DDP's buckets; what was not sent goes into the next step (SPEC.md §6)."""
+"""Smaller gradients on the wire: hooks for DDP's buckets; what was not sent goes into the next step (SPEC.md §8)."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from shardkit.errors import ConfigurationError
+from shardkit.telemetry import TelemetrySettings
+from shardkit.telemetry.serving import parse_listen
 
 __all__ = [
     "CheckpointConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "ScheduleConfig",
+    "StageConfig",
     "load_configuration",
 ]
 
@@ -52,6 +55,23 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
+class StageConfig:
+    """[[data.stages]]: what changes from a step on; the plan is amended, so rows go on where they stood."""
+
+    from_step: int = 0
+    global_batch: int = 0  # 0: as before
+    weights: dict[str, int] = dataclasses.field(default_factory=dict)  # empty: as before
+
+    def __post_init__(self) -> None:
+        _at_least("data.stages: from_step", self.from_step, 1)
+        _at_least("data.stages: global_batch", self.global_batch, 0)
+        if not self.global_batch and not self.weights:
+            raise ConfigurationError(
+                f"data.stages: nothing changes at step {self.from_step}; name global_batch or weights"
+            )
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """[data]: which dataset, in which plan."""
 
@@ -59,6 +79,9 @@ class DataConfig:
     parts: dict[str, str] = dataclasses.field(
         default_factory=dict
     )  # several datasets as one, instead of `dataset`
+    locations: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # name → URL of further copies of `dataset`, nearest first
     global_batch: int = 32  # samples per step, over all ranks
     seed: int = 0  # of the plan
     lanes: int = 0  # 0: the plan's default
@@ -66,10 +89,16 @@ class DataConfig:
         default_factory=dict
     )  # stratum pattern → integer weight; empty: natural
     window_blocks: int = 0  # 0: the plan's default
+    cache: str = ""  # directory on the node's own disk for blocks that came over a network; empty: none
+    cache_size: str = ""  # the most that it may take, such as "200GiB"; empty: most of the disk's free room
+    stages: list[StageConfig] = dataclasses.field(default_factory=list)  # schedules of batch size and weights
 
     def __post_init__(self) -> None:
         _at_least("data.global_batch", self.global_batch, 1)
         _at_least("data.lanes", self.lanes, 0)
+        steps = [stage.from_step for stage in self.stages]
+        if steps != sorted(set(steps)):
+            raise ConfigurationError(f"data.stages: from_step is {steps}, expected rising steps")
 
 
 @dataclass(kw_only=True)
@@ -88,12 +117,14 @@ class ModelConfig:
     blocks: int = 1  # classifier: residual blocks per stage
     classes: int = 0  # classifier; 0: those of the dataset
     image_size: int = 0  # classifier: side of decoded images; 0: as stored (all the same)
+    norm: str = "group"  # classifier: group, or batch: over all ranks' samples (SyncBatchNorm, CUDA only)
     dropout: float = 0.0
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # for one's own factory
 
     def __post_init__(self) -> None:
         if ":" not in self.kind:
             _one_of("model.kind", self.kind, ("gpt", "classifier", "package.module:factory"))
+        _one_of("model.norm", self.norm, ("group", "batch"))
         for name in ("context", "vocabulary", "layers", "heads", "width", "stages", "blocks"):
             _at_least(f"model.{name}", getattr(self, name), 1)
         if not 0.0 <= self.dropout < 1.0:
@@ -152,6 +183,7 @@ class ParallelConfig:
     """[parallel]: how the ranks share the work."""
 
     strategy: str = "ddp"  # ddp, zero1, zero2, zero3
+    shard_ranks: int = 0  # zero2, zero3: ranks that share one copy, such as those of a node (HSDP); 0: all
     exact: str = "off"  # off, int64 (bit-equal on any number of ranks), fp64 (cheaper, equal in practice)
     reduction: str = "fp32"  # what travels: fp32, bf16, int8, powersgd, topk
     rank: int = 4  # powersgd: of the factors
@@ -169,6 +201,8 @@ class ParallelConfig:
     activation_checkpointing: bool = False
     compile: bool = False
     threads: int = 1  # per rank; exact results depend on it
+    rebalance: bool = False  # move lanes away from slow ranks, by what cells are seen to cost
+    rebalance_every: int = 16  # steps between two looks
     recovery: str = (
         "restart"  # when a rank dies: restart (torchrun's, of all ranks), in-process (of the dead one)
     )
@@ -181,8 +215,18 @@ class ParallelConfig:
         _one_of("parallel.reduction", self.reduction, REDUCTIONS)
         _one_of("parallel.recovery", self.recovery, ("restart", "in-process"))
         _one_of("parallel.precision", self.precision, ("fp32", "bf16", "fp16"))
-        for name in ("pass_samples", "threads", "sync_every", "rank"):
+        for name in ("pass_samples", "threads", "sync_every", "rank", "rebalance_every"):
             _at_least(f"parallel.{name}", getattr(self, name), 1)
+        _at_least("parallel.shard_ranks", self.shard_ranks, 0)
+        if self.shard_ranks and (self.exact != "off" or self.strategy not in {"zero2", "zero3"}):
+            raise ConfigurationError(
+                "parallel.shard_ranks: expected strategy zero2 or zero3 with exact = off"
+            )
+        if self.rebalance and self.exact == "off" and self.strategy in {"zero2", "zero3"}:
+            raise ConfigurationError(
+                f"parallel.rebalance: expected ddp, zero1, or an exact mode, got {self.strategy}: fully_shard makes"
+                " ranks wait for each other inside every pass, so a slow one cannot be told from the others"
+            )
         if self.exact != "off" and self.strategy == "zero3":
             raise ConfigurationError("parallel.exact: expected strategy ddp, zero1 or zero2, got zero3")
         plain = self.exact == "off" and self.strategy in {"ddp", "zero1"}
@@ -202,6 +246,7 @@ class CheckpointConfig:
 
     every: int = 100  # steps; the last step is always saved
     keep: int = 3  # newest checkpoints that stay; 0: all
+    replicas: list[str] = dataclasses.field(default_factory=list)  # folders or URLs that get a copy of each
     asynchronous: bool = True  # write while training goes on
     resume: bool = True  # go on from the newest checkpoint of the run directory
 
@@ -233,9 +278,23 @@ class LogConfig:
     peak_flops: float = 0.0  # of one rank, for the model's share of it; 0: measured at the start
     price_per_hour: float = 0.0  # of one rank, in dollars
     watts: float = 0.0  # of one rank
+    telemetry_s: float = 2.0  # seconds between records for shardkit top; 0: none
+    listen: str = (
+        ""  # HOST:PORT of /metrics and /healthz of each node, such as 127.0.0.1:9400; empty: nowhere
+    )
 
     def __post_init__(self) -> None:
         _at_least("log.every", self.every, 1)
+        if self.telemetry_s and self.telemetry_s < 0.01:
+            raise ConfigurationError(f"log.telemetry_s = {self.telemetry_s}: expected 0 or at least 0.01")
+        if self.listen:
+            parse_listen(self.listen)
+
+    def telemetry(self) -> TelemetrySettings | None:
+        """For the loader of the run."""
+        if not self.telemetry_s:
+            return None
+        return TelemetrySettings(interval_s=self.telemetry_s, listen=self.listen or None)
 
 
 @dataclass(kw_only=True)
@@ -255,6 +314,12 @@ class Configuration:
     def __post_init__(self) -> None:
         if not self.run.directory:
             raise ConfigurationError("run.directory is empty: name the folder that the run is kept in")
+        if self.data.stages and not self.run.steps:
+            raise ConfigurationError(
+                "data.stages: expected run.steps > 0, since epochs have no common length"
+            )
+        if self.data.locations and self.data.parts:
+            raise ConfigurationError("data.locations: expected data.dataset; locations belong to one dataset")
         if bool(self.data.dataset) == bool(self.data.parts):
             raise ConfigurationError("data.dataset or data.parts: expected exactly one of them")
 
@@ -331,6 +396,10 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise ConfigurationError(f"{name} = {value!r}: expected a table")
         inner = get_args(hint)[1]
         return {k: v if inner is Any else _convert(inner, v, f"{name}.{k}") for k, v in value.items()}
+    if get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ConfigurationError(f"{name} = {value!r}: expected a list")
+        return [_convert(get_args(hint)[0], one, f"{name}[{i}]") for i, one in enumerate(value)]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import time
@@ -24,6 +25,7 @@ from .membership import Membership
 __all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
 
 START_PATIENCE = timedelta(seconds=60)  # ranks of a busy machine start seconds apart
+_joined = itertools.count()
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
 
 
@@ -87,6 +89,11 @@ class World:
         """Heartbeat: which stage of which step this rank has entered."""
         self._place = (step, stage)
         self.store.set(f"alive/{self.rank}", f"{step} {STAGES.index(stage)}")
+
+    @property
+    def stage(self) -> str:
+        """Which stage this rank has entered."""
+        return self._place[1]
 
     def introduce(self) -> None:
         """Tell the others which process this rank is, so that they can look for it when it does not answer."""
@@ -165,7 +172,10 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
         torch.cuda.set_device(device)
     torch.set_num_threads(config.parallel.threads)
     if dist.is_initialized():
-        store = c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
+        given = c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
+        store = c10d.PrefixStore(
+            f"train-{next(_joined)}", given
+        )  # of this run: there may be several in one group
         world = World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
         world.introduce()
         return world

@@ -23,7 +23,9 @@ def rank_environment() -> dict[str, str]:
 
     torchrun's shared store keeps the addresses of dead workers, on which restarted ones hang (pytorch issue 135712).
     """
-    return {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
+    own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # torch's C++ prints a stack for every look at a store that went away with the launcher; ranks say it in a line
+    return {**own, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
 
 
 def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: int = 0) -> int:

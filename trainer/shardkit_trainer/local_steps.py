@@ -1,4 +1,4 @@
-"""Semi-synchronous training: ranks step alone and meet every H steps (DiLoCo, Douillard et al. 2023; SPEC.md §7)."""
+"""Semi-synchronous training: ranks step alone and meet every H steps (DiLoCo, Douillard et al. 2023; SPEC.md §9)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LocalSteps(Strategy):
 
     state_is_whole = True
 
-    def __init__(self, task: Task, config: Configuration, world: World):
-        super().__init__(task, config, world)
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        super().__init__(task, config, world, cells)
         named = dict(self.module.named_parameters())
         self._parameters = [named[name] for name in self.names]
         owned = [OwnedTensor(n, p, self.decays[n]) for n, p in zip(self.names, self._parameters, strict=True)]

@@ -1,7 +1,8 @@
 """The two built-in models: a GPT over tokens and a small residual network over images.
 
 Both are made on the CPU from the run's seed alone, so that initialisation does not depend on the number of ranks.
-Neither has statistics over the batch (LayerNorm, GroupNorm): a sample's result does not depend on its neighbours.
+Neither has statistics over the batch (LayerNorm, GroupNorm) unless asked for: a sample's result does not depend on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -73,18 +74,39 @@ class GPT(nn.Module):
         return logits
 
 
-class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions with GroupNorm and a shortcut (He et al. 2016)."""
+class Convolution(nn.Linear):
+    """A square convolution without bias whose weight is a matrix, (channels, channels_in · size²).
 
-    def __init__(self, channels_in: int, channels: int, stride: int):
+    The gradient of a four-dimensional weight comes with other strides than the weight wherever a dimension is 1, and
+    DDP must then copy it, with a warning; a matrix has one layout.
+    """
+
+    def __init__(self, channels_in: int, channels: int, size: int, stride: int = 1):
+        super().__init__(channels_in * size * size, channels, bias=False)
+        self.kernel, self.stride = (channels, channels_in, size, size), stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels_in, h, w) → (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
+        return F.conv2d(x, self.weight.view(self.kernel), stride=self.stride, padding=self.kernel[-1] // 2)
+
+
+def _norm(kind: str, channels: int) -> nn.Module:
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(next(g for g in (8, 4, 2, 1) if channels % g == 0), channels)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions with a norm each and a shortcut (He et al. 2016)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int, norm: str = "group"):
         super().__init__()
-        groups = next(g for g in (8, 4, 2, 1) if channels % g == 0)
-        self.first = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
-        self.first_norm = nn.GroupNorm(groups, channels)
-        self.second = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.second_norm = nn.GroupNorm(groups, channels)
+        self.first = Convolution(channels_in, channels, 3, stride)
+        self.first_norm = _norm(norm, channels)
+        self.second = Convolution(channels, channels, 3)
+        self.second_norm = _norm(norm, channels)
         plain = stride == 1 and channels_in == channels
-        self.shortcut = nn.Identity() if plain else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+        self.shortcut = nn.Identity() if plain else Convolution(channels_in, channels, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels_in, h, w) → (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
@@ -95,15 +117,17 @@ class ResidualBlock(nn.Module):
 class ResidualNetwork(nn.Module):
     """A small image classifier: (batch, channels, h, w) → (batch, classes) logits."""
 
-    def __init__(self, *, channels: int, classes: int, width: int, stages: int, blocks: int):
+    def __init__(
+        self, *, channels: int, classes: int, width: int, stages: int, blocks: int, norm: str = "group"
+    ):
         super().__init__()
-        self.stem = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
+        self.stem = Convolution(channels, width, 3)
         made: list[nn.Module] = []
         before = width
         for stage in range(stages):
             for block in range(blocks):
                 after = width << stage
-                made.append(ResidualBlock(before, after, 2 if stage and not block else 1))
+                made.append(ResidualBlock(before, after, 2 if stage and not block else 1, norm))
                 before = after
         self.blocks = nn.ModuleList(made)
         self.head = nn.Linear(before, classes)

@@ -60,7 +60,7 @@ class Reporter:
             return
         self._metrics.write(record)
         if self._board is not None:
-            for name in ("loss", "gradient_norm", "learning_rate", "step_s", "data_s"):
+            for name in ("loss", "gradient_norm", "learning_rate", "step_s", "data_s", "flops_share"):
                 self._board.add_scalar(name, record[name], record["step"])
         done = int(record["step"]) + 1
         if done % self._config.every == 0 or done == self._steps or self._progress is not None:
@@ -113,19 +113,18 @@ def _tensorboard(directory: RunDirectory) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingDependency(
-            "log.tensorboard = true needs tensorboard; run: pip install tensorboard"
+            "log.tensorboard = true needs tensorboard; run: pip install 'shardkit[train]' tensorboard"
         ) from error
     return SummaryWriter(str(directory.path / "metrics" / "tensorboard"))
 
 
 class Efficiency:
-    """What the computation costs: the model's operations, the machine's peak, money and energy.
+    """What the computation amounts to: the model's operations, and the machine's peak.
 
     Operations are counted once, on one sample's forward pass; the backward pass takes twice as many.
     """
 
     def __init__(self, config: LogConfig, task: Task, device: torch.device, precision: str):
-        self._config, self._started = config, time.monotonic()
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             tensors = {name: tensor.to(device) for name, tensor in task.empty().tensors.items()}
             task.loss(task.model.to(device), tensors)
@@ -138,15 +137,6 @@ class Efficiency:
         rate = self.flops_per_sample * samples / max(seconds, 1e-9)
         return {"flops_per_s": round(rate), "flops_share": round(rate / (self.peak_flops * ranks), 4)}
 
-    def of_run(self, ranks: int) -> dict[str, float]:
-        """Time of this process and, by the prices of the configuration, what all ranks cost in it."""
-        seconds = time.monotonic() - self._started
-        return {
-            "seconds": round(seconds, 3),
-            "dollars": round(self._config.price_per_hour * ranks * seconds / 3600, 6),
-            "joules": round(self._config.watts * ranks * seconds, 3),
-        }
-
 
 class ProfilerWindow:
     """`torch.profiler` over ``log.profile_steps`` steps of rank 0; the trace lies in metrics/ for a trace viewer."""
@@ -155,8 +145,11 @@ class ProfilerWindow:
         self._profile: torch.profiler.profile | None = None
         if lead and config.profile_steps:
             path = directory.path / "metrics" / "trace.json"
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profile = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU],
+                activities=activities,
                 schedule=torch.profiler.schedule(
                     wait=config.profile_from, warmup=1, active=config.profile_steps, repeat=1
                 ),

@@ -89,16 +89,28 @@ class RunDirectory:
         path = self.path / "run.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def begin(self, settings: Mapping[str, Any], *, manifest: str, plan: str) -> None:
+    def begin(
+        self, settings: Mapping[str, Any], *, manifest: str, plan: str, parts: Mapping[str, str] | None = None
+    ) -> None:
         """Write run.json at the first start; check later ones against it.
+
+        Args:
+            settings: the resolved configuration.
+            manifest: of the dataset.
+            plan: digest, before any stage changes it.
+            parts: where several datasets are one: the URL of each, at its version.
 
         Raises:
             StateError: the directory belongs to another dataset version or plan.
         """
         known = self.manifest_of_run()
         if known is None:
-            record = {"format": "shardkit-run", "version": 1, "configuration": settings, "manifest": manifest,
-                      "plan": plan, "software": software(), "started": time.time()}  # fmt: skip
+            record: dict[str, Any] = {
+                "format": "shardkit-run", "version": 1, "configuration": settings, "manifest": manifest, "plan": plan,
+                "software": software(), "started": time.time(),
+            }  # fmt: skip
+            if parts:
+                record["parts"] = dict(parts)
             self.store.put_new("run.json", json.dumps(record, indent=1, sort_keys=True).encode() + b"\n")
         elif (known["manifest"], known["plan"]) != (manifest, plan):
             raise StateError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class Stepper:
 
     Attributes:
         loss_scale: factor on the loss in half precision; lowered where gradients overflow.
+        cell_size: samples of a full cell of the plan that is in force.
+        computed_s: what this rank computed in the last step, without waiting for others.
     """
 
     def __init__(
@@ -69,15 +72,16 @@ class Stepper:
         strategy: Strategy,
         *,
         steps: int,
-        cell_size: int,
         stop: threading.Event,
         event: Callable[..., None],
     ):
         self._config, self._world, self._task, self._strategy = config, world, task, strategy
-        self._steps, self._cell_size, self._stop, self._event = steps, cell_size, stop, event
+        self._steps, self._stop, self._event = steps, stop, event
+        self.cell_size = 1
         self._skipped_in_a_row = 0
         self.loss_scale = 2.0**16 if config.parallel.precision == "fp16" else 1.0
         self.bytes_held: dict[str, int] = {}
+        self.computed_s = 0.0
 
     def take(self, step: int, cells: list[Any], timeline: Timeline) -> StepResult:
         """Train on the cells of ``step``; collective.
@@ -101,8 +105,10 @@ class Stepper:
         targets, samples = sum(row[0] for row in rows), sum(row[1] for row in rows)
         self._world.report(step, "compute")
         with timeline.stage("compute"):
-            passes = self._strategy.passes(inputs, [row[2] for row in rows], self._cell_size)
+            started = time.perf_counter()
+            passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
             results = self._compute(passes, self._strategy.divisor(mine[0], targets))
+            self.computed_s = timeline.seconds["prepare"] + self._strategy.computed_at() - started
         self._world.report(step, "reduce")
         with timeline.stage("reduce"):
             norm = self._strategy.reduce() / self.loss_scale
@@ -112,6 +118,8 @@ class Stepper:
         rate = learning_rate(
             self._config.optimizer, self._config.schedule, step=step, steps=self._steps, global_batch=samples
         )
+        with timeline.stage("checkpoint"):
+            self._strategy.before_update()  # a checkpoint's copies, begun beside the passes
         with timeline.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad else loss / 2**LOSS_BITS / max(1, targets)

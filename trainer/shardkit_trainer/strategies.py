@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+
+from shardkit.errors import ConfigurationError
 
 from .compression import Compression
 from .configuration import Configuration
@@ -48,6 +51,7 @@ class Strategy:
 
     Attributes:
         forward: what the task calls.
+        before_update: called before parameters change; a checkpoint that is being copied makes the update wait.
         loss_scale: what the reduction of this strategy divides by.
         equal_passes: every rank must run the same number of passes.
         state_is_whole: every rank holds all of the state, so that one survivor is enough to go on.
@@ -57,8 +61,9 @@ class Strategy:
     equal_passes = False
     state_is_whole = False
 
-    def __init__(self, task: Task, config: Configuration, world: World):
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         self.task, self.config, self.world = task, config, world
+        _synchronise_norms(task, config, world, cells)
         self.module = task.model.to(world.device)
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         check_floating(named)
@@ -68,6 +73,7 @@ class Strategy:
         self.shapes = {name: parameter.shape for name, parameter in named}
         _wrap_blocks(task, config)
         self.forward: Any = self.module
+        self.before_update: Callable[[], object] = lambda: None
         self.optimizer: LocalOptimizer
 
     # --- one step ----------------------------------------------------------------------------------------------------
@@ -104,6 +110,10 @@ class Strategy:
     def after_pass(self) -> None:
         """After one backward."""
 
+    def computed_at(self) -> float:
+        """When (perf_counter) this rank's own part of the step was computed; called after the last pass."""
+        return time.perf_counter()
+
     def reduce(self) -> float:
         """Finish the reduction; returns the norm of the global gradient, the same float on every rank."""
         return math.sqrt(sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients()))
@@ -119,6 +129,7 @@ class Strategy:
 
     def update(self, rate: float) -> None:
         """One optimizer step, and whatever makes the new parameters visible to all ranks."""
+        self.before_update()
         self.optimizer.step(rate)
 
     def clear(self) -> None:
@@ -142,6 +153,11 @@ class Strategy:
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         return {f"{n}.{m}": t for n, moments in self.optimizer.moments().items() for m, t in moments.items()}
+
+    def steady_until_update(self) -> set[tuple[str, str]]:
+        """(part, name) of the saved tensors that only `update` changes: passes leave parameters and moments alone."""
+        model = {("model", name) for name in self.names}
+        return model | {("optimizer", name) for name in self._optimizer_state()}
 
     def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Tensors to load into, given the manifest's ``saved`` ones by name."""
@@ -172,7 +188,7 @@ class Replicated(Strategy):
     """ddp, zero1 and exact zero2: every rank holds all parameters."""
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
-        super().__init__(task, config, world)
+        super().__init__(task, config, world, cells)
         named = dict(self.module.named_parameters())
         self.parameters = [named[name] for name in self.names]
         sharded = config.parallel.strategy != "ddp"
@@ -182,6 +198,7 @@ class Replicated(Strategy):
         self.line = self._lay_out() if sharded else None
         self.exact: ExactSum | None = None
         self.compression: Compression | None = None
+        self._last_gradient_at: float | None = None
         if config.parallel.exact != "off":
             self.exact = ExactSum(self.parameters, self.layout, config.parallel.exact, world, cells)
         else:
@@ -192,6 +209,8 @@ class Replicated(Strategy):
                 # DDP reads the annotations of what it is given, so it gets a function without any
                 self.forward.register_comm_hook(None, lambda _state, bucket: hook(bucket))
             self.loss_scale = float(world.size)
+            # without rebalancing it is telemetry, and may not cost: the gradients that come last in a chain of layers
+            self._note_gradients(self.parameters if config.parallel.rebalance else self.parameters[:2])
         self.keeps_whole_gradients = self.exact is None or config.parallel.strategy != "zero2"
         self.cuts = self.layout.owned(self.shard)
         self.optimizer = LocalOptimizer(self._owned(), config.optimizer, fused=self.exact is None)
@@ -206,6 +225,19 @@ class Replicated(Strategy):
             view.copy_(parameter.detach())
             parameter.data = view
         return line
+
+    def _note_gradients(self, parameters: Sequence[Any]) -> None:
+        """The last backward of a step ends with waiting for others' buckets; this rank's gradients are there before."""
+
+        def note(_parameter: Tensor) -> None:
+            self._last_gradient_at = time.perf_counter()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(note)
+
+    def computed_at(self) -> float:
+        """With DDP, when the last gradient was there."""
+        return self._last_gradient_at or time.perf_counter()
 
     def _owned(self) -> list[OwnedTensor]:
         if self.line is None:
@@ -316,9 +348,18 @@ class Replicated(Strategy):
 class FullySharded(Strategy):
     """zero2 and zero3: torch's fully_shard; the optimizer works on each rank's rows."""
 
-    def __init__(self, task: Task, config: Configuration, world: World):
-        super().__init__(task, config, world)
-        mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        super().__init__(task, config, world, cells)
+        shards = config.parallel.shard_ranks or world.size
+        if world.size % shards:
+            raise ConfigurationError(
+                f"parallel.shard_ranks = {shards}: {world.size} ranks are no multiple of it"
+            )
+        self.replicas = world.size // shards
+        names = ("dp_replicate", "dp_shard")
+        mesh: DeviceMesh = init_device_mesh(world.device.type, (self.replicas, shards), mesh_dim_names=names)
+        if self.replicas == 1:
+            mesh = mesh["dp_shard"]
         self.equal_passes = config.parallel.strategy == "zero3"
         for block in (*task.blocks(), self.module):
             sharded = fully_shard(block, mesh=mesh, reshard_after_forward=self.equal_passes)
@@ -338,10 +379,10 @@ class FullySharded(Strategy):
         return nullcontext()
 
     def reduce(self) -> float:
-        """The norm over all shards."""
-        squares = sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients())
+        """The norm over all shards, of which each replica has every one."""
+        squares = sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients()) / self.replicas
         total = torch.tensor([squares], dtype=torch.float64, device=self.world.device)
-        moved = sum(_local(p).nbytes for p in self.module.parameters()) * self.world.size
+        moved = sum(_local(p).nbytes for p in self.module.parameters()) * self.world.size // self.replicas
         self.world.bytes_moved += moved * (3 if self.equal_passes else 2)
         return math.sqrt(float(self.world.all_reduce(total)))
 
@@ -351,9 +392,31 @@ def make_strategy(task: Task, config: Configuration, world: World, cells: int) -
     if config.parallel.sync_every > 1:
         from .local_steps import LocalSteps
 
-        return LocalSteps(task, config, world)
+        return LocalSteps(task, config, world, cells)
     sharded = config.parallel.strategy in {"zero2", "zero3"} and config.parallel.exact == "off"
-    return FullySharded(task, config, world) if sharded else Replicated(task, config, world, cells)
+    return FullySharded(task, config, world, cells) if sharded else Replicated(task, config, world, cells)
+
+
+def _synchronise_norms(task: Task, config: Configuration, world: World, cells: int) -> None:
+    """Batch statistics over all ranks, by torch's SyncBatchNorm: else results would depend on who has which lanes.
+
+    Raises:
+        ConfigurationError: a model with BatchNorm where that cannot be had.
+    """
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in task.model.modules()):  # noqa: SLF001
+        return
+    parallel = config.parallel
+    reason = ""
+    if parallel.exact != "off" or parallel.rebalance or parallel.sync_every > 1:
+        reason = "exact mode, rebalancing and local steps need samples that do not depend on their neighbours"
+    elif world.size > 1 and world.device.type == "cpu":
+        reason = f"torch's SyncBatchNorm does not work on the CPU, and there are {world.size} ranks"
+    elif cells % world.size:
+        reason = f"its statistics need equal passes on all ranks, and {world.size} ranks share {cells} lanes"
+    if reason:
+        raise ConfigurationError(f'the model has BatchNorm: {reason}; use GroupNorm (model.norm = "group")')
+    if world.size > 1:
+        task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
 
 
 def _local(tensor: Tensor) -> Tensor:

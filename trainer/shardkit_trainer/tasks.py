@@ -196,6 +196,7 @@ class ClassifierTask:
             width=config.width,
             stages=config.stages,
             blocks=config.blocks,
+            norm=config.norm,
         )
 
     def prepare(self, cell: Any, seed: int) -> Inputs:

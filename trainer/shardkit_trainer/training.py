@@ -7,26 +7,32 @@ ranks, takes the same steps.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import signal
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 import shardkit
 from shardkit.errors import NotFoundError
 from shardkit.ledger import ledger_head
+from shardkit.loader import Rebalancing
 from shardkit.storage import parse_dataset_url
 
 from .checkpoints import Checkpointer
 from .configuration import Configuration
+from .cost import Cost
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .evaluation import evaluate
+from .metering import StageMeter
 from .recovery import carry_over
 from .reporting import Efficiency, ProfilerWindow, Reporter, Timeline
 from .run_directory import RunDirectory
@@ -102,12 +108,15 @@ class _Run:
     def __init__(self, config: Configuration, stop: threading.Event):
         self.config, self.stop = config, stop
         self.step = 0
-        self.samples = 0  # trained on since this process started, over all ranks
+        self.parts: dict[str, str] = {}
+        self.paid_until = time.monotonic()  # what this process costs is accounted for up to here
         self.summary = Summary(0, finished=False)
         self.dataset: Any = None
         self.strategy: Strategy | None = None
         self.directory: RunDirectory | None = None
         self.loader: Any = None
+        self.reporter: Any = None
+        self.profiler: Any = None
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
@@ -119,42 +128,60 @@ class _Run:
         if self.dataset is None:
             self._open_dataset()
         if lead:
-            self.directory.begin(config.to_json(), manifest=self.dataset.manifest.id, plan=self.plan.digest)
+            self.directory.begin(config.to_json(), manifest=self.dataset.manifest.id, plan=self.plans[0].digest,
+                                 parts=self.parts)  # fmt: skip
         self.task: Task = make_task(config.model, self.dataset, config.run.seed)
         # before the model is wrapped and sharded: one process can still run it alone
         self.efficiency = Efficiency(config.log, self.task, world.device, config.parallel.precision)
-        strategy = make_strategy(self.task, config, world, self.plan.lanes)
+        strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in self.plans))
+        self.cost = Cost(config.log, self.directory.path / "metrics" / "train.jsonl", self.paid_until)
         self.reporter = Reporter(config.log, self.directory, lead=lead, steps=self.steps, unit=self.task.unit)
         self.profiler = ProfilerWindow(config.log, self.directory, lead=lead)
         self.stepper = Stepper(
-            config, world, self.task, strategy, steps=self.steps, cell_size=self.plan.cell_size, stop=self.stop,
-            event=self.directory.event,
+            config, world, self.task, strategy, steps=self.steps, stop=self.stop, event=self.directory.event
         )  # fmt: skip
         self.checkpointer = Checkpointer(
             self.directory.store, world, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
-            timeout_s=config.parallel.timeout_s, event=self.directory.event,
+            timeout_s=config.parallel.timeout_s, event=self.directory.event, replicas=config.checkpoint.replicas,
         )  # fmt: skip
-        self.loader = self.dataset.loader(
-            self.plan,
-            rank=world.rank,
-            world=world.size,
-            by_cell=True,
-            uneven=True,
-            run=str(self.directory.path),
-        )
+        self.meter = StageMeter(self.steps, lambda: world.stage)
         self._take_over(self.strategy, strategy)
         self.strategy = strategy
         self.directory.event(
             "start", step=self.step, ranks=world.size, steps=self.steps, generation=world.generation
         )
 
-    def detach(self) -> None:
-        """Let go of everything that belongs to the present ranks; the model's state stays."""
+    def _open_loader(self, step: int) -> None:
+        """The loader of the stage that ``step`` belongs to."""
+        world, parallel = self.world, self.config.parallel
+        assert self.directory is not None
         if self.loader is not None:
             self.loader.close()
-            self.profiler.close()
-            self.reporter.close()
-            self.loader = None
+        begins = [0, *(stage.from_step for stage in self.config.data.stages)]
+        number = bisect_right(begins, step) - 1
+        self.stage_end = min([*begins[number + 1 : number + 2], self.steps])
+        rebalance: Rebalancing | bool = False
+        if parallel.rebalance:
+            # the store's keys hold the attempt or generation already
+            store = c10d.PrefixStore(f"rebalance-{number}", world.store)
+            rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
+        plan = self.plans[number]
+        self.loader = self.dataset.loader(
+            plan, rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(self.directory.path),
+            rebalance=rebalance, telemetry=self.config.log.telemetry(),
+            cache=self.config.data.cache or None, cache_size=self.config.data.cache_size or None,
+        )  # fmt: skip
+        self.loader.telemetry.add_source("trainer", self.meter.numbers)
+        self.loader.telemetry.add_table("stage", self.meter.stage)
+        self.stepper.cell_size = plan.cell_size
+        self.loader.seek(step)
+
+    def detach(self) -> None:
+        """Let go of everything that belongs to the present ranks; the model's state stays."""
+        for part in (self.loader, self.profiler, self.reporter):
+            if part is not None:
+                part.close()
+        self.loader = self.profiler = self.reporter = None
         if self.directory is not None:
             self.directory.close()
 
@@ -164,39 +191,48 @@ class _Run:
         """The dataset at the version that the run began with: a ref is resolved once per run."""
         config, world = self.config, self.world
         assert self.directory is not None
-        if config.data.parts:
-            self.dataset = shardkit.open(dict(config.data.parts))
+        known = self.directory.manifest_of_run()
+        if known is None and world.rank == 0:
+            self.dataset = shardkit.open(
+                dict(config.data.parts) or config.data.dataset, locations=config.data.locations
+            )
         else:
-            root, _ = parse_dataset_url(config.data.dataset)
-            known = self.directory.manifest_of_run()
-            if known is None and world.rank == 0:
-                self.dataset = shardkit.open(config.data.dataset)
-            else:
-                manifest = known["manifest"] if known else world.store.get("manifest").decode()
-                self.dataset = shardkit.open(f"{root}@{manifest}")
-            world.store.set("manifest", self.dataset.manifest.id)
+            pinned = known or json.loads(world.store.get("versions"))
+            where = pinned.get("parts")
+            if not where:
+                where = f"{parse_dataset_url(config.data.dataset)[0]}@{pinned['manifest']}"
+            self.dataset = shardkit.open(where, locations=config.data.locations)
+        if config.data.parts:
+            self.parts = {part.name: f"{parse_dataset_url(config.data.parts[part.name])[0]}@{part.manifest.id}"
+                          for part in self.dataset.version.parts}  # fmt: skip
+        world.store.set("versions", json.dumps({"manifest": self.dataset.manifest.id, "parts": self.parts}))
         data = config.data
         chosen = {"lanes": data.lanes, "weights": data.weights, "window_blocks": data.window_blocks}
         settings: dict[str, Any] = {name: value for name, value in chosen.items() if value}
-        self.plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
-        self.steps = config.run.steps or config.run.epochs * (
-            self.plan.steps_per_epoch or self.plan.loop_steps
-        )
+        plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
+        self.plans = [plan]
+        for stage in data.stages:
+            batch, weights = stage.global_batch or None, stage.weights or None
+            self.plans.append(
+                self.plans[-1].amend(from_step=stage.from_step, global_batch=batch, weights=weights)
+            )
+        self.steps = config.run.steps or config.run.epochs * (plan.steps_per_epoch or plan.loop_steps)
 
     def _take_over(self, before: Strategy | None, strategy: Strategy) -> None:
         """From the rank that is furthest where replicas live on, else from the newest checkpoint."""
         found = carry_over(self.world, before, strategy, step=self.step if before is not None else -1)
         if found is not None:
             self.step = found
-            self.loader.seek(found)
+            self._open_loader(found)
             self.reporter.say(f"{self.world.size} ranks go on from step {found}, in process")
             return
         meta = self.checkpointer.load_newest(strategy) if self.config.checkpoint.resume else None
-        self.step = 0
+        self.step = meta["step"] if meta is not None else 0
+        self._open_loader(self.step)
         if meta is not None:
             self.loader.load_state_dict(meta["loader"])
             strategy.after_load(meta["updates"])
-            self.step = self.summary.step = meta["step"]
+            self.summary.step = self.step
             self.stepper.loss_scale = meta["loss_scale"]
             self.checkpointer.last_saved_step = self.step
             self.reporter.say(
@@ -214,8 +250,10 @@ class _Run:
     def _take_steps(self) -> bool:
         """Steps up to the end, or until any rank was asked to stop; True in that case."""
         while self.step < self.steps:
+            if self.step == self.stage_end:
+                self._open_loader(self.step)
             cells_of_steps = iter(self.loader)
-            while self.step < self.steps:
+            while self.step < self.stage_end:
                 timeline, started = Timeline(), time.perf_counter()
                 self.world.report(self.step, "data")
                 with timeline.stage("data"):
@@ -223,6 +261,7 @@ class _Run:
                 if cells is None:
                     break  # the epoch is over
                 result = self.stepper.take(self.step, cells, timeline)
+                self.loader.computed(self.stepper.computed_s)
                 self.step += 1
                 self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
                 more = self.step < self.steps and not result.stop
@@ -251,7 +290,7 @@ class _Run:
         self.directory.event(
             "stop" if stopped else "end", step=self.step, loss=self.summary.loss,
             parameters_sha256=self.summary.parameters_sha256, bytes_held=self.summary.bytes_held,
-            samples=self.samples, bytes_moved=self.world.bytes_moved, **self.efficiency.of_run(self.world.size),
+            cost=self.cost.run(),
         )  # fmt: skip
         self.world.report(self.step, "end")
         if stopped:
@@ -262,7 +301,7 @@ class _Run:
         self.world.report(self.step, "checkpoint")
         self.strategy.settle()
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": self.loader.state_dict(),
-                "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.plan.digest,
+                "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.loader.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.dataset.manifest.id}  # fmt: skip
         if (
             self.world.rank == 0
@@ -275,7 +314,8 @@ class _Run:
         assert self.strategy is not None
         self.strategy.settle()
         try:
-            result = evaluate(self.config, self.world, self.task, self.strategy)
+            with self.meter.between_steps("evaluation"):
+                result = evaluate(self.config, self.world, self.task, self.strategy)
         except NotFoundError as error:
             raise NotFoundError(
                 f"evaluation.dataset = {self.config.evaluation.dataset!r}: {error}"
@@ -284,11 +324,17 @@ class _Run:
         self.reporter.evaluation(self.summary.evaluation)
 
     def _report(self, result: StepResult, timeline: Timeline, step_s: float) -> None:
-        self.samples += result.samples
+        spent = self.cost.step(result.samples, self.world.bytes_moved, self.world.size)
+        self.paid_until = self.cost.since
+        self.meter.step(
+            timeline, computed_s=self.stepper.computed_s, cells=len(self.loader.lanes), loss=result.loss,
+            moved_bytes=self.world.bytes_moved,
+        )  # fmt: skip
         record: dict[str, Any] = {
             "step": self.step - 1, "loss": result.loss, "gradient_norm": result.norm, "learning_rate": result.rate,
             "samples": result.samples, "targets": result.targets, "ranks": self.world.size, "step_s": round(step_s, 6),
-            "bytes_moved": self.world.bytes_moved, **self.efficiency.of_step(result.samples, step_s, self.world.size),
+            "bytes_moved": self.world.bytes_moved, **spent, "total": self.cost.run(), "cells": len(self.loader.lanes),
+            **self.efficiency.of_step(result.samples, step_s, self.world.size),
             **{f"{name}_s": round(seconds, 6) for name, seconds in timeline.seconds.items()},
         }  # fmt: skip
         if self.task.unit == "sample":

@@ -1,0 +1,115 @@
+"""One rank of the reduction benchmark: told on stdin which reduction to run how often, answers with JSON lines.
+
+python -m shardkit_trainer.reduction_speed RANK RANKS STORE ELEMENTS
+
+STORE is a file that the ranks meet at. Commands are ``KIND COUNT``; the answer has seconds and CPU seconds. What is
+reduced are the trainer's own gradients-to-be: the classes are those that `strategies` uses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from .compression import Compression
+from .configuration import ParallelConfig
+from .distributed import World
+from .reductions import ExactSum
+from .slices import FlatLayout
+
+__all__ = ["main"]
+
+COLUMNS = 256
+MATRICES = 4
+PATIENCE = timedelta(seconds=60)
+
+
+@dataclass
+class _Bucket:
+    """What DDP's hook gets, of all parameters."""
+
+    line: Tensor
+    of: list[Tensor]
+
+    def buffer(self) -> Tensor:
+        return self.line
+
+    def parameters(self) -> list[Tensor]:
+        return self.of
+
+
+def main() -> None:
+    """Join the others, then answer commands until stdin ends."""
+    rank, size, path, elements = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    torch.set_num_threads(1)
+    store: c10d.Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    world = World(rank, size, torch.device("cpu"), store, owned=True)
+    kinds = _kinds(world, elements)
+    try:
+        for line in sys.stdin:
+            kind, count = line.split()
+            dist.barrier()
+            cpu, begun = time.process_time(), time.perf_counter()
+            for _ in range(int(count)):
+                kinds[kind]()
+            answer = {"seconds": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+    finally:
+        dist.destroy_process_group()
+
+
+def _kinds(world: World, elements: int) -> dict[str, Callable[[], object]]:
+    """Name → one reduction of ``elements`` numbers of 32 bits."""
+    generator = torch.Generator().manual_seed(world.rank)
+    rows = max(1, elements // (COLUMNS * MATRICES))
+    parameters = [torch.zeros(rows, COLUMNS) for _ in range(MATRICES)]
+    names = [f"w{n}" for n in range(MATRICES)]
+    gradient = torch.randn(rows * COLUMNS * MATRICES, generator=generator)
+    line = gradient.clone()
+
+    def plain() -> None:
+        dist.all_reduce(line.copy_(gradient))
+
+    def mean() -> None:
+        world.all_reduce(line.copy_(gradient)).div_(world.size)
+
+    def compressed(kind: str) -> Callable[[], object]:
+        made = Compression(names, parameters, ParallelConfig(reduction=kind), world)
+        return lambda: made.hook(_Bucket(line.copy_(gradient), parameters)).wait()
+
+    def exact(kind: str) -> Callable[[], object]:
+        layout = FlatLayout.of(parameters, 1)
+        made = ExactSum(parameters, layout, kind, world, world.size)
+
+        def run() -> None:
+            for parameter, part in zip(parameters, torch.split(gradient, rows * COLUMNS), strict=True):
+                parameter.grad = part.view(rows, COLUMNS)
+            made.add_cell()
+            made.reduce()
+            for index, parameter in enumerate(parameters):
+                made.gradient(index, 0, parameter.numel())
+            made.clear()
+
+        return run
+
+    return {
+        "all_reduce": plain,
+        "fp32": mean,
+        **{kind: compressed(kind) for kind in ("bf16", "int8", "topk", "powersgd")},
+        **{kind: exact(kind) for kind in ("fp64", "int64")},
+    }
+
+
+if __name__ == "__main__":
+    main()
