@@ -1,0 +1,83 @@
+"""Auditing: prove what a run consumed, find where two runs part, trace a sample, show that a list was never used.
+
+    python examples/guides/auditing.py
+
+A loader with ``run=`` writes what its ranks *gathered* (digests of cells, never the plan's word) to the run
+directory; the bundled trainer merges and chains them at every checkpoint. Anyone with the manifest can replay the
+plan and compare, without reading a sample:
+
+    shardkit audit runs/mine                       # ledger, steps, coverage, checkpoints, data; exit code 0, 1, 2 or 3
+    shardkit audit runs/mine --html report.html    # the same as a page
+    shardkit audit runs/mine --sign key.pem        # an in-toto statement in a signed envelope
+    shardkit audit diff runs/a runs/b              # the first step at which two runs diverge, and why
+    shardkit audit trace runs/mine --sample 17     # which steps saw it
+    shardkit audit trace runs/mine --exclude takedown.txt
+
+What it proves: which samples, in which step and lane, by whose manifest, in which order of restarts. What it does
+not: that the gradient of those samples was computed; the trainer's exact mode makes that repeatable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import shardkit as sk
+from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+
+STEPS = 20
+
+
+def make_dataset() -> None:
+    """320 texts of two sources, findable by their address."""
+    with sk.create(
+        "data/pages", schema={"text": "str", "source": "str", "url": "str"}, stratify="source", lookup="url"
+    ) as writer:
+        for number in range(320):
+            source = "news" if number % 4 else "forum"
+            writer.add(
+                {"text": f"page {number}", "source": source, "url": f"https://{source}.example/{number}"}
+            )
+
+
+def train(run: str, *, seed: int = 0, crash_at: int | None = None) -> None:
+    """A run that only reads: two ranks; perhaps killed after ``crash_at`` steps and gone on with by one."""
+    dataset = sk.open("data/pages")
+    plan = dataset.plan(global_batch=16, lanes=4, seed=seed)
+    for first, last, world in ((0, crash_at or STEPS, 2), (crash_at or STEPS, STEPS, 1)):
+        for rank in range(world):
+            with contextlib.closing(
+                dataset.loader(plan, rank=rank, world=world, run=run, tensors=False)
+            ) as loader:
+                loader.seek(first)
+                for step, _batch in zip(range(first, last), loader, strict=False):
+                    assert step < STEPS
+
+
+def main() -> None:
+    with workplace(__doc__):
+        make_dataset()
+        train("runs/a")
+        train("runs/b", crash_at=7)
+        train("runs/c", seed=1)
+        shardkit("audit", "runs/a")
+        shardkit("audit", "runs/b")  # another number of ranks and a restart: the same steps
+        # Two runs: one history, then another seed.
+        shardkit("audit", "diff", "runs/a", "runs/b")
+        shardkit("audit", "diff", "runs/a", "runs/c", expect=1)
+        # A sample, and a list of addresses that were asked to be left out.
+        uses = json.loads(shardkit("audit", "trace", "runs/a", "--sample", 17, "--json"))
+        assert uses
+        Path("takedown.txt").write_text("https://news.example/1\nhttps://nowhere.example/0\n")
+        shardkit("audit", "trace", "runs/a", "--exclude", "takedown.txt", "--field", "url", expect=1)
+        # A journal that somebody has edited does not pass.
+        journal = min(Path("runs/c/journal").iterdir())
+        data = bytearray(journal.read_bytes())
+        data[len(data) // 2] ^= 1
+        journal.write_bytes(data)
+        shardkit("audit", "runs/c", expect=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Elastic training: killed anywhere, resumed on any number of ranks, and every step is the same batch.
+
+    python examples/guides/elastic_training.py
+
+The state of a loader is a step number and a few digests; it fits any rank of any world. Here a run of 60 steps is
+played four times in this process, with a model small enough to see that even its weights come out equal, to the last
+bit:
+
+    undisturbed on 1 rank · 2 ranks, then 3, then 1 · 4 ranks of unequal shares · read ahead, then thrown away
+
+For real, the same is one command: what was killed is started again, with whatever is there now.
+
+    shardkit train run.toml --nproc 8 --restarts 20
+    shardkit train run.toml --nproc 3
+
+In a loop of your own (examples/ddp.py, fsdp2.py, lightning_trainer.py, accelerate_loop.py, hf_trainer.py are whole
+programs):
+
+    loader = ds.loader(plan, run="runs/mine")             # rank and world from torchrun
+    loader.load_state_dict(saved["loader"])               # of any rank, of any world
+    for batch in loader:
+        ...
+        saved["loader"] = loader.state_dict(after=batch)  # exact, however far the loader has read ahead
+
+Which world sizes divide the lanes, ``shardkit plan`` tells. Trainers that average over ranks (DDP) need equal shares;
+the loader refuses others unless ``uneven=True``, and ``batch.weight`` is then the factor for the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shardkit as sk
+from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+
+STEPS, FEATURES, LANES = 60, 8, 12
+
+
+def make_dataset() -> None:
+    """1,200 points of a linear function with noise, as float32 rows."""
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=FEATURES)
+    with sk.create(
+        "data/points", schema={"x": f"float32[{FEATURES}]", "y": "float32"}, format="arrow"
+    ) as writer:
+        for _ in range(1200):
+            x = rng.normal(size=FEATURES).astype(np.float32)
+            writer.add({"x": x, "y": float(x @ truth + rng.normal() / 10)})
+
+
+def exact_gradient(
+    weights: NDArray[np.float64], x: NDArray[np.float32], y: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """The cell's gradient in fixed point: integers add up to the same sum in any order, on any rank."""
+    error = x.astype(np.float64) @ weights - y
+    return np.round(error @ x * 2.0**32).astype(np.int64)
+
+
+def play(
+    worlds: Sequence[tuple[int, int]], run: str, *, look_ahead: int = 0
+) -> tuple[NDArray[np.float64], list[list[int]]]:
+    """Train up to each (step, world) in turn; returns the weights and the samples of every step.
+
+    Ranks live one after the other in this process; what they exchange is the sum of their gradients.
+    """
+    dataset = sk.open("data/points")
+    plan = dataset.plan(global_batch=48, lanes=LANES, seed=0)
+    weights = np.zeros(FEATURES)
+    batches: list[list[int]] = []
+    state = None
+    for until, world in worlds:
+        with contextlib.ExitStack() as stack:
+            ranks = [
+                stack.enter_context(
+                    contextlib.closing(
+                        dataset.loader(
+                            plan, rank=r, world=world, by_cell=True, uneven=True, tensors=False, run=run
+                        )
+                    )
+                )
+                for r in range(world)
+            ]
+            if state is not None:
+                for loader in ranks:
+                    loader.load_state_dict(state)
+            streams = [_forever(loader) for loader in ranks]
+            while len(batches) < until:
+                step = [next(stream) for stream in streams]
+                cells = [cell for cells in step for cell in cells]
+                total = sum(exact_gradient(weights, cell["x"], cell["y"]) for cell in cells)
+                weights = weights - 0.05 * (total / 2.0**32) / sum(len(cell["y"]) for cell in cells)
+                batches.append(sorted(number for cell in cells for number in cell["samples"].tolist()))
+            state = ranks[0].state_dict(after=step[0])
+            for stream in streams:
+                for _ in range(look_ahead):  # read and never trained on: the state does not count it
+                    next(stream)
+    return weights, batches
+
+
+def _forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def main() -> None:
+    with workplace(__doc__):
+        make_dataset()
+        shardkit("plan", "data/points", "--global-batch", 48, "--lanes", LANES)
+        weights, batches = play([(STEPS, 1)], "runs/undisturbed")
+        for name, worlds, ahead in (
+            ("2 ranks, 3 ranks, 1 rank", [(17, 2), (41, 3), (STEPS, 1)], 0),
+            ("5 ranks: 12 lanes do not divide", [(STEPS, 5)], 0),
+            ("read ahead by 3 and thrown away", [(17, 2), (STEPS, 4)], 3),
+        ):
+            found, same = play(
+                worlds, f"runs/{name.replace(' ', '-').replace(':', '').replace(',', '')}", look_ahead=ahead
+            )
+            assert same == batches, "every step is the same batch"
+            assert found.tobytes() == weights.tobytes(), "and the weights are the same bits"
+            print(f"{name}: the same {STEPS} batches, the same weights {found[:3].round(3)}…")
+
+
+if __name__ == "__main__":
+    main()
