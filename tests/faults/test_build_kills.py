@@ -23,7 +23,7 @@ from shardkit.storage import Repository, parse_object_name
 from shardkit.storage.file_operations import substituted
 from shardkit.testing.drills import drill_count
 from shardkit.testing.faulty_operations import FaultyOperations
-from shardkit_tools.building import engine as engine_module
+from shardkit_tools.building import build_run, passes
 from shardkit_tools.building.job_directory import write_record
 from shardkit_tools.importers import source_files
 
@@ -34,11 +34,11 @@ BUILDER = """
 import json, os, signal, sys
 import shardkit_tools
 from shardkit.storage.file_operations import FileOperations, substituted
-from shardkit_tools.building import engine
+from shardkit_tools.building import passes
 from shardkit_tools.importers import source_files
 
 SETTINGS = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
-engine.SMALL_BYTES = 0
+passes.SMALL_BYTES = 0
 source_files._TASK_BYTES = 15_000
 
 class Dying(FileOperations):
@@ -105,7 +105,7 @@ def folder(root: Path, files: int = 60) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_files, "_TASK_BYTES", 15_000)
-    monkeypatch.setattr(engine_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
 
 
 def build(source: str, root: Path, **settings: Any) -> str:
@@ -223,7 +223,7 @@ def job_of_a_stopped_build(source: str, root: Path, monkeypatch: pytest.MonkeyPa
         raise CommitConflict("another commit came first")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "commit_version", refused)
+        patch.setattr(build_run, "commit_version", refused)
         with pytest.raises(CommitConflict):
             build(source, root)
     (job,) = (path for path in (root / "tmp").iterdir() if path.name.startswith("build-"))

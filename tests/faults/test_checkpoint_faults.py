@@ -27,7 +27,7 @@ from shardkit.torch import (
     checkpointing,
     read_checkpoint_manifest,
 )
-from shardkit_trainer.checkpoints import prune
+from shardkit_trainer.replicas import prune
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

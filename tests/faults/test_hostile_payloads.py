@@ -57,12 +57,19 @@ def one_block(format: str, compression: str) -> tuple[bytes, ShardIndex]:
     return bytes(stored_block(data, index, 0)), index
 
 
+def read_whole_block(stored: bytes, index: ShardIndex) -> None:
+    """Block 0 with all its columns: they are decoded when they are asked for."""
+    block = read_block(stored, index, 0)
+    for name in index.schema:
+        block.column(name)
+
+
 def refused_in_bounds(
     stored: bytes, index: ShardIndex, match: str | None = None, mebibytes: int = 64
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(FormatError, match=match):
-        read_block(stored, index, 0)
+        read_whole_block(stored, index)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < mebibytes << 10
 
 
@@ -71,7 +78,7 @@ def refused_in_bounds(
 def test_made_up_uncompressed_lengths(compression: str, length: int) -> None:
     stored, index = one_block("arrow", compression)
     header = read_batch_header(memoryview(stored))
-    for offset, size in header.buffers.tolist():
+    for offset, size in header.buffers:
         if size:
             place = header.body_offset + offset
             hostile = stored[:place] + struct.pack("<q", length) + stored[place + 8 :]
@@ -87,9 +94,9 @@ def test_patched_buffer_tables_are_refused() -> None:
     """Buffers that overlap, run long or lie unaligned, in metadata that is well-formed otherwise."""
     stored, index = one_block("arrow", "none")
     header = read_batch_header(memoryview(stored))
-    table = header.buffers.astype("<i8").tobytes()
+    table = np.array(header.buffers, "<i8").tobytes()
     place = stored.index(table)
-    rows = header.buffers.tolist()
+    rows = header.buffers
     labels = next(i for i, (_, length) in enumerate(rows) if length == 8 * 12)
     for patch in (
         (rows[labels][0] - 8, rows[labels][1]),
@@ -98,7 +105,7 @@ def test_patched_buffer_tables_are_refused() -> None:
         (rows[labels][0], rows[labels][1] - 8),
         (rows[labels][0] - 96, rows[labels][1]),
     ):
-        patched = header.buffers.copy()
+        patched = np.array(header.buffers)
         patched[labels] = patch
         hostile = stored[:place] + patched.astype("<i8").tobytes() + stored[place + len(table) :]
         refused_in_bounds(hostile, rehashed(index, hostile), "buffer of")
@@ -109,7 +116,7 @@ def test_a_buffer_longer_than_its_type_calls_for_is_refused() -> None:
     stored, index = one_block("arrow", "none")
     header = read_batch_header(memoryview(stored))
     body = struct.pack("<q", len(stored) - header.body_offset)
-    last = header.buffers[-1].astype("<i8").tobytes()
+    last = struct.pack("<2q", *header.buffers[-1])
     assert stored.count(body) == stored.count(last) == 1
     longer = stored.replace(body, struct.pack("<q", len(stored) - header.body_offset + 64))
     longer = longer.replace(
@@ -157,7 +164,7 @@ def test_an_lz4_frame_that_holds_more_than_it_declares() -> None:
     stored, index = one_block("arrow", "lz4")
     header = read_batch_header(memoryview(stored))
     bomb = pa.Codec("lz4").compress(bytes(64 << 20), asbytes=True)
-    offset, size = header.buffers[5].tolist()
+    offset, size = header.buffers[5]
     assert size
     hostile = bytearray(stored)
     place = header.body_offset + offset + 8
@@ -199,7 +206,7 @@ def test_text_that_is_not_utf8_is_refused_in_both_formats() -> None:
     assert stored.count(offsets) == 1
     hostile = stored.replace(offsets, struct.pack("<3q", 0, 5, 9))
     with pytest.raises(FormatError, match="UTF-8"):
-        read_block(hostile, rehashed(index, hostile), 0)
+        read_whole_block(hostile, rehashed(index, hostile))
 
 
 def test_batches_of_other_types_are_refused() -> None:
@@ -226,7 +233,7 @@ def test_batches_of_other_types_are_refused() -> None:
     for arrays in others:
         stored = pa.record_batch(arrays).serialize().to_pybytes()
         with pytest.raises(FormatError):
-            read_block(stored, rehashed(index, stored), 0)
+            read_whole_block(stored, rehashed(index, stored))
     schema_message = pa.schema([("a", pa.int8())]).serialize().to_pybytes()
     with pytest.raises(FormatError, match="record batch"):
         read_block(schema_message, rehashed(index, schema_message), 0)

@@ -321,7 +321,11 @@ def test_a_signal_leaves_no_process_and_no_lock(
     assert not _alive(family)
     if shared:
         assert not {n for n in set(os.listdir("/dev/shm")) - shared if "shardkit" in n}
-    assert {p.suffix for p in (tmp_path / "run").rglob("*") if p.is_file()} <= {".cells", ".journal"}
+    assert {p.suffix for p in (tmp_path / "run").rglob("*") if p.is_file()} <= {
+        ".cells",
+        ".journal",
+        ".jsonl",
+    }
 
 
 def _session(pid: int) -> int:

@@ -119,3 +119,32 @@ def launch_trainer() -> Launch:
         )
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of two ranks of which one was slowed; not to be written to."""
+    run = tmp_path_factory.mktemp("slowed") / "run"
+    settings = {
+        "run.directory": run, "run.steps": 70, "data.dataset": digits["train"], "data.global_batch": 24,
+        "data.lanes": 12, "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1,
+        "parallel.exact": "int64", "parallel.rebalance": "true", "parallel.rebalance_every": 8, "checkpoint.every": 40,
+        "log.telemetry_s": 0.2, "log.price_per_hour": 36.0,
+    }  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE),
+        "SHARDKIT_TEST_FAULT": "slow:1:45",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        LAUNCH,
+        "2",
+        "0",
+        *(f"{name}={value}" for name, value in settings.items()),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return run

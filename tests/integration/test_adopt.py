@@ -465,3 +465,20 @@ def test_command(tmp_path: Path) -> None:
     assert "order" in document["does_not_hold"]
     with pytest.raises(UsageError, match=r"expected whole numbers or text \(label, text\)"):
         adopt(tars, root, stratify="emb")
+
+
+def test_exported_sums_and_urls_name_the_tars(tmp_path: Path) -> None:
+    tars = write_tars(tmp_path / "ta rs", tars=2)
+    root = tmp_path / "root"
+    adopt(tars, root)
+    listed = CliRunner().invoke(make_app("export"), ["export", str(root), "--as", "urls"])
+    assert listed.output.splitlines() == tars
+    sums = CliRunner().invoke(make_app("export"), ["export", str(root), "--as", "sha256sums"])
+    (tmp_path / "sums").write_text(sums.output)
+    check = ["sha256sum", "-c", "--strict", str(tmp_path / "sums")]
+    done = subprocess.run(check, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [f"{tar}: OK" in done.stdout for tar in tars] == [True, True]
+    with open(tars[0], "r+b") as stream:
+        stream.write(b"?")
+    assert subprocess.run(check, cwd=root, capture_output=True, check=False).returncode == 1

@@ -397,6 +397,28 @@ def test_only_explained_deviations_end_with_1(home: Path, tmp_path: Path) -> Non
     named(audit_run(run, level=None), "replaced by 7", code=1)
 
 
+@pytest.mark.parametrize(("on_error", "kind"), [("substitute", "substituted"), ("mask", "masked")])
+def test_what_a_loader_substitutes_or_masks_is_explained(tmp_path: Path, on_error: Any, kind: str) -> None:
+    """A real loader over rows of which one does not decode: its own record accounts for the digests."""
+    root, run = tmp_path / "data", tmp_path / "run"
+    with shardkit.create(root, {"x": "bytes"}) as writer:
+        for number in range(40):
+            writer.add({"x": b"{" if number == 7 else b'{"n": %d}' % number})
+    dataset = shardkit.open(root)
+    plan = dataset.plan(global_batch=8, lanes=4, seed=2)
+    with dataset.loader(
+        plan, rank=0, world=1, run=run, tensors=False, decode={"x": "json"}, on_error=on_error
+    ) as loader:
+        handed_out = [int(one) for batch in loader for one in batch.samples]
+    (bad,) = (number for number in range(40) if dataset[number]["x"] == b"{")
+    assert (bad in handed_out) == (on_error == "mask")
+    audit = audit_run(run, level=None)
+    assert audit.exit_code == 1, audit.findings
+    (one,) = (finding for finding in audit.findings if finding.severity == "explained")
+    step, lane, slot = plan.locate(bad) or (-1, -1, -1)
+    assert (one.kind, one.subject) == (kind, f"step {step} lane {lane} slot {slot}")
+
+
 # ---- the command
 
 
@@ -604,6 +626,85 @@ def test_a_run_that_goes_on_with_an_amended_plan_is_checked_through(home: Path, 
     assert [one.subject for one in audit.findings if one.kind == "fork"] == ["step 30", "step 40"]
 
 
+def test_a_run_that_goes_on_over_another_version_is_checked_through(home: Path, tmp_path: Path) -> None:
+    root, run = str(home / "data"), tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        shardkit_command(["select", root, "--where", "label < 2", "--ref", "few"])
+    assert not ended.value.code
+    whole, few = shardkit.open(root), shardkit.open(f"{root}@few")
+    first = whole.plan(**SETTINGS)
+    second = first.amend(from_step=26, manifest=few.plan(**SETTINGS).population)
+    for dataset, plan, begin, end in ((whole, first, 0, 26), (few, second, 26, 50)):
+        with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
+            loader.seek(begin)
+            for _, batch in zip(range(end - begin), (b for _ in range(9) for b in loader), strict=False):
+                step = batch.step
+            assert step == end - 1
+    audit = audit_run(run, level=None)
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.steps, audit.checked, audit.manifest) == (50, 50, few.manifest.id)
+    assert all(one.is_exact for one in audit.coverage)
+
+
+@pytest.mark.parametrize("settings", [{"group_by": {"0": 4, "*": 8}}, {"sequence": 64, "global_batch": 4}])
+def test_grouped_and_joined_plans_are_checked(tmp_path: Path, settings: dict[str, Any]) -> None:
+    root, run = tmp_path / "data", tmp_path / "run"
+    with shardkit.create(root, {"tokens": "int32[16]", "kind": "int64"}, stratify="kind") as writer:
+        for number in range(600):
+            writer.add({"tokens": [number] * 16, "kind": number % 3})
+    dataset = shardkit.open(root)
+    arguments = {"global_batch": 16, "lanes": 4, "seed": 3} | settings
+    if "sequence" in settings:
+        arguments["sequence"] = 64
+    plan = dataset.plan(**arguments)
+    with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
+        for _ in range(2):
+            for batch in loader:
+                step = batch.step
+    audit = audit_run(run, level=None)
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.steps, audit.checked) == (step + 1, step + 1)
+    other = plan.cell(step, 0)[0] - 1  # one sample of the last step was another one
+    journal_says(run, dataset, plan, step + 1, changed=int(other))
+    assert audit_run(run, level=None).exit_code == 2
+
+
+def journal_says(run: Path, dataset: shardkit.Dataset, plan: Any, step: int, *, changed: int) -> None:
+    """One more step in the journal of a rank 0, with another first sample than the plan's."""
+    cells = plan.step(step).copy()
+    cells[0, 0] = changed
+    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=plan.lanes,
+                 meta={"history": plan.history(), "dataset": [dataset.repository.url]}) as journal:  # fmt: skip
+        journal.record(step, [(lane, cell[cell >= 0]) for lane, cell in enumerate(cells)])
+
+
+# ---- events
+
+
+def test_stages_and_failovers_are_events_of_the_ledger(tmp_path: Path) -> None:
+    """A mirror takes over where the root has lost its shards: noted by the audit, which stays clean."""
+    root, mirror, run = tmp_path / "data", tmp_path / "mirror", tmp_path / "run"
+    build(root)
+    shutil.copytree(root, mirror)
+    lost = list((root / "objects").rglob("*.tar"))
+    for path in lost:
+        path.unlink()
+    dataset = shardkit.open(root, locations={"mirror": str(mirror)})
+    plan = dataset.plan(**SETTINGS, weights={"0": 2}, stages=[(7, {"1": 5}), (15, None)])
+    with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
+        for batch in loader:
+            if batch.step == 19:
+                break
+    audit = audit_run(run, level=None)
+    assert audit.exit_code == 0, audit.findings
+    stages = [one.subject for one in audit.findings if one.kind == "stage"]
+    assert stages == ["step 7", "step 15"]
+    reads = [one for one in audit.findings if one.kind in ("missing", "failover", "location_lost")]
+    assert lost
+    assert reads
+    assert all(one.severity == "note" for one in reads)
+
+
 # ---- lineage
 
 
@@ -638,7 +739,8 @@ if __name__ == "__main__":
     from shardkit.dataset.population import population_of
     ds = shardkit.open({str(home / "data")!r})
     plan = ds.plan(**{SETTINGS!r}, remainder="short")
-    recipe = recipe_of(population_of(ds.manifest, ds.table), plan.history())
+    population = population_of(ds.manifest, ds.table)
+    recipe = recipe_of(plan.history(), lambda _: population)
     results = []
     for jobs in (1, 3):
         coverage = []

@@ -23,8 +23,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
 )
 from shardkit.storage import Repository
-from shardkit_tools.building import Progress
-from shardkit_tools.building import engine as engine_module
+from shardkit_tools.building import Progress, build_run, passes
 from shardkit_tools.importers import source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
@@ -34,7 +33,7 @@ SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_s
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sources are cut into many tasks, and worth many processes."""
     monkeypatch.setattr(source_files, "_TASK_BYTES", 15_000)
-    monkeypatch.setattr(engine_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
 
 
 def folder(root: Path, files: int = 90) -> str:
@@ -257,7 +256,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(
 def test_two_builds_of_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder(tmp_path / "source", 6)
     monkeypatch.setattr(
-        engine_module.Engine, "_build", lambda *_: shardkit_tools.build(source, tmp_path / "root")
+        build_run.BuildRun, "_build", lambda *_: shardkit_tools.build(source, tmp_path / "root")
     )
     with pytest.raises(RunError, match="another process"):
         shardkit_tools.build(source, tmp_path / "root")

@@ -25,7 +25,7 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit_tools.building import engine as engine_module
+from shardkit_tools.building import passes
 from shardkit_tools.importers import line_ranges
 from shardkit_tools.main import run
 from shardkit_tools.transforms import tokenizing
@@ -62,7 +62,7 @@ Module = Callable[[str], str]
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 500)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(engine_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
 
 
 @pytest.fixture

@@ -371,7 +371,7 @@ def test_verify_names_what_is_damaged(call: Call, dataset: Path) -> None:
         "Damaged: 1 object",
         shard.name,
         "  blocks    1\n",
-        "do        put a good copy in its place",
+        "do        run: shardkit repair",
     ):
         assert expected in out
 

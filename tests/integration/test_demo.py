@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -26,7 +27,9 @@ def test_the_demo_builds_trains_resumes_and_proves(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     assert "with SIGKILL" in done.stdout
     assert re.search(r"resumed at step \d+ of \d+ on 1 rank", done.stdout)
-    assert "XXH3 mismatch" in done.stdout
+    assert "data/stdlib: damaged" in done.stdout
+    assert re.search(r"each as it was before; 1 block came from\s+the mirror", done.stdout)
+    assert "data/stdlib: repaired" in done.stdout
     # what it claims to have proven, proven again from the files that it left
     audit = subprocess.run(
         [sys.executable, "-m", "shardkit_tools", "audit", "runs/gpt", "--json"],
@@ -41,6 +44,9 @@ def test_the_demo_builds_trains_resumes_and_proves(tmp_path: Path) -> None:
     assert ds.plan(global_batch=16, lanes=8).digest in audit.stdout
     assert ds.manifest.id in audit.stdout
     assert not list((place / "data" / "stdlib" / "tmp").glob("*"))
+    shards = list((place / "data" / "stdlib" / "objects").rglob("*.arrow"))
+    assert shards
+    assert all(hashlib.sha256(path.read_bytes()).hexdigest() == path.stem for path in shards)
 
 
 def test_the_demo_refuses_a_folder_with_something_in_it(tmp_path: Path) -> None:

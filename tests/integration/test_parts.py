@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import shardkit
 from shardkit.dataset import commit_parts, list_parts
+from shardkit.dataset.part_files import PartFolder
 from shardkit.errors import IntegrityError, NotFoundError, SampleError, UsageError
 from shardkit.storage import Repository
 
@@ -155,3 +157,22 @@ def test_processes_write_at_the_same_time_and_a_killed_one_is_done_again(tmp_pat
     commit_parts(tmp_path, ["a", "b"])
     assert texts(tmp_path) == sorted(f"text {n}" for n in range(120))
     assert not list((tmp_path / "tmp" / "parts").glob("*.spool"))
+
+
+def test_rows_that_no_record_names_go_after_a_day(tmp_path: Path) -> None:
+    """A writer was killed between giving its rows a name and naming them."""
+    write(tmp_path, "a", range(30))
+    folder = tmp_path / "tmp" / "parts"
+    (rows,) = folder.glob("a.*.rows")
+    orphans = [folder / f"{name}.{'0' * 16}.rows{end}" for name in ("a", "b-1") for end in ("", ".new")]
+    others = [folder / "b.rows", folder / f"b.{'0' * 15}.rows"]
+    young = folder / f"c.{'1' * 16}.rows"
+    for path in (*orphans, *others, young):
+        path.write_bytes(b"rows")
+    yesterday = time.time() - 25 * 3600
+    for path in (*orphans, *others, rows):
+        os.utime(path, (yesterday, yesterday))
+    PartFolder(str(folder)).sweep()
+    left = {path.name for path in folder.iterdir()}
+    assert left == {rows.name, "a.part", young.name, *(path.name for path in others)}
+    commit_parts(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -84,4 +85,6 @@ def record(kills: int, runs: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         result = {"drill": "trainer kills", "kills": kills, "runs": runs, "lost or repeated samples": 0,
                   "distinct final parameters": 1, "torch": torch.__version__}  # fmt: skip
-        (folder / "trainer_kills.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / f"{datetime.now(UTC).date()}-trainer-kills.json").write_text(
+            json.dumps(result, indent=1) + "\n"
+        )

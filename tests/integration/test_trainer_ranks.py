@@ -57,8 +57,8 @@ CASES = {
         "local_steps",
         "foreign_fsdp",
     ),
-    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp"),
-    4: ("gradients", "exact_hashes", "bytes_held"),
+    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop"),
+    4: ("gradients", "exact_hashes", "bytes_held", "hybrid"),
 }
 
 
@@ -157,3 +157,23 @@ def test_any_fsdp_program_can_save_and_load_elsewhere(ranks: Any, nproc: int) ->
     assert found["moments"] < 1e-6
     assert found["lr"] == 0.01
     assert found["betas"] == [0.9, 0.999]
+
+
+def test_lanes_move_in_a_loop_of_ones_own(ranks: Any) -> None:
+    """DDP, ``rebalance=`` and ``watch``: every sample once, fewer lanes for the rank whose cells cost twice as much."""
+    found = ranks(3)["plain_loop"]
+    samples, distinct, first, last, moves = zip(*found["ranks"], strict=True)
+    assert first == (3, 3, 3)
+    assert last[1] < 3
+    assert sum(last) == 9
+    assert samples == distinct
+    assert sum(samples) == 720
+    assert len(set(moves)) == 1, "all ranks apply the same moves"
+    assert found["events"].count("rebalance") >= moves[0] >= 1
+
+
+def test_parameters_sharded_in_pairs_and_replicated_between_them(ranks: Any) -> None:
+    found = ranks(4)["hybrid"]
+    assert found["error"] < 1e-6
+    assert found["share"] == pytest.approx(0.5, abs=0.06)  # a tiny model: rows are padded
+    assert found["same"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +19,9 @@ import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import RunError, StateError
 from shardkit.torch import CheckpointReader, checkpoint_names
+from shardkit_trainer import load_configuration
 from shardkit_trainer.run_directory import RunDirectory, read_lines
+from shardkit_trainer.training import train
 
 STEPS, BATCH = 30, 24
 
@@ -153,6 +156,56 @@ def test_exact_mode_is_bit_equal_across_worlds_strategies_and_restarts(
     assert first.returncode == 0, first.stderr
     assert ending("alone") == ending("changing")
     assert evaluation_line(alone.stdout) == evaluation_line(first.stdout)
+
+
+def alone(settings: dict[str, Any]) -> str:
+    """The hash of an exact run in this process."""
+    values = {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent)
+        return train(load_configuration(None, [f"{k}={v}" for k, v in values.items()])).parameters_sha256
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
+    tmp_path: Path, numbers: str, launch_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest copy is damaged in step 2 and gone from step 20 on, in the second epoch; the bits stay."""
+    near = tmp_path / "near"
+    shutil.copytree(numbers, near)
+    monkeypatch.setenv("SHARDKIT_TEST_STORE", str(near))
+    more = {"data.locations": f"{{far = '{numbers}'}}", "parallel.exact": "int64", "checkpoint.every": 50}
+    whole = alone({**histogram_settings(tmp_path / "whole", str(near)), **more})
+    damaged = {**histogram_settings(tmp_path / "damaged", str(near)), **more}
+    result = launch_trainer(1, damaged, fault="flip:0:2,vanish:0:20")
+    assert result.returncode == 0, result.stderr
+    events = read_lines(tmp_path / "damaged" / "events.jsonl")
+    assert events[-1]["parameters_sha256"] == whole
+    np.testing.assert_allclose(
+        final_histogram(tmp_path / "damaged"), expected_histogram(numbers), rtol=0, atol=1e-6
+    )
+    assert any(event["event"].startswith("read_") for event in events), [event["event"] for event in events]
+
+
+def test_a_stragglers_lanes_move_and_the_bits_stay(
+    tmp_path: Path, digits: dict[str, str], launch_trainer: Any
+) -> None:
+    """One of four ranks at half speed gives lanes away; the parameters are those of one process."""
+    base = {
+        "run.steps": 32, "data.dataset": digits["train"], "data.global_batch": 24, "data.lanes": 12,
+        "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1, "parallel.exact": "int64",
+        "checkpoint.every": 100, "parallel.rebalance": True, "parallel.rebalance_every": 4,
+    }  # fmt: skip
+    whole = alone({**base, "run.directory": tmp_path / "alone"})
+    result = launch_trainer(4, {**base, "run.directory": tmp_path / "moved"}, fault="slow:3:12")
+    assert result.returncode == 0, result.stderr
+    assert read_lines(tmp_path / "moved" / "events.jsonl")[-1]["parameters_sha256"] == whole
+    moves = [e for e in read_lines(tmp_path / "moved" / "events.jsonl") if e["event"] == "rebalance"]
+    assert moves
+    assert moves[0]["owner"].count(3) < 3
+    assert moves[0]["expected_us"] < 0.9 * moves[0]["before_us"]
+    audit = audit_run(tmp_path / "moved")
+    assert audit.exit_code == 0, audit.findings
 
 
 def evaluation_line(output: str) -> str:

@@ -7,7 +7,9 @@ or misplaced sample changes it.
 Faults are scripted by the environment: ``SHARDKIT_TEST_FAULT=kill:1:7`` kills rank 1 when it prepares step 7;
 ``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``join`` waits
 until the supervisor has announced a third group. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
-object, in publishing, and in pruning a checkpoint.
+object, in publishing, and in pruning a checkpoint. For `straggler`: ``slow:3:12`` makes a cell of rank 3 cost 12 ms at
+least, those of other ranks 6 ms. ``flip:0:4`` changes bytes of every shard of the store at SHARDKIT_TEST_STORE, and
+``vanish`` removes them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 
 from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.membership import Membership
-from shardkit_trainer.tasks import Inputs
+from shardkit_trainer.tasks import ClassifierTask, Inputs
 
 
 class Histogram(nn.Module):
@@ -58,6 +61,8 @@ class HistogramTask:
                 numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
                 if kind in numbers:
                     os.kill(os.getpid(), numbers[kind])
+                elif kind in {"flip", "vanish"}:
+                    spoil(kind)
                 elif kind == "join":
                     wait_for_generation(2)
                 elif kind == "nan":
@@ -81,6 +86,57 @@ class HistogramTask:
 
 def make(config: ModelConfig, dataset: Any) -> HistogramTask:
     return HistogramTask(len(dataset))
+
+
+class Straggler(ClassifierTask):
+    """A real model whose cells cost sleep: four ranks share two cores, and sleep is what they do not share."""
+
+    def cell_ms(self) -> int:
+        """Milliseconds that a cell of this rank costs."""
+        faults = [fault.split(":") for fault in os.environ.get("SHARDKIT_TEST_FAULT", "").split(",") if fault]
+        slow = {rank: int(ms) for kind, rank, ms in faults if kind == "slow"}
+        return slow.get(os.environ.get("RANK", "0"), 6)
+
+    def prepare(self, cell: Any, seed: int) -> Inputs:
+        time.sleep(self.cell_ms() / 1000)
+        return super().prepare(cell, seed)
+
+
+def straggler(config: ModelConfig, dataset: Any) -> Straggler:
+    task = Straggler(config, dataset)
+    tell_cost(task.cell_ms() / 1000)
+    return task
+
+
+def tell_cost(seconds: float) -> None:
+    """Let rebalancing hear what a cell is meant to cost: a busy machine's own delays may not decide a test."""
+    from shardkit.loader import rebalancing
+
+    owner: Any = rebalancing.Rebalancer
+    handed_out, computed, cells = owner.handed_out, owner.computed, [0]
+
+    def hand_out(self: Any, number: int, _waited_s: float) -> None:
+        cells[0] = number
+        handed_out(self, number, 0.0)
+
+    def compute(self: Any, _seconds: float | None = None) -> None:
+        computed(self, seconds * cells[0])
+
+    owner.handed_out, owner.computed = hand_out, compute
+
+
+def spoil(kind: str) -> None:
+    """Damage what holds samples in one copy of the dataset: each shard once."""
+    for shard in sorted(Path(os.environ["SHARDKIT_TEST_STORE"], "objects").rglob("*.arrow")):
+        if kind == "vanish":
+            shard.unlink()
+            continue
+        content = bytearray(shard.read_bytes())
+        for at in range(400, len(content), 128):
+            content[at] ^= 1
+        spoiled = shard.with_suffix(".spoiled")
+        spoiled.write_bytes(content)
+        spoiled.replace(shard)
 
 
 def wait_for_generation(number: int) -> None:

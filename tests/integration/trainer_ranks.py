@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import shardkit
+from shardkit.loader import Rebalancing
+from shardkit.plan.rebalance import Rules
 from shardkit.storage import open_store
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration
 from shardkit_trainer.distributed import World, join_world, leave_world
+from shardkit_trainer.run_directory import read_lines
 from shardkit_trainer.strategies import make_strategy
 from shardkit_trainer.tasks import Inputs, Task, make_task, mix
 from shardkit_trainer.training import parameters_sha256
@@ -134,6 +140,28 @@ def gradients(world: World) -> dict[str, Any]:
         true_norm = float(sum(g.square().sum() for g in reference.values()) ** 0.5)
         errors[f"{strategy_name}/{exact}"] = max(worst, abs(norm - true_norm) / true_norm)
     return errors
+
+
+def hybrid(world: World) -> dict[str, Any]:
+    """zero3 in pairs of ranks: the gradient's error, the share of the parameters held, and a checkpoint that loads."""
+    settings = {"parallel.shard_ranks": 2}
+    config = configuration()
+    reference_task = make_task(config.model, SCHEMA, 7)
+    reference = lone_gradients(reference_task, [reference_task.prepare(cell(3, n), 0) for n in range(LANES)])
+    strategy, task = made(world, "zero3", "off", **settings)
+    norm = step(strategy, task, world, 3, own_lanes(world), None)
+    found = whole_gradients(strategy)
+    worst = max(float((found[n].double() - g).norm() / g.norm()) for n, g in reference.items())
+    true_norm = float(sum(g.square().sum() for g in reference.values()) ** 0.5)
+    share = strategy.local_bytes()["parameters"] / sum(
+        p.numel() * 4 for p in reference_task.model.parameters()
+    )
+    strategy.clear()
+    checkpointer(world, "hybrid").save(1, strategy, {"updates": 0}, wait=True)
+    plain, _ = made(world, "zero1", "off")
+    assert checkpointer(world, "hybrid").load_newest(plain) is not None
+    same = parameters_sha256(plain) == parameters_sha256(strategy)
+    return {"error": max(worst, abs(norm - true_norm) / true_norm), "share": share, "same": same}
 
 
 def sliced_gradients(strategy: Any, world: World) -> dict[str, torch.Tensor]:
@@ -380,6 +408,36 @@ def foreign_fsdp(world: World) -> dict[str, Any]:
         "weights": distance, "moments": float((again - moment).abs().max()), "lr": optimizer.param_groups[0]["lr"],
         "betas": list(optimizer.param_groups[0]["betas"]),
     }  # fmt: skip
+
+
+def plain_loop(world: World) -> dict[str, Any]:
+    """A loop of one's own on DDP with ``rebalance=`` and ``watch``: one rank's cells cost twice as much."""
+    import_module("trainer_histogram").tell_cost(0.008 if world.rank == 1 else 0.004)
+    root = Path(sys.argv[1]).parent / "plain-loop"
+    if world.rank == 0:
+        with shardkit.create(
+            str(root), schema={"x": "float32[4]"}, shard_size="2KiB", block_size="512B"
+        ) as writer:
+            for number in range(720):
+                writer.add({"x": np.full(4, number / 720, dtype=np.float32)})
+    world.gather_integers([0])
+    dataset = shardkit.open(str(root))
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    settings = Rebalancing(every=4, rules=Rules(lead=3, settle=8))
+    loader = dataset.loader(
+        dataset.plan(global_batch=18, lanes=9, seed=3), uneven=True, rebalance=settings, run=root / "run"
+    )
+    loader.watch(model)
+    seen, cells = [], []
+    for batch in loader:
+        cells.append(len(loader.lanes))
+        seen += [int(s) for s in batch.samples]
+        torch.autograd.backward(model(batch["x"]).mean() * batch.weight)
+    stats = loader.stats()
+    loader.close()
+    rows = world.gather_integers([len(seen), len(set(seen)), cells[0], cells[-1], int(stats["moves"])])
+    events = [line["event"] for line in read_lines(root / "run" / "events.jsonl")]
+    return {"ranks": rows, "events": events}
 
 
 def main() -> None:

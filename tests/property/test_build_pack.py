@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import shardkit
 import shardkit_tools
 from shardkit.errors import ConfigurationError, SourceError
-from shardkit_tools.building import engine as engine_module
 from shardkit_tools.building import packing as packing_module
+from shardkit_tools.building import passes
 from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
 from shardkit_tools.transforms.best_fit import pack
@@ -63,7 +63,7 @@ def test_best_fit_takes_the_fullest_row_that_has_room() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 2_000)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 500)
-    monkeypatch.setattr(engine_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
     monkeypatch.setattr(packing_module.cut_documents, "__defaults__", (3_000,))
 
 
@@ -173,7 +173,7 @@ def test_strata_are_not_mixed_and_jobs_do_not_matter(
 KILLED = """
 import os, signal, sys
 import shardkit_tools
-from shardkit_tools.building import engine, packing
+from shardkit_tools.building import packing
 from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 2000, 500
 packing.cut_documents.__defaults__ = (3000,)

@@ -45,8 +45,10 @@ def test_nodes_read_few_shards_twice(counts, shards, shape, epoch):  # type: ign
     each = [lane_shards(plan, lane, epoch) for lane in range(lanes)]
     for nodes in {n for n in (1, 2, 3, 4, 5, 7, 8, 16, 24) if n <= lanes}:
         reads = node_reads(plan, nodes, each)
-        assert sum(reads.shards) - shards <= 4 * (nodes - 1)
-        if shards >= 80 * nodes:
+        # where a stratum has few rows per shard, a border that is a few rows off is a shard off
+        rows = min(counts) // shards
+        assert sum(reads.shards) - shards <= (4 if rows >= 8 else 4 + 8 // rows) * (nodes - 1)
+        if shards >= 80 * nodes and rows >= 8:
             assert reads.per_shard <= 1.05
 
 

@@ -198,3 +198,29 @@ def block_numbers(population: Population) -> list[int]:
         out += [block + row // size for row in range(rows)]
         block += -(-rows // size)
     return out
+
+
+def test_jumping_gives_the_cells_of_walking() -> None:
+    """Chunks of this plan are large enough that a step that was jumped to is drawn with a part of its chunk only."""
+    population = Population(
+        "jumps",
+        ("a", "b"),
+        np.arange(40, dtype=np.int32) // 2,
+        np.arange(40, dtype=np.int32) % 2,
+        np.tile(np.array([30_011, 1_013]), 20),
+        np.full(20, 61, dtype=np.int32),
+    )
+    walked = make_plan(population, global_batch=512, lanes=4)
+    steps = walked.steps_per_epoch
+    assert steps is not None
+    cells = np.concatenate([walked.steps(step, step + 1) for step in range(2 * steps)])
+    assert len(np.unique(cells[:steps])) == cells[:steps].size
+    rng = np.random.default_rng(7)
+    for start in [0, 1, steps - 1, steps, 2 * steps - 1, *rng.integers(0, 2 * steps, 12).tolist()]:
+        fresh = make_plan(population, global_batch=512, lanes=4)
+        stop = min(2 * steps, start + 700)
+        one_by_one = np.concatenate([fresh.steps(step, step + 1) for step in range(start, stop)])
+        assert (one_by_one == cells[start:stop]).all()
+        assert (
+            make_plan(population, global_batch=512, lanes=4).steps(start, stop) == cells[start:stop]
+        ).all()

@@ -76,7 +76,8 @@ def test_a_plan_is_made_again_from_its_canonical_settings(
     dataset: shardkit.Dataset, plan_settings: dict[str, Any]
 ) -> None:
     plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
-    again = recipe_of(population_of(dataset.manifest, dataset.table), plan.history()).make()
+    population = population_of(dataset.manifest, dataset.table)
+    again = recipe_of(plan.history(), lambda _: population).make()
     assert again.digest == plan.digest
     np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
 
@@ -88,9 +89,8 @@ def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Datase
         .amend(skip=(30, 33))
         .amend(from_step=40, weights={"a": 1, "b": 4})
     )
-    again = recipe_of(
-        population_of(dataset.manifest, dataset.table), json.loads(json.dumps(plan.history()))
-    ).make()
+    population = population_of(dataset.manifest, dataset.table)
+    again = recipe_of(json.loads(json.dumps(plan.history())), lambda _: population).make()
     assert again.digest == plan.digest
     for first, last in ((0, 5), (5, 60)):
         np.testing.assert_array_equal(again.steps(first, last), plan.steps(first, last))
@@ -100,7 +100,8 @@ def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> N
     population = population_of(dataset.manifest, dataset.table)
     with pytest.raises(PlanError, match="zigzag"):
         recipe_of(
-            population, [{"manifest": "", "settings": {"global_batch": 4, "zigzag": 1}, "change": None}]
+            [{"manifest": "", "settings": {"global_batch": 4, "zigzag": 1}, "change": None}],
+            lambda _: population,
         )
 
 

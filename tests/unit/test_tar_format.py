@@ -216,13 +216,14 @@ def test_a_sample_above_5_gib_is_refused_by_name() -> None:
 
 def test_lz4_tar_and_unknown_settings_are_refused() -> None:
     schema = Schema.parse({"x": "bytes"})
-    for settings, message in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"compression": "lz4"}, "no common tool"),
         ({"compression": "gzip"}, "gzip"),
         ({"compression": "zstd:20"}, "zstd:19"),
         ({"compression": "zstd:03"}, "zstd:03"),
         ({"format": "zip"}, "zip"),
-    ):
+    )
+    for settings, message in refused:
         with pytest.raises(SchemaError, match=message):
             open_writer(io.BytesIO(), schema=schema, block_rows=1, **settings)
 

@@ -47,6 +47,13 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("run.directory=", ["run.directory", "empty"]),
         ("noequals", ["noequals", "section.key=value"]),
         ("optimizer.scaling=linear", ["optimizer.scaling", "reference_batch"]),
+        ("data.stages=[{from_step = 3}]", ["nothing changes at step 3"]),
+        ("data.stages=[{from_step = 3, batch = 4}]", ["unknown key data.stages[0].batch"]),
+        ("data.stages=[{from_step = 3, global_batch = 4}]", ["data.stages", "run.steps > 0"]),
+        ("data.stages=3", ["data.stages = 3", "expected a list"]),
+        ("checkpoint.replicas=[1]", ["checkpoint.replicas[0] = 1", "expected str"]),
+        ("parallel.shard_ranks=2", ["parallel.shard_ranks", "zero2 or zero3"]),
+        ("model.norm=layer", ["layer", "group, batch"]),
     ],
 )
 def test_refusals_name_the_key_and_what_is_expected(override: str, words: list[str]) -> None:
@@ -62,6 +69,8 @@ def test_strategies_that_cannot_be_combined() -> None:
         ["parallel.exact=int64", "parallel.reduction=bf16"],
         ["parallel.reduction=int8", "parallel.strategy=zero2"],
         ["parallel.sync_every=4", "parallel.strategy=zero1"],
+        ["parallel.rebalance=true", "parallel.strategy=zero3"],
+        ["parallel.shard_ranks=2", "parallel.strategy=zero2", "parallel.exact=int64"],
     ):
         with pytest.raises(ConfigurationError, match="parallel"):
             load_configuration(None, [*NEEDED, *together])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardkit.errors import RunError, SourceError
-from shardkit_tools.building import workers
-from shardkit_tools.building.workers import Processes
+from shardkit_tools.building import engines
+from shardkit_tools.building.engines import LocalEngine
 
 MODULE = """
 import os, signal, time
@@ -55,7 +55,7 @@ def nothing(_rows: int, _size: int) -> None:
 
 def test_all_results_arrive_and_processes_are_kept(doubler: Any) -> None:
     seen: list[tuple[int, int]] = []
-    with Processes(2) as processes:
+    with LocalEngine(2) as processes:
         first = list(
             processes.run(
                 functools.partial(doubler, 2), range(30), lambda rows, size: seen.append((rows, size))
@@ -70,23 +70,23 @@ def test_all_results_arrive_and_processes_are_kept(doubler: Any) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_nothing_to_do(doubler: Any, jobs: int) -> None:
-    with Processes(jobs) as processes:
+    with LocalEngine(jobs) as processes:
         assert list(processes.run(functools.partial(doubler, 2), [], nothing)) == []
 
 
 def test_a_dead_process_is_named_with_its_item(doubler: Any) -> None:
-    with Processes(2) as processes, pytest.raises(RunError, match=r"signal 9.*die.*--jobs"):
+    with LocalEngine(2) as processes, pytest.raises(RunError, match=r"signal 9.*die.*--jobs"):
         list(processes.run(functools.partial(doubler, 2), [1, 2, "die", 3], nothing))
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_errors_of_shardkit_keep_their_kind(doubler: Any, jobs: int) -> None:
-    with Processes(jobs) as processes, pytest.raises(SourceError, match="row 17"):
+    with LocalEngine(jobs) as processes, pytest.raises(SourceError, match="row 17"):
         list(processes.run(functools.partial(doubler, 2), [1, "source", 2], nothing))
 
 
 def test_a_bug_arrives_with_its_traceback(doubler: Any) -> None:
-    with Processes(2) as processes, pytest.raises(RunError, match=r"(?s)bug.*ZeroDivisionError.*line"):
+    with LocalEngine(2) as processes, pytest.raises(RunError, match=r"(?s)bug.*ZeroDivisionError.*line"):
         list(processes.run(functools.partial(doubler, 2), [1, "bug"], nothing))
 
 
@@ -100,8 +100,8 @@ def test_the_parent_sleeps_while_one_process_works_and_the_other_has_nothing_to_
         calls += 1
         return wait(*arguments, **settings)
 
-    with Processes(2) as processes:
+    with LocalEngine(2) as processes:
         list(processes.run(functools.partial(doubler, 2), [1, 2], nothing))
-        monkeypatch.setattr(workers, "wait", counted)
+        monkeypatch.setattr(engines, "wait", counted)
         list(processes.run(functools.partial(doubler, 2), ["slow", 1], nothing))
     assert calls <= 4, "one per message: two results and a report"

@@ -1,0 +1,217 @@
+"""Garbage is collected while eight processes commit versions that share objects with it: nothing that is named goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import CommitConflict
+from shardkit.storage import Repository, put_manifest
+from shardkit.storage.collecting import collect
+from shardkit.storage.inventory import take_inventory
+from shardkit.storage.policy import LocationRecord, read_table
+from shardkit.storage.replicating import find_needed, place
+from shardkit.storage.replicating.placing import Change
+from shardkit.testing.drills import drill_count
+
+COMMITTERS = 8
+VERSIONS = 6
+
+# Versions are few, so that what one process drops another one builds again, out of objects that are being collected.
+COMMITTER = """
+import json, random, sys
+import shardkit
+from shardkit.errors import CommitConflict
+from shardkit.storage import Repository
+
+root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+chance = random.Random(seed)
+print("ready", flush=True)
+for line in sys.stdin:
+    told = {"commits": 0, "dropped": 0, "conflicts": 0}
+    for _ in range(int(line)):
+        version = chance.randrange(6)
+        for _ in range(200):
+            try:
+                if chance.random() < 0.3:
+                    Repository.open(root).commit({name: None}, message="drop")
+                    told["dropped"] += 1
+                else:
+                    with shardkit.create(
+                        root, {"value": "int64"}, ref=name, shard_size="256B", block_size="64B"
+                    ) as writer:
+                        for number in range(40):
+                            writer.add({"value": version * 20 + number})
+                    told["commits"] += 1
+                break
+            except CommitConflict:
+                told["conflicts"] += 1
+    print(json.dumps(told), flush=True)
+"""
+
+
+def dangling(root: Path) -> list[str]:
+    """Objects that a ref needs and that are not there, or not whole."""
+    repository = Repository.open(root)
+    missing = []
+    for ref, manifest in repository.refs.items():
+        for name, size in take_inventory(repository, manifest).names():
+            stat = repository.store.head(name)
+            if stat is None or (size is not None and stat.size != size):
+                missing.append(f"{ref}: {name}")
+    return missing
+
+
+def race(root: Path, rounds: int, copies: list[str]) -> dict[str, int]:
+    """Counts of what happened; asserts after each round that nothing dangles."""
+    repository = Repository.create(root)
+    if copies:
+        records = tuple(LocationRecord.parse(f"c{i}={copy}") for i, copy in enumerate(copies))
+        place(repository, Change(locations=records, policy=lambda old: old.changed(copies=2, mode="sync")))
+    total = {"commits": 0, "dropped": 0, "conflicts": 0, "deleted": 0}
+    skew = random.Random(1)
+    with contextlib.ExitStack() as children:
+        committers = [
+            children.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", COMMITTER, str(root), f"w{i}", str(i)],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                )
+            )
+            for i in range(COMMITTERS)
+        ]  # fmt: skip
+        for one in committers:
+            assert one.stdout is not None
+            assert one.stdout.readline() == "ready\n"
+        for _ in range(rounds):
+            for one in committers:
+                assert one.stdin is not None
+                one.stdin.write("2\n")
+                one.stdin.flush()
+            for _ in range(4):  # by machines whose clocks are days apart
+                done = collect(
+                    Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10**8,
+                    clock=lambda: 1_800_000_000 + skew.choice((-30, 0, 30)) * 86_400,
+                )  # fmt: skip
+                total["deleted"] += done.deleted.get("root", 0)
+            for one in committers:
+                assert one.stdout is not None
+                answer: dict[str, Any] = json.loads(one.stdout.readline())
+                for key, value in answer.items():
+                    total[key] += value
+            assert dangling(root) == []
+        for one in committers:
+            one.communicate("", timeout=60)
+    return total
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_nothing_that_a_ref_needs_is_collected(
+    tmp_path: Path, mirrored: bool, record_property: Callable[[str, object], None]
+) -> None:
+    root = tmp_path / "root"
+    copies = [str(tmp_path / "a"), str(tmp_path / "b")] if mirrored else []
+    total = race(root, drill_count(200) // (2 if mirrored else 1) or 1, copies)
+    for key, value in total.items():
+        record_property(key, value)
+    print(total)
+    assert total["commits"] > 0
+    assert total["deleted"] > 0
+
+    for _ in range(2):  # garbage is gone after two rounds
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, clock=lambda: 1_900_000_000)
+    repository = Repository.open(root)
+    needed = {
+        name
+        for manifest in repository.refs.values()
+        for name, _ in take_inventory(repository, manifest).names()
+    }
+    assert set(repository.store.list_after("objects/")) == needed
+    for ref in repository.refs:
+        ds = shardkit.open(f"{root}@{ref}")
+        values = sorted(int(ds[i]["value"]) for i in range(len(ds)))
+        assert values == list(range(values[0], values[0] + 40))
+    table = read_table(repository.store, repository.id)
+    if table is not None:
+        where = find_needed(repository, table, repository.refs.values())
+        for record in table.others:
+            held = {str(path.relative_to(record.url)) for path in Path(record.url).glob("objects/**/*.*")}
+            assert held <= needed
+            assert held >= {name for name, one in where.items() if record.name in one.where}
+
+
+def _version(root: Path) -> str:
+    with shardkit.create(
+        root, {"value": "int64"}, ref="main", shard_size="1KiB", block_size="256B"
+    ) as writer:
+        for number in range(50):
+            writer.add({"value": number})
+    return writer.manifest.id
+
+
+def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: Path) -> None:
+    """Each moment of a collection at which a writer may come by, one by one."""
+    root = tmp_path / "root"
+    version = _version(root)
+    manifest = take_inventory(Repository.open(root), version).manifest
+    Repository.open(root).commit({"main": None}, message="drop")
+    assert collect(Repository.open(root), delete=True, grace_s=0, history_s=0).deleted == {}
+
+    before = Repository.open(root)  # found everything there, and has not committed
+    put_manifest(before, manifest, [])
+    collector = Repository.open(root)
+    names = sorted(name for name, _ in take_inventory(collector, version).names())
+    from shardkit.storage.collecting.documents import put_list
+
+    identity = collector.begin_collection(lambda head: put_list(collector.store, 0, names))
+    assert identity is not None
+    with pytest.raises(CommitConflict, match="being collected as garbage"):
+        before.commit({"main": version}, message="relies on it")
+    during = Repository.open(root)  # comes while it is being deleted: the objects are still there
+    with pytest.raises(CommitConflict, match="being collected as garbage"):
+        during.commit({"main": version}, message="relies on it")
+    data = {name: collector.store.get(name, max_bytes=2**20) for name in names}
+    for name in names[1:]:
+        collector.store.delete(name)
+    with pytest.raises(CommitConflict):
+        during.commit({"main": version}, message="relies on it")
+    collector.store.delete(names[0])
+    collector.end_collection(identity)
+    for name in names:
+        if name.endswith(".manifest"):
+            collector.store.put_new(name, data[name])
+    with pytest.raises(CommitConflict):
+        during.commit({"main": version}, message="only the manifest is there again")
+    for name in names:
+        collector.store.put_new(name, data[name])
+    during.commit({"main": version}, message="all is there again")  # whoever put it again may name it
+    assert dangling(root) == []
+
+
+def test_a_killed_collection_is_finished_and_its_objects_are_refused_until_then(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    version = _version(root)
+    Repository.open(root).commit({"main": None}, message="drop")
+    collector = Repository.open(root)
+    names = sorted(name for name, _ in take_inventory(collector, version).names())
+    from shardkit.errors import UsageError
+    from shardkit.storage.collecting.documents import put_list
+
+    collector.begin_collection(lambda head: put_list(collector.store, 0, names))
+    with pytest.raises(UsageError, match="--take-over"):
+        collect(Repository.open(root), delete=True)
+    done = collect(Repository.open(root), delete=True, take_over_s=0)
+    assert done.finished == 1
+    assert list(collector.store.list_after("objects/")) == []
+    assert _version(root) == version  # the same work done again
+    assert dangling(root) == []

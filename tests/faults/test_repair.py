@@ -1,0 +1,521 @@
+"""Repair and scrub: what is bad is found and made good from where it is good; what is lost or unknown is said."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.dataset.removing import erase
+from shardkit.dataset.verify import verify
+from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit.formats.canonical_json import dumps
+from shardkit.storage import LocalStore, Repository, load_manifest
+from shardkit.storage.file_operations import substituted
+from shardkit.storage.parity import encode_sets, find_records
+from shardkit.storage.policy import LocationRecord
+from shardkit.storage.reading import Attestation
+from shardkit.storage.repairing import Records, check_copy, read_looks, repair, scrub
+from shardkit.storage.repairing.records import utc
+from shardkit.storage.replicating.pacing import Pace
+from shardkit.testing.faulty_operations import FaultyOperations
+from shardkit.testing.memory_store import MemoryStore
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
+from shardkit_tools.main import run
+
+ROWS = 160
+
+
+def make(root: Path, *policy: str, parity: int = 0) -> Repository:
+    schema = {"x": "int64[64]", "label": "int64"}
+    with shardkit.create(str(root), schema, shard_size=12_000, block_size=1_200, stratify="label") as writer:
+        for number in range(ROWS):
+            writer.add({"x": [number] * 64, "label": number % 3}, key=f"key-{number:05d}")
+    if policy:
+        assert call("place", root, *policy)[0] == 0
+    repository = Repository.open(root)
+    if parity:
+        encode_sets(repository, repository.resolve(), k=parity)
+    return repository
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """A command as somebody types it, with canaries in the environment: exit code and output."""
+    told, code = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(told), redirect_stderr(told):
+        for name, value in s3_environment("http://127.0.0.1:1").items():
+            patch.setenv(name, value)
+        try:
+            run([str(one) for one in arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    text = told.getvalue()
+    assert "Traceback" not in text
+    assert SECRET_KEY not in text
+    assert ACCESS_KEY not in text
+    return code, text
+
+
+def shards(root: Path, kind: str = "tar") -> list[Path]:
+    return sorted(root.glob(f"objects/sha256/*/*.{kind}"))
+
+
+def flip(path: Path) -> None:
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 32
+    path.write_bytes(data)
+
+
+def whole(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.glob("objects/sha256/*/*")}
+
+
+class TestSources:
+    """Replica first, then parity; what neither has is lost."""
+
+    def test_from_the_other_location_in_both_directions(self, tmp_path: Path) -> None:
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        make(root, "--location", f"mirror={mirror}", "--copies", "2")
+        truth, copy = whole(root), whole(mirror)
+        flip(shards(root)[0])
+        shards(root)[1].unlink()
+        flip(shards(mirror)[2])
+        shards(mirror, "index")[0].unlink()
+        done = repair(str(root))
+        assert done.exit_code == 1
+        assert sorted((one.location, one.was, one.source) for one in done.healed) == [
+            ("mirror", "missing", "root"),
+            ("mirror", "wrong", "root"),
+            ("root", "missing", "mirror"),
+            ("root", "wrong", "mirror"),
+        ]
+        assert (whole(root), whole(mirror)) == (truth, copy)
+        again = repair(str(root))
+        assert (again.exit_code, again.healed) == (0, [])
+        assert again.copies == len(truth) + len(copy)
+
+    def test_from_parity_and_no_further(self, tmp_path: Path) -> None:
+        repository = make(tmp_path, parity=4)
+        truth = whole(tmp_path)
+        record = next(
+            one
+            for one in find_records([repository.store])
+            if one.set.k == 4 and one.set.members[0].extension == "tar"
+        )
+        flip(tmp_path / record.set.members[0].name)
+        (tmp_path / record.object_at(4).name).unlink()
+        done = repair(str(tmp_path))
+        assert (done.exit_code, len(done.healed), {one.source for one in done.healed}) == (1, 2, {"parity"})
+        assert whole(tmp_path) == truth
+        for i in (0, 1, 3):
+            flip(tmp_path / record.set.members[i].name)
+        code, told = call("repair", tmp_path, "--json")
+        lost = json.loads(told)
+        assert code == lost["exit_code"] == 2
+        assert {one["name"] for one in lost["lost"]} == {record.set.members[i].name for i in (0, 1, 3)}
+        table = load_manifest(repository, repository.resolve()).table
+        rows = {table.digest_text(i): int(table.rows[i]) for i in range(len(table))}
+        assert sum(one["rows"] for one in lost["lost"]) == sum(
+            rows[record.set.members[i].digest] for i in (0, 1, 3)
+        )
+        code, told = call("repair", tmp_path)
+        assert code == 2
+        assert "Lost: 3 objects" in told
+        assert "put a copy back from a backup" in told
+
+    def test_a_place_that_is_named_by_hand(self, tmp_path: Path) -> None:
+        make(tmp_path / "root")
+        shutil.copytree(tmp_path / "root", tmp_path / "backup")
+        truth = whole(tmp_path / "root")
+        shards(tmp_path / "root")[0].unlink()
+        assert call("repair", tmp_path / "root")[0] == 2
+        code, told = call("repair", tmp_path / "root", "--location", f"backup={tmp_path / 'backup'}")
+        assert code == 1, told
+        assert "backup" in told
+        assert whole(tmp_path / "root") == truth
+
+    def test_manifest_page_and_documents_of_parity(self, tmp_path: Path) -> None:
+        """What everything else is found by: from parity objects alone, whose headers say what they are."""
+        make(tmp_path, parity=4)
+        truth = whole(tmp_path)
+        documents = {path: path.read_bytes() for path in tmp_path.glob("parity/*/*.json")}
+        for path in [*shards(tmp_path, "manifest"), *shards(tmp_path, "page")]:
+            path.unlink()
+        for number, path in enumerate(documents):
+            if number % 2:
+                path.unlink()
+            else:
+                path.chmod(0o644)
+                path.write_bytes(b"{}")
+        assert scrub(str(tmp_path)).exit_code == 2
+        assert not shards(tmp_path, "manifest"), "a scrub alone writes no objects"
+        assert repair(str(tmp_path)).exit_code == 1
+        assert whole(tmp_path) == truth
+        assert all(path.read_bytes() == data for path, data in documents.items())
+        assert verify(tmp_path).exit_code == 0
+
+    def test_log_entries_from_a_copy(self, tmp_path: Path) -> None:
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        repository = make(root)
+        for i in range(3):
+            repository.commit(set_tags={f"v{i}": repository.resolve()}, message=str(i))
+        assert call("place", root, "--location", f"mirror={mirror}", "--copies", "2")[0] == 0
+        truth = {path: path.read_bytes() for path in sorted((root / "log").iterdir())}
+        first, second, *_, last = truth
+        flip(first)
+        second.unlink()
+        flip(last)
+        done = repair(str(root))
+        assert done.exit_code == 1, done
+        assert {one.source for one in done.healed} == {"mirror"}
+        assert {path: path.read_bytes() for path in sorted((root / "log").iterdir())} == truth
+        assert len(Repository.open(root).log()) == len(truth)
+
+    def test_an_adopted_tar_comes_back_into_the_root(self, tmp_path: Path) -> None:
+        """It is its owner's, and stays as it is; the root then has the good bytes itself."""
+        tars = tmp_path / "tars"
+        tars.mkdir()
+        for number in range(5):
+            with tarfile.open(tars / f"{number}.tar", "w", format=tarfile.USTAR_FORMAT) as file:
+                for i in range(20):
+                    member = tarfile.TarInfo(f"{number:02d}{i:04d}.bin")
+                    member.size = 500
+                    file.addfile(member, io.BytesIO(bytes([number, i]) * 250))
+        assert call("adopt", *sorted(tars.iterdir()), tmp_path / "root")[0] == 0
+        assert call("place", tmp_path / "root", "--parity", "4+2")[0] == 0
+        flip(tars / "2.tar")
+        spoiled = (tars / "2.tar").read_bytes()
+        assert verify(tmp_path / "root").exit_code == 2
+        assert repair(str(tmp_path / "root")).exit_code == 1
+        assert verify(tmp_path / "root").exit_code == 0
+        assert (tars / "2.tar").read_bytes() == spoiled
+
+    def test_members_are_read_where_they_are_good(self, tmp_path: Path) -> None:
+        """A shard rots in the root before it has parity: it is encoded from the mirror, and healed from there."""
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        make(root, "--location", f"mirror={mirror}", "--copies", "2")
+        truth = whole(root)
+        flip(shards(root)[0])
+        repository = Repository.open(root)
+        done = encode_sets(repository, repository.resolve(), k=4)
+        assert (done.encoded, done.failed) == (done.sets, {})
+        shutil.rmtree(mirror)
+        assert repair(str(root)).exit_code == 3, "healed by parity, and the mirror is gone"
+        assert {name: data for name, data in whole(root).items() if name in truth} == truth
+
+
+class TestAttested:
+    """Readers without the right to write leave attestations in their run; who has it heals."""
+
+    @pytest.fixture
+    def read(self, tmp_path: Path) -> Path:
+        """A run whose reader met two bad shards of the root, and good ones in the mirror."""
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        make(root, "--location", f"mirror={mirror}", "--copies", "2")
+        self.truth = whole(root)
+        flip(shards(root)[0])
+        shards(root)[1].unlink()
+        dataset = shardkit.open(root)
+        plan = dataset.plan(global_batch=8)
+        loader = dataset.loader(plan, tensors=False, rank=0, world=1, run=tmp_path / "run", memory="1MiB")
+        seen = [int(x) for batch in loader for x in batch["x"][:, 0]]
+        assert loader.stats()["remote_healed"] == 0
+        loader.close()
+        assert sorted(seen) == list(range(ROWS))
+        return tmp_path
+
+    def test_repair_from_run(self, read: Path) -> None:
+        flip(shards(read / "mirror")[4])  # met by nobody: not looked for
+        code, told = call("repair", read / "root", "--from-run", read / "run", "--json")
+        done = json.loads(told)
+        assert code == 1
+        assert {(one["location"], one["source"]) for one in done["healed"]} == {("root", "mirror")}
+        assert len(done["healed"]) == done["copies"] == 2
+        assert whole(read / "root") == self.truth
+        code, told = call("repair", read / "root", "--from-run", read / "run")
+        assert (code, "clean" in told) == (0, True), "attested long ago, and good now"
+
+    def test_a_location_that_is_not_known_here(self, read: Path) -> None:
+        one = next((read / "run" / "attest" / "root").rglob("*.json"))
+        text = one.read_text().replace('"root"', '"elsewhere"')
+        name = Attestation.from_bytes(text.encode(), "x").new_name()
+        LocalStore(read / "run").put_new(name, text.encode())
+        code, told = call("repair", read / "root", "--from-run", read / "run")
+        assert code == 3
+        assert "--location elsewhere=URL" in told
+
+    def test_hostile_attestations_are_passed_over(self, read: Path) -> None:
+        """Nothing is believed because of one: at worst a good copy is looked at once more."""
+        store = LocalStore(read / "run")
+        good = shards(read / "root")[3]
+        digest = f"sha256:{good.name.split('.')[0]}"
+        one = {"format": "shardkit-attestations/1", "location": "root", "level": "read", "by": "scrub"}
+        when = utc()
+        documents = [
+            b"{" * 1_000_000,
+            b"x" * 2_000_000,
+            dumps(one | {"results": [["sha256:../../x", "tar", "wrong", when]]}),
+            dumps(one | {"results": [[digest, "so", "wrong", when]]}),
+            dumps(one | {"results": [[digest, "tar", "healed", "9999"]]}),
+            dumps(one | {"location": "../root", "results": []}),
+            dumps(one | {"results": [[digest, "tar", "wrong", when]] * 4_097}),
+            dumps(one | {"results": [[f"sha256:{9:064x}", "tar", "wrong", when]]}),
+            dumps(one | {"results": [[digest, "tar", "wrong", when]]}),
+        ]
+        for number, document in enumerate(documents):
+            store.put_new(f"attest/root/2026-11-20/{number}.json", document)
+        done = repair(str(read / "root"), level="attested", from_runs=[str(read / "run")])
+        assert (done.exit_code, len(done.healed), done.copies) == (1, 2, 3)
+        assert whole(read / "root") == self.truth
+
+    def test_a_run_that_is_not_there(self, tmp_path: Path) -> None:
+        make(tmp_path / "root")
+        code, told = call("repair", tmp_path / "root", "--from-run", tmp_path / "none")
+        assert (code, "is not there" in told) == (1, True)
+        with pytest.raises(NotFoundError):
+            repair(str(tmp_path / "root"), from_runs=[str(tmp_path / "none")])
+
+
+class TestUnknown:
+    """What does not answer is neither lost nor clean."""
+
+    def test_a_location_that_is_not_mounted_is_not_filled(self, tmp_path: Path) -> None:
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        make(root, "--location", f"mirror={mirror}", "--copies", "2")
+        mirror.rename(tmp_path / "unmounted")
+        mirror.mkdir()
+        for command in (["repair", root], ["scrub", root]):
+            code, told = call(*command)
+            assert code == 3, told
+            assert "not mounted" in told
+        shards(root)[0].unlink()
+        code, told = call("repair", root)
+        assert code == 3, "what is missing here may be there: it is not lost"
+        assert list(mirror.iterdir()) == []
+        mirror.rmdir()
+        (tmp_path / "unmounted").rename(mirror)
+        assert call("repair", root)[0] == 1
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
+    def test_a_disk_that_cannot_be_written(self, tmp_path: Path, number: int) -> None:
+        """Every change fails: a clean error or code 3; nothing torn; with room again the same call heals."""
+        make(tmp_path, parity=4)
+        truth = whole(tmp_path)
+        shards(tmp_path)[0].unlink()
+        left = whole(tmp_path)
+        with (
+            substituted(FaultyOperations(number, 0, forever=True, torn=True)),
+            contextlib.suppress(StoreError),
+        ):
+            assert repair(str(tmp_path)).exit_code == 3
+        assert whole(tmp_path) == left
+        assert repair(str(tmp_path)).exit_code == 1
+        assert whole(tmp_path) == truth
+
+
+class TestScrub:
+    """Longest unlooked-at first, within its time; goes on where it was."""
+
+    def test_every_copy_is_reached_in_turns(self, tmp_path: Path) -> None:
+        """A clock that ticks with each question makes the box small: about ten calls see everything once."""
+        make(tmp_path)
+        total = len(whole(tmp_path))
+        ticks = iter(range(10**6))
+        seen, calls = 0, 0
+        while True:
+            calls += 1
+            done = scrub(
+                str(tmp_path), older_than_s=3_600, time_box_s=2.5, jobs=2, clock=lambda: float(next(ticks))
+            )
+            seen += done.locations["root"].checked
+            if not done.remaining:
+                break
+            assert done.locations["root"].oldest == "", "what was never looked at waits longest"
+            assert seen == sum(len(names) for names in read_looks(LocalStore(tmp_path)).values())
+        assert calls > 3
+        assert seen == total, "each once"
+        assert scrub(str(tmp_path), older_than_s=3_600).locations["root"].checked == 0
+        assert scrub(str(tmp_path)).locations["root"].checked == total
+
+    def test_the_longest_unlooked_at_first(self, tmp_path: Path) -> None:
+        repository = make(tmp_path)
+        names = sorted(whole(tmp_path))
+        digests = [(f"sha256:{name.split('/')[-1].split('.')[0]}", name.split(".", 1)[1]) for name in names]
+        results = [
+            [*one, "good", f"2026-01-{1 + (i * 7) % 28:02d}T00:00:00Z"] for i, one in enumerate(digests)
+        ]
+        document = {"format": "shardkit-attestations/1", "location": "root", "level": "read", "by": "scrub"}
+        repository.store.put_new("attest/root/2026-01-28/x.json", dumps(document | {"results": results}))
+        order: list[str] = []
+        original = LocalStore.head
+
+        def noted(self: LocalStore, name: str) -> Any:
+            order.append(name)
+            return original(self, name)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalStore, "head", noted)
+            scrub(str(tmp_path), jobs=1)
+        when = {name: row[3] for name, row in zip(names, results, strict=True)}
+        looked = list(dict.fromkeys(reversed([name for name in order if name in when])))[::-1]
+        assert [when[name] for name in looked] == sorted(when.values())
+
+    def test_what_is_bad_is_marked_and_healed_later_or_at_once(self, tmp_path: Path) -> None:
+        make(tmp_path, parity=4)
+        truth = whole(tmp_path)
+        flip(shards(tmp_path)[0])
+        code, told = call("scrub", tmp_path)
+        assert code == 2
+        assert f"shardkit repair {tmp_path} --level attested" in told
+        done = repair(str(tmp_path), level="attested")
+        assert (done.exit_code, done.copies) == (1, 1)
+        assert whole(tmp_path) == truth
+        flip(shards(tmp_path)[1])
+        code, told = call("scrub", tmp_path, "--repair", "--older-than", "0")
+        assert code == 1, told
+        assert whole(tmp_path) == truth
+
+    def test_stored_checksums_spare_the_bytes(self) -> None:
+        store = MemoryStore()
+        digest = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+        name = f"objects/sha256/9f/{digest}.tar"
+
+        class NoBytes(MemoryStore):
+            def get_range(self, name: str, offset: int, length: int) -> bytes:
+                raise AssertionError("no byte is read")
+
+        store = NoBytes()
+        store.put_new(name, b"test")
+        assert check_copy(store, name, 4, "stored", Pace())[:3] == ("good", "stored", 0)
+        store.objects[name] = b"tess"
+        assert check_copy(store, name, 4, "stored", Pace()).result == "wrong"
+        assert check_copy(store, name, 5, "list", Pace()).result == "wrong"
+        assert check_copy(store, name.replace("9f86", "9f87"), 4, "list", Pace()).result == "missing"
+
+    def test_verify_believes_what_is_recorded_for_as_long_as_the_policy_says(self, tmp_path: Path) -> None:
+        make(tmp_path, parity=4)
+        assert verify(tmp_path, level="attested").exit_code == 3
+        scrub(str(tmp_path))
+        assert verify(tmp_path, level="attested").exit_code == 0
+        with Records(LocalStore(tmp_path), "read") as records:
+            records.add("root", str(shards(tmp_path)[0].relative_to(tmp_path)), "wrong", "read")
+        found = verify(tmp_path, level="attested")
+        assert (found.exit_code, len(found.damaged)) == (2, 1)
+        assert repair(str(tmp_path), level="attested").exit_code == 0, "it is good"
+        assert verify(tmp_path, level="attested").exit_code == 0
+        old = {path: path.read_bytes().replace(utc()[:4].encode() + b"-", b"2020-") for path in
+               tmp_path.glob("attest/root/*/*.json")}  # fmt: skip
+        for path, data in old.items():
+            path.chmod(0o644)
+            path.write_bytes(data)
+        assert verify(tmp_path, level="attested").exit_code == 3
+
+
+AT_WORK = """
+import os, sys
+from shardkit.storage.replicating.pacing import Pace
+from shardkit_tools.main import run
+
+take = Pace.take
+def noted(self, num_bytes):
+    os.write(1, b"at work\\n")
+    take(self, num_bytes)
+Pace.take = noted
+run(sys.argv[1:])
+"""
+
+
+class TestCommands:
+    """What somebody sees."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "said"),
+        [
+            (["repair", "ROOT", "--level", "deep"], 2, "deep"),
+            (["scrub", "ROOT", "--time-box", "soon"], 2, "soon"),
+            (["scrub", "ROOT", "--only", "mirror"], 2, "no location 'mirror'"),
+            (["scrub", "ROOT", "--bandwidth", "fast"], 2, "fast"),
+            (["repair", "ROOT", "--location", "x=s3://user:secret@bucket"], 2, "x"),
+            (["repair", "NONE"], 1, "no dataset"),
+        ],
+    )
+    def test_mistakes(self, tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+        make(tmp_path / "root")
+        places = {"ROOT": str(tmp_path / "root"), "NONE": str(tmp_path / "none")}
+        got, told = call(*(places.get(word, word) for word in arguments))
+        assert (got, said in told) == (code, True), told
+        assert "secret" not in told
+
+    @pytest.mark.parametrize("command", ["repair", "scrub"])
+    def test_control_c_ends_it_and_the_next_goes_on(self, tmp_path: Path, command: str) -> None:
+        make(tmp_path)
+        arguments = [sys.executable, "-c", AT_WORK, command, str(tmp_path), "--bandwidth", "20kB/s"]
+        with subprocess.Popen(
+            arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "at work\n"
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            told = process.communicate(timeout=60)[1]
+        assert process.returncode == 130, told
+        assert "goes on where it stood" in told
+        assert "Traceback" not in told
+        looks = read_looks(LocalStore(tmp_path))
+        done = scrub(str(tmp_path), older_than_s=3_600)
+        assert done.locations["root"].not_due == len(looks.get("root", {}))
+        assert done.exit_code == 0
+
+    def test_json_is_the_whole_of_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        make(tmp_path)
+        for command, keys in (
+            ("repair", {"healed", "lost", "unchecked", "exit_code", "copies"}),
+            ("scrub", {"locations", "remaining", "repair", "exit_code"}),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                run([command, str(tmp_path), "--json"])
+            assert not ended.value.code
+            assert keys <= json.loads(capsys.readouterr().out).keys()
+
+
+def test_levels_and_names_are_checked(tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(UsageError):
+        repair(str(tmp_path), level="deep")
+    record = LocationRecord.parse(f"copy={tmp_path / 'nothing'}")
+    assert repair(str(tmp_path), locations=[record]).exit_code == 3
+
+
+def test_erasing_takes_the_parity_along(tmp_path: Path) -> None:
+    """P + Q + k − 1 others give an erased shard back: they go with it."""
+    repository = make(tmp_path, parity=4)
+    before = {record.set.id for record in find_records([repository.store])}
+    gone = next(
+        record
+        for record in find_records([repository.store])
+        if record.set.k == 4 and record.set.members[0].extension == "tar"
+    )
+    erase(str(tmp_path), keys=["key-00007"], reason="asked to")
+    left = list(find_records([repository.store]))
+    held = {name for name in repository.store.list_after("objects/") if name.endswith(".parity")}
+    assert {record.set.id for record in left} < before
+    assert held == {record.object_at(record.set.k + row).name for record in left for row in (0, 1)}
+    there = set(repository.store.list_after("objects/"))
+    for record in left:
+        assert all(member.name in there for member in record.set.members), "none that holds what was erased"
+    assert gone.set.k == 4
+    assert repair(str(tmp_path)).exit_code == 0

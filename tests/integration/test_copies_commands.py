@@ -1,0 +1,294 @@
+"""build, replicate, place, gc and remove --erase with copies on a disk and in a bucket, from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.storage import open_store
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit_tools.main import run
+
+BUCKET = "copies"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    try:
+        with moto(BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in s3_environment(server).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+class Shell:
+    """Runs commands; no output ever holds a credential."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object, code: int = 0) -> str:
+        return "".join(self._run(arguments, code))
+
+    def _run(self, arguments: tuple[object, ...], code: int) -> tuple[str, str]:
+        found = 0
+        try:
+            run([str(one) for one in arguments])
+        except SystemExit as ended:
+            found = int(ended.code or 0)
+        output = self._capsys.readouterr()
+        text = output.out + output.err
+        assert found == code, text
+        assert SECRET_KEY not in text
+        assert ACCESS_KEY not in text
+        return output.out, output.err
+
+    def json(self, *arguments: object, code: int = 0) -> Any:
+        return json.loads(self._run((*arguments, "--json"), code)[0])
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {n:04d}", "label": n % 2}) + "\n" for n in range(300)))
+    return path
+
+
+def _texts(url: str) -> list[str]:
+    ds = shardkit.open(url)
+    return sorted(str(ds[i]["text"]) for i in range(len(ds)))
+
+
+ALL = [f"row {n:04d}" for n in range(300)]
+
+
+def test_from_build_to_erasure_over_a_disk_and_a_bucket(
+    tmp_path: Path, source: Path, bucket: str, shell: Shell
+) -> None:
+    root, disk = tmp_path / "root", tmp_path / "disk"
+    built = shell.json(
+        "build", source, root, "--stratify", "label", "--shard-size", "4KiB", "--block-size", "1KiB",
+        "--location", f"disk={disk},domain=rack", "--location", f"cloud={bucket},domain=aws",
+        "--copies", "3", "--mode", "sync",
+    )  # fmt: skip
+    assert built["lag_bytes"] == 0
+    cloud = open_store(bucket)
+    objects = set(open_store(root).list_after("objects/"))
+    assert set(cloud.list_after("objects/")) == set(open_store(disk).list_after("objects/")) == objects
+    for name in objects:  # the store's own checksum is what the name says
+        stat = cloud.head(name)
+        assert stat is not None
+        assert stat.sha256 in (None, name.rpartition("/")[2].partition(".")[0])
+
+    # Either copy alone is the dataset; the root without shards reads from them by itself.
+    for name in ("away", "objects"):
+        target = root if name == "away" else root / name
+        target.rename(tmp_path / "hidden")
+        if name == "away":
+            assert _texts(bucket) == _texts(str(disk)) == ALL
+        else:
+            assert _texts(str(root)) == ALL
+        (tmp_path / "hidden").rename(target)
+    assert "is the copy 'cloud'" in shell("tag", bucket, "v1", code=1)
+
+    # A version that is not copied yet, then is; then nobody names it any more.
+    shell("place", root, "--mode", "async")
+    shell("build", source, root, "--shard-size", "8KiB", "--ref", "other", "--seed", "3")
+    told = shell.json("replicate", root, "--dry-run", code=3)
+    assert told["lag_before"] > 0
+    assert shell.json("replicate", root, "--bandwidth", "1GB/s")["lag_after"] == 0
+    assert len(set(cloud.list_after("objects/"))) > len(objects)
+
+    from shardkit.storage import Repository
+
+    Repository.open(root).commit({"other": None}, message="drop")
+    assert shell.json("gc", root, "--history", "0s")["garbage"] > 0
+    shell("gc", root, "--delete", "--history", "0s", "--grace", "0s")
+    deleted = shell.json("gc", root, "--delete", "--history", "0s", "--grace", "0s")["deleted"]
+    assert deleted.keys() == {"root", "disk", "cloud"}
+    for store in (open_store(root), open_store(disk), cloud):
+        assert set(store.list_after("objects/")) == objects
+
+    # Erased rows are nowhere.
+    report = shell.json("remove", root, "--rows", "7,8", "--reason", "asked", "--erase")
+    gone = set(report["objects"])
+    assert gone
+    for store in (open_store(root), open_store(disk), cloud):
+        assert not gone & set(store.list_after("objects/"))
+    assert len(_texts(str(root))) == 298
+    shell("replicate", root)
+    assert _texts(bucket) == _texts(str(root))
+    assert "clean" in shell("verify", root)
+
+
+def test_a_root_in_a_bucket_with_a_copy_on_a_disk(
+    tmp_path: Path, source: Path, bucket: str, shell: Shell
+) -> None:
+    shell("build", source, bucket, "--stratify", "label", "--shard-size", "16KiB")
+    placed = shell.json(
+        "place", bucket, "--location", f"disk={tmp_path / 'disk'}", "--copies", "2", "--parity", "4+2"
+    )
+    assert placed["copies"]["lag_after"] == 0
+    assert placed["committed"]
+    assert _texts(str(tmp_path / "disk")) == ALL
+    assert shell.json("place", bucket)["table"] == 1
+    shell("gc", bucket, "--delete", "--grace", "0s")
+    assert shell.json("gc", bucket)["garbage"] == 0
+    assert shell.json("replicate", bucket)["lag_before"] == 0
+    undone = shell.json("place", bucket, "--parity", "none")
+    assert undone["policy"]["parity"] == "none"
+
+
+def test_an_erasure_waits_for_a_location_that_is_away(tmp_path: Path, source: Path, shell: Shell) -> None:
+    root, disk = tmp_path / "root", tmp_path / "disk"
+    shell(
+        "build",
+        source,
+        root,
+        "--shard-size",
+        "4KiB",
+        "--location",
+        f"disk={disk}",
+        "--copies",
+        "2",
+        "--mode",
+        "sync",
+    )
+    shell("place", root, "--mode", "async")
+    disk.rename(tmp_path / "away")
+    told = shell("remove", root, "--rows", "7", "--reason", "asked", "--erase", code=1)
+    assert "but for 1 locations (disk:" in told
+    assert "--resume" in told
+    assert "an erasure was begun" in shell("gc", root, code=2)
+    (tmp_path / "away").rename(disk)
+    (report,) = shell.json("remove", root, "--resume")
+    assert not set(report["objects"]) & set(open_store(disk).list_after("objects/"))
+    assert "row 0007" not in _texts(str(root)) or len(_texts(str(root))) == 299
+
+
+def test_readers_need_no_right_to_write(tmp_path: Path, source: Path, shell: Shell) -> None:
+    root, disk, runs = tmp_path / "root", tmp_path / "disk", tmp_path / "run"
+    shell(
+        "build",
+        source,
+        root,
+        "--shard-size",
+        "4KiB",
+        "--location",
+        f"disk={disk}",
+        "--copies",
+        "2",
+        "--mode",
+        "sync",
+    )
+    victim = min(root.glob("objects/**/*.tar"))
+    victim.chmod(0o644)
+    victim.write_bytes(bytes(victim.stat().st_size))
+    folders = [root, disk, *root.rglob("*"), *disk.rglob("*")]
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folders}
+    for path in folders:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        ds = shardkit.open(str(root))
+        loader = ds.loader(ds.plan(global_batch=10), run=str(runs), rank=0, world=1)
+        seen = [int(number) for batch in loader for number in batch.samples]
+        loader.close()
+        assert sorted(seen) == list(range(300))
+        for command in ("ls", "show", "log"):
+            shell(command, root)
+        shell("plan", root, "--global-batch", "10")
+    finally:
+        for path in folders:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folders} == before
+    assert set(folders) == {root, disk, *root.rglob("*"), *disk.rglob("*")}  # nothing was made either
+    attested = [json.loads(path.read_text()) for path in (runs / "attest").rglob("*.json")]
+    assert [one["result"] for one in attested] == ["wrong"]  # for repair --from-run
+    assert attested[0]["location"] == "root"
+
+
+def test_verify_looks_at_the_root_and_not_at_its_copies(tmp_path: Path, source: Path, shell: Shell) -> None:
+    root = tmp_path / "root"
+    shell("build", source, root, "--location", f"a={tmp_path / 'a'}", "--copies", "2", "--mode", "sync")
+    victims = [next(root.glob("objects/**/*.tar")), next(root.glob("objects/**/*.page"))]
+    for victim in victims:
+        victim.chmod(0o644)
+        victim.write_bytes(bytes(victim.stat().st_size))
+        told = shell("verify", root, code=2)
+        assert victim.name in told
+    assert _texts(str(root)) == ALL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["replicate"], "has no locations beside itself"),
+        (["place", "--copies", "2"], "2 copies need as many failure domains"),
+        (["place", "--location", "A=/x"], "location name 'A'"),
+        (["place", "--location", "a=s3://k:CANARY@bucket/x"], "password"),
+        (["place", "--empty", "a"], "no location 'a'"),
+        (["place", "--undo"], "no earlier placement"),
+        (["place", "--undo", "--copies", "2"], "takes no other change"),
+        (["place", "--parity", "8+1"], "such as 8+2"),
+        (["gc", "--grace", "soon"], "such as 30d"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, source: Path, shell: Shell, arguments: list[str], says: str
+) -> None:
+    root = tmp_path / "root"
+    shell("build", source, root)
+    code = 1 if arguments == ["replicate"] else 2
+    told = shell(arguments[0], root, *arguments[1:], code=code)
+    assert says in told
+    assert "CANARY" not in told
+    assert "Traceback" not in told
+    assert len(told.strip().splitlines()) == 1
+
+
+def test_a_full_location_is_told_and_the_others_are_filled(
+    tmp_path: Path, source: Path, shell: Shell
+) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    root = tmp_path / "root"
+    shell("build", source, root, "--location", f"a={tmp_path / 'a'}", "--location", f"b={tmp_path / 'b'}")
+    shell("place", root, "--copies", "3", "--mode", "async")
+    shutil.rmtree(tmp_path / "a" / "objects")
+    (tmp_path / "a").chmod(0o555)
+    told = shell.json("replicate", root, code=3)
+    (tmp_path / "a").chmod(0o755)
+    assert {one["name"]: one["state"] for one in told["locations"]}["b"] == "ok"
+
+
+def test_sets_that_are_left_without_parity_are_told(tmp_path: Path, shell: Shell) -> None:
+    root = tmp_path / "root"
+    with shardkit.create(
+        root, {"x": "int64[512]"}, format="arrow", shard_size="64KiB", block_size="16KiB"
+    ) as w:
+        for number in range(96):
+            w.add({"x": [number] * 512})
+    next((root / "objects").rglob("*.arrow")).unlink()
+    told = shell("place", root, "--parity", "4+2", code=1)
+    assert "parity set" in told
+    assert "shardkit repair" in told

@@ -1,0 +1,366 @@
+"""The page: clear in a real browser, silent to whoever should not see it, and nothing that a run says is executed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.telemetry import Record, read_run
+from shardkit.telemetry.recorder import record_path
+
+uvicorn = pytest.importorskip("uvicorn", reason="the dashboard's server is not installed")
+pytest.importorskip("starlette", reason="the dashboard's server is not installed")
+
+TOKEN = "a-token-that-nobody-guesses"
+HOSTILE = [
+    "<script>window.hacked=1</script>",
+    '"><img src=x onerror=window.hacked=1>',
+    "</table><svg onload=window.hacked=1>",
+    "javascript:window.hacked=1",
+    "${window.hacked=1}",
+    "{{window.hacked=1}}",
+    "'-window.hacked=1-'",
+    "\u202eevil\u0000\x1b[2J",
+    "../../../etc/passwd",
+    "a" * 180,
+]
+
+
+@contextlib.contextmanager
+def served(run: Path) -> Iterator[int]:
+    from shardkit_tools.observing.web import make_app
+
+    app = make_app(run, TOKEN)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", access_log=False, server_header=False, lifespan="off")
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def port(slowed_run: Path) -> Iterator[int]:
+    with served(slowed_run) as number:
+        yield number
+
+
+def ask(
+    port: int, path: str, host: str | None = None, method: str = "GET"
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection._validate_path = lambda _path: None  # type: ignore[attr-defined]
+    connection.putrequest(method, path, skip_host=host is not None)
+    if host is not None:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
+
+
+# ---- who sees it
+
+
+def test_the_page_and_its_parts(port: int) -> None:
+    for name, kind in (
+        ("", "text/html"),
+        ("dashboard.js", "text/javascript"),
+        ("charts.js", "text/javascript"),
+        ("style.css", "text/css"),
+        ("data.json", "application/json"),
+        ("healthz", "application/json"),
+    ):
+        status, headers, body = ask(port, f"/{TOKEN}/{name}")
+        assert status == 200
+        assert headers["content-type"].startswith(kind)
+        assert body
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+        assert headers["cache-control"] == "no-store"
+        assert "server" not in headers
+        assert "access-control-allow-origin" not in headers
+    document = json.loads(ask(port, f"/{TOKEN}/data.json")[2])
+    assert document["bottleneck"]["kind"] in ("prepare", "compute")
+    assert [one["kind"] for one in document["anomalies"]] == ["straggler"]
+
+
+def test_nothing_comes_from_outside(port: int) -> None:
+    for name in ("", "dashboard.js", "charts.js", "style.css"):
+        text = ask(port, f"/{TOKEN}/{name}")[2].decode()
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), "an XML name, not an address"
+        for way in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacent",
+            "document.write",
+            "eval(",
+            "new Function",
+            "onclick",
+        ):
+            assert way not in text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/data.json",
+        "/wrong/",
+        "/wrong/data.json",
+        f"/{TOKEN[:-1]}/",
+        f"/{TOKEN}x/",
+        f"//{TOKEN}/",
+        f"/{TOKEN.upper()}/",
+        "/healthz",
+        "/metrics",
+        "/favicon.ico",
+        f"/x/{TOKEN}/",
+        f"/?{TOKEN}",
+    ],
+)
+def test_without_the_token_everything_is_the_same_nothing(port: int, path: str) -> None:
+    status, headers, body = ask(port, path)
+    assert (status, body) == (404, b"not found\n")
+    assert "location" not in headers
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "",
+        "127.0.0.1@evil.example",
+        "169.254.169.254",
+        "localhost.evil.example",
+        "0.0.0.0",
+        "[::]",
+    ],
+)
+def test_a_foreign_name_is_refused_even_with_the_token(port: int, host: str) -> None:
+    status, _, body = ask(port, f"/{TOKEN}/data.json", host)
+    assert status in (400, 403)
+    assert b"bottleneck" not in body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
+def test_it_can_only_be_looked_at(port: int, method: str) -> None:
+    status, _, body = ask(port, f"/{TOKEN}/data.json", method=method)
+    assert status == 405
+    assert b"bottleneck" not in body
+
+
+SEGMENTS = st.sampled_from(
+    [
+        "..",
+        ".",
+        "%2e%2e",
+        "%2f",
+        "..%2f",
+        "..\\",
+        "%5c",
+        "etc",
+        "passwd",
+        "run.json",
+        "telemetry",
+        "events.jsonl",
+        "%00",
+        "index.html",
+        "dashboard.js",
+        "~",
+        "//",
+        "%c0%ae",
+        "file:",
+        "web.py",
+    ]
+)
+
+
+@settings(max_examples=150)
+@given(segments=st.lists(SEGMENTS, min_size=1, max_size=7), token=st.booleans())
+def test_no_path_leads_to_a_file(port: int, segments: list[str], token: bool) -> None:
+    path = "/".join(segments)
+    status, _, body = ask(port, f"/{TOKEN}/{path}" if token else f"/{path}")
+    assert status in (200, 400, 404)
+    if status == 200:
+        assert token
+        assert path.strip("/") == "dashboard.js"
+    for secret in (b"root:", b'"configuration"', b"shardkit-run", b"def make_app"):
+        assert secret not in body
+
+
+@settings(max_examples=100)
+@given(data=st.text(alphabet=st.characters(min_codepoint=1, max_codepoint=255), max_size=60))
+def test_any_path_is_survived(port: int, data: str) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(
+            b"GET /" + data.encode("latin-1") + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        )
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b"bottleneck" not in answer
+    assert not answer or answer.split(b" ", 2)[1] in (b"400", b"404", b"403", b"405", b"414")
+
+
+# ---- what a hostile run can do
+
+
+@pytest.fixture(scope="module")
+def hostile_run(slowed_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose every text is an attack, and whose files hold what nobody should see."""
+    run = tmp_path_factory.mktemp("hostile") / "<img src=x onerror=window.hacked=1>"
+    shutil.copytree(slowed_run, run)
+    newest = read_run(run).newest
+    with (run / "events.jsonl").open("a") as file:
+        for text in HOSTILE:
+            event = {
+                "time": newest,
+                "event": text,
+                "rank": text,
+                "key": text,
+                text: text,
+                "password": "canary-of-an-event",
+            }
+            file.write(json.dumps(event) + "\n")
+        for broken in (
+            {
+                "time": newest,
+                "event": "anomaly",
+                "anomaly": HOSTILE[0],
+                "evidence": [HOSTILE[1]],
+                "action": HOSTILE[2],
+            },
+            {"time": newest, "event": "anomaly", "anomaly": "stall", "evidence": {"silent_s": HOSTILE[0]}},
+        ):
+            file.write(json.dumps(broken) + "\n")
+    with record_path(run, 0).open("ab") as file:
+        rows = [[text, 1, 10**9] for text in HOSTILE]
+        file.write(
+            Record(
+                time=newest + 1,
+                rank=0,
+                world=2,
+                host=HOSTILE[0],
+                session=HOSTILE[1],
+                lanes=tuple(range(12)),
+                values={f"reads.bytes_from_{text[:40]}": 5.0 for text in HOSTILE},
+                tables={"hot_shards": rows, "stage": [[HOSTILE[1]]], "slow_blocks": rows},
+            ).to_line()
+        )
+    known = json.loads((run / "run.json").read_text())
+    known["software"] |= {text: text for text in HOSTILE}
+    known["manifest"] = HOSTILE[0]
+    (run / "run.json").write_text(json.dumps(known))
+    return run
+
+
+def test_what_is_sent_is_printable_and_redacted(hostile_run: Path) -> None:
+    with served(hostile_run) as port:
+        body = ask(port, f"/{TOKEN}/data.json")[2].decode()
+    assert "canary-of-an-event" not in body
+    for text in texts(json.loads(body)):
+        assert text.isprintable(), repr(text)
+        assert "\u202e" not in text
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Every text of a JSON value, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield name
+            yield from texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts(one)
+
+
+def browser() -> Any:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on this machine")
+    return playwright.sync_playwright, path
+
+
+@contextlib.contextmanager
+def opened(port: int, **options: Any) -> Iterator[Any]:
+    start, path = browser()
+    with start() as playwright:
+        # a test machine may run as root, where Chromium's own sandbox does not start
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = chromium.new_page(**options)
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.goto(f"http://127.0.0.1:{port}/{TOKEN}/")
+        page.wait_for_selector("#events td")
+        yield page
+        assert said == []
+        chromium.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_person_sees_the_story(port: int, tmp_path: Path, scheme: str) -> None:
+    with opened(port, viewport={"width": 1280, "height": 900}, color_scheme=scheme) as page:
+        assert page.inner_text("#state") == "ended"
+        assert "rank 1 takes" in page.inner_text("#anomalies")
+        assert "prepare-bound" in page.inner_text("#tiles") or "compute-bound" in page.inner_text("#tiles")
+        assert page.locator("#lanes rect[stroke]").count() > 0, "lanes that moved are outlined"
+        for chart in ("throughput", "waiting", "bytes", "skew"):
+            assert page.locator(f"#{chart} path").count() > 0, chart
+        assert page.locator("#shards rect").count() > 3
+        assert page.locator("#ranks tr").count() == 3
+        assert "rebalance" in page.inner_text("#events")
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, background[4:-1].split(","))) < 200) is (scheme == "dark")
+        overflow = page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        assert overflow <= 0, "nothing is cut off at the side"
+        picture = page.screenshot(path=tmp_path / f"{scheme}.png", full_page=True)
+    assert len(picture) > 50_000
+
+
+def test_a_narrow_window_is_enough(port: int) -> None:
+    with opened(port, viewport={"width": 420, "height": 800}) as page:
+        assert (
+            page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+        )
+
+
+def test_nothing_that_a_run_says_is_executed(hostile_run: Path) -> None:
+    asked: list[str] = []
+    with served(hostile_run) as port, opened(port) as page:
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(2_500)  # it has drawn again
+        assert page.evaluate("window.hacked") is None
+        assert "<script>window.hacked=1</script>" in page.inner_text("#events"), "shown as text"
+        assert page.locator("main script, main img, #events svg").count() == 0
+        assert all(url.startswith(f"http://127.0.0.1:{port}/{TOKEN}/") for url in asked)
+        assert asked

@@ -1,0 +1,211 @@
+"""Training from two S3 locations of which the nearer one rots and dies: the same batches, and the dataset heals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.storage import open_store
+from shardkit.storage.reading import ReadSettings
+from shardkit.storage.repairing import read_looks
+from shardkit.testing.drills import drill_count
+from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_environment
+from shardkit_tools.main import run
+
+NEAR, FAR = "near", "far"
+ROWS = 600 * min(16, drill_count(100))  # 3,000 samples, or 9,600
+SETTINGS = ReadSettings(deadline_s=60, attempt_s=1.0, cool_down_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    try:
+        with localstack(tmp_path_factory.mktemp("localstack"), NEAR, FAR) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with FaultProxy(server) as made:
+        for name, value in s3_environment(made.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = 0
+    try:
+        run(list(arguments))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    output = capsys.readouterr()
+    for canary in (SECRET_KEY, ACCESS_KEY):
+        assert canary not in output.out + output.err
+    return code, output.out + output.err
+
+
+def make(prefix: str, capsys: pytest.CaptureFixture[str], rows: int, *policy: str) -> str:
+    root = f"s3://{NEAR}/{prefix}"
+    with shardkit.create(
+        root, {"x": "float32[128]", "y": "float32"}, shard_size=64_000, block_size=8_192
+    ) as writer:
+        rng = np.random.default_rng(1)
+        for _ in range(rows):
+            x = rng.normal(size=128).astype(np.float32)
+            writer.add({"x": x, "y": float(x[:5].sum())})
+    if policy:
+        code, told = call(capsys, "place", root, *policy)
+        assert code == 0, told
+    return root
+
+
+class Training:
+    """A linear model by plain gradient descent: its weights depend on every batch and on their order."""
+
+    def __init__(self, root: str, run_folder: Path | None) -> None:
+        self.weights = np.zeros(128)
+        self.batches: list[tuple[list[int], bytes]] = []
+        self.waits_s: list[float] = []
+        self.stats: dict[str, float] = {}
+        dataset = shardkit.open(root, settings=SETTINGS)
+        plan = dataset.plan(global_batch=16, seed=1, lanes=4)
+        self.loader: Any = dataset.loader(
+            plan, rank=0, world=1, tensors=False, memory="2MiB", prefetch=0, run=run_folder
+        )
+
+    def run(self) -> None:
+        with contextlib.closing(self.loader):
+            began = time.monotonic()
+            for batch in self.loader:
+                self.waits_s.append(time.monotonic() - began)
+                x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
+                self.weights -= 0.01 * x.T @ (x @ self.weights - y) / len(y)
+                self.batches.append((batch["samples"].tolist(), batch["x"].tobytes()))
+                began = time.monotonic()
+            self.stats = self.loader.stats()
+
+
+def rot(root: str, endpoint: str, count: int) -> tuple[set[str], str]:
+    """Flip a bit in some shards at rest and remove one: names of the flipped, and of the removed."""
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
+                          aws_secret_access_key=SECRET_KEY)  # fmt: skip
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    store = open_store(root)
+    shards = [name for name in store.list_after("objects/") if name.endswith(".tar")]
+    flipped = set(shards[1 :: max(1, len(shards) // count)][:count])
+    for name in flipped:
+        data = bytearray(store.get(name, max_bytes=10**7))
+        data[len(data) // 2] ^= 1
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=bytes(data), ChecksumAlgorithm="SHA256")
+    client.delete_object(Bucket=bucket, Key=f"{prefix}/{shards[0]}")
+    client.close()
+    return flipped, shards[0]
+
+
+@pytest.mark.drill
+@pytest.mark.slow
+def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
+    server: str, proxy: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = uuid.uuid4().hex
+    root = make(prefix, capsys, ROWS, "--location", f"mirror=s3://{FAR}/{prefix},domain=far", "--copies", "2")
+    truth = Training(root, None)
+    truth.run()
+    flipped, removed = rot(root, server, 8)
+    training = Training(root, tmp_path / "run")
+    asked: Counter[str] = Counter()
+    healthy = int(0.3 * truth.stats["remote_requests"])
+    phases = [(healthy, None), (healthy + 12, "flip"), (healthy + 17, "stall"), (healthy + 22, "status")]
+
+    def ill(request: Request) -> Fault | None:
+        if not request.path.startswith(f"/{NEAR}/"):
+            return None
+        asked["near"] += 1
+        kind: Any = next((kind for until, kind in phases if asked["near"] <= until), "reset")
+        asked[str(kind)] += 1
+        return None if kind is None else Fault(kind, seconds=10.0)
+
+    proxy.faults = ill
+    training.run()
+    proxy.faults = lambda _request: None
+    assert training.batches == truth.batches, "every batch, byte by byte"
+    assert training.weights.tobytes() == truth.weights.tobytes()
+    assert {"flip", "stall", "status", "reset"} <= asked.keys(), asked
+    assert max(training.waits_s) < SETTINGS.deadline_s / 2, "stalls are bounded"
+    assert training.stats["remote_mismatches"] > 0
+    assert training.stats["bytes_from_mirror"] > 0
+
+    looks = read_looks(open_store(str(tmp_path / "run")))["root"]
+    attested = {name for name, look in looks.items() if look.is_bad}
+    met = attested & {*flipped, removed}
+    assert met, "some of what is bad at rest was read before the location vanished"
+    code, told = call(capsys, "repair", root, "--from-run", str(tmp_path / "run"), "--json")
+    done = json.loads(told)
+    assert code == 1, told
+    assert {one["name"] for one in done["healed"]} == met, (
+        "what is bad at rest is healed, what only came badly is left"
+    )
+    assert {one["source"] for one in done["healed"]} == {"mirror"}
+    code, told = call(capsys, "scrub", root, "--repair", "--json")
+    scrubbed = json.loads(told)
+    assert code == (1 if met < {*flipped, removed} else 0), told
+    assert scrubbed["locations"]["root"]["read_bytes"] == 0, "S3 is audited by its own checksums"
+    assert set(scrubbed["locations"]["root"]["bad"]) == {*flipped, removed} - met
+    assert call(capsys, "verify", root, "--level", "read")[0] == 0
+    assert call(capsys, "repair", root)[0] == 0
+    for file in (tmp_path / "run").rglob("*"):
+        if file.is_file():
+            text = file.read_bytes()
+            assert SECRET_KEY.encode() not in text
+            assert ACCESS_KEY.encode() not in text
+    for location in (root, f"s3://{FAR}/{prefix}"):
+        store = open_store(location)
+        for name in store.list_after("attest/"):
+            data = store.get(name, max_bytes=2**20)
+            assert SECRET_KEY.encode() not in data
+            assert ACCESS_KEY.encode() not in data
+    waits = sorted(training.waits_s)
+    with capsys.disabled():
+        print(json.dumps({
+            "steps": len(waits), "wait_median_ms": round(1e3 * waits[len(waits) // 2]),
+            "wait_worst_ms": round(1e3 * waits[-1]), "near": dict(asked), "healed_from_run": len(met),
+            "bad_at_rest": len(flipped) + 1, "attested": len(attested),
+            **{name: int(training.stats[f"remote_{name}"]) for name in
+               ("mismatches", "refetches", "failovers", "timeouts", "throttled", "missing", "hedges",
+                "circuit_opened")},
+        }))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_with_parity_alone_the_epoch_completes_as_well(
+    server: str, proxy: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One location, 8+2: two bad shards, one of them gone; blocks are rebuilt from ranges, then the shards are."""
+    root = make(uuid.uuid4().hex, capsys, 900, "--parity", "8+2")
+    truth = Training(root, None)
+    truth.run()
+    flipped, removed = rot(root, server, 1)
+    training = Training(root, tmp_path / "run")
+    training.run()
+    assert training.batches == truth.batches
+    assert training.stats["remote_rebuilt"] > 0
+    code, told = call(capsys, "repair", root, "--from-run", str(tmp_path / "run"), "--json")
+    assert code == 1, told
+    healed = json.loads(told)["healed"]
+    assert {one["name"] for one in healed} == {*flipped, removed}
+    assert {one["source"] for one in healed} == {"parity"}
+    assert call(capsys, "verify", root, "--level", "stored")[0] == 0

@@ -1,0 +1,320 @@
+"""One rank of a run is slowed: records, rules, events, `top` and metrics tell the same story; what watching costs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.telemetry import TelemetrySettings, find_anomalies, read_events, read_run
+from shardkit.telemetry.serving import run_metrics
+from shardkit_tools.main import run
+from shardkit_tools.observing.run_view import view_run
+
+CANARY = "Zq7canary9Xw2LongEnough"
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Shardkit = Callable[..., Done]
+
+
+@pytest.fixture
+def shardkit_command(capsys: pytest.CaptureFixture[str]) -> Shardkit:
+    """Run `shardkit` with these arguments."""
+
+    def execute(*arguments: object) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run([str(one) for one in arguments])
+        said = capsys.readouterr()
+        code = ended.value.code
+        return Done(code if isinstance(code, int) else int(bool(code)), said.out, said.err)
+
+    return execute
+
+
+# ---- the story
+
+
+def test_the_records_show_the_slow_rank_and_the_lanes_that_left_it(slowed_run: Path) -> None:
+    telemetry = read_run(slowed_run, tail_bytes=8 << 20)
+    assert telemetry.world == 2
+    assert telemetry.ended
+    [anomaly] = find_anomalies(telemetry.ranks, telemetry.newest)
+    assert (anomaly.kind, anomaly.rank, anomaly.action) == ("straggler", 1, "rebalance")
+    assert anomaly.evidence["times"] >= 1.5
+    first, last = telemetry.ranks[1][1], telemetry.ranks[1][-1]
+    assert (len(first.lanes), len(last.lanes)) == (6, len(telemetry.ranks[1][-1].lanes))
+    assert len(last.lanes) < 4
+
+
+def test_the_events_tell_the_finding_and_what_followed(slowed_run: Path) -> None:
+    events = read_events(slowed_run)
+    kinds = [event["event"] for event in events]
+    straggler = next(event for event in events if event["event"] == "anomaly")
+    assert (straggler["anomaly"], straggler["rank"], straggler["action"]) == ("straggler", 1, "rebalance")
+    moved = next(event for event in events if event["event"] == "rebalance")
+    assert moved["owner"].count(1) < 6
+    assert kinds.index("start") < kinds.index("anomaly")
+    view = view_run(slowed_run)
+    assert view["lane_owners"].count(1) == moved_owners(events).count(1)
+    assert {(one["from"], one["to"]) for one in view["lane_moves"]} == {(1, 0)}
+
+
+def moved_owners(events: list[dict[str, Any]]) -> list[int]:
+    """Owners after the last decision that took effect."""
+    decisions = [event for event in events if event["event"] == "rebalance" and event["from_step"] < 70]
+    return list(decisions[-1]["owner"])
+
+
+def test_top_names_the_rank_and_the_bottleneck(shardkit_command: Shardkit, slowed_run: Path) -> None:
+    done = shardkit_command("top", slowed_run, "--once")
+    assert done.returncode == 0, done.stderr
+    said = re.search(r"^bottleneck: (\w+-bound, \d+ %) \(rank ([01])\)$", done.stdout, re.MULTILINE)
+    assert said is not None
+    assert re.search(
+        r"^anomaly: straggler: rank 1 takes \d+\.\d ms per cell, .*→ rebalance", done.stdout, re.MULTILINE
+    )
+    assert re.search(r"^event: .* rebalance ", done.stdout, re.MULTILINE)
+    document = json.loads(shardkit_command("top", slowed_run, "--json").stdout)
+    assert (document["bottleneck"]["text"], str(document["bottleneck"]["rank"])) == said.groups()
+    assert document["bottleneck"]["kind"] in ("prepare", "compute"), (
+        "the machine is what is slow, not the store"
+    )
+    assert [one["kind"] for one in document["anomalies"]] == ["straggler"]
+    assert document["ranks"][1]["cell_s"] > 1.5 * document["ranks"][0]["cell_s"]
+    assert document["step"] == document["steps"] == 70
+    assert document["samples_per_s"] > 0
+    assert sum(document["bottleneck"]["shares"].values()) == pytest.approx(1.0)
+
+
+def test_top_on_a_terminal(
+    shardkit_command: Shardkit, slowed_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "180")
+    done = shardkit_command("top", slowed_run, "--once")
+    assert done.returncode == 0
+    assert "straggler" in done.stdout
+    assert "▲" in done.stdout
+
+
+def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    telemetry = read_run(slowed_run)
+    text = run_metrics(telemetry, telemetry.newest).decode()
+    values = {name: float(value) for name, value in re.findall(r"^(shardkit\S*) (\S+)$", text, re.MULTILINE)}
+    assert values['shardkit_anomalies{kind="straggler"}'] == 1
+    assert values['shardkit_anomalies{kind="stall"}'] == 0
+
+    def busy(rank: int) -> float:
+        stages = ("data", "prepare", "compute", "update")
+        name = 'shardkit_trainer_stage_seconds_total{{rank="{}",stage="{}",worker="0"}}'
+        seconds = sum(values[name.format(rank, stage)] for stage in stages)
+        return seconds / values[f'shardkit_trainer_cells_total{{rank="{rank}",worker="0"}}']
+
+    assert busy(1) > 1.5 * busy(0)
+    assert values['shardkit_trainer_steps_total{rank="0",worker="0"}'] == 70
+
+
+# ---- report and rehearsal
+
+
+def test_the_report_explains_and_holds_no_credential(
+    shardkit_command: Shardkit, slowed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(slowed_run, copy)
+    newest = read_run(copy).newest
+    planted: list[dict[str, Any]] = [
+        {"reason": f"s3://key:{CANARY}0@host/x?X-Amz-Signature={CANARY}1 said no"},
+        {"password": f"{CANARY}2", "text": f"token={CANARY}3", "list": [f"Bearer {CANARY}4"]},
+        {"text": f"plainly {CANARY}5"},
+    ]  # fmt: skip
+    with (copy / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": newest, "event": "note", **event}) + "\n" for event in planted)
+    settings = json.loads((copy / "run.json").read_text())
+    settings["configuration"]["data"]["dataset"] = f"https://u:{CANARY}6@host/data"
+    (copy / "run.json").write_text(json.dumps(settings))
+    (copy / "control.toml").write_text(f'# api_key = "{CANARY}7"\n')
+    (copy / "telemetry" / "rank-00000.stacks.txt").write_text(f"password = '{CANARY}8'\n")
+    with (copy / "metrics" / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"note": f"AWS_SECRET_ACCESS_KEY={CANARY}9"}) + "\n")
+    archive = tmp_path / "report.tar.gz"
+    monkeypatch.setenv("CANARY_TOKEN", f"{CANARY}5")
+    done = shardkit_command("report", copy, "--since", "2h", "-o", archive)
+    assert done.returncode == 0, done.stderr
+    assert CANARY not in done.stdout + done.stderr
+    with tarfile.open(archive) as tar:
+        files = {one.name.partition("/")[2]: content(tar, one) for one in tar if one.isfile()}
+    for name, data in files.items():
+        assert CANARY.encode() not in data, name
+    expected = "README.txt events.jsonl decisions.json versions.json slow_blocks.json outage.json run.json control.toml"
+    assert {*expected.split(), "stacks/rank-00000.stacks.txt", "telemetry/rank-00001.jsonl"} <= set(files)
+    decisions = [one["event"] for one in json.loads(files["decisions.json"])]
+    assert "rebalance" in decisions
+    assert "anomaly" in decisions
+    assert json.loads(files["slow_blocks.json"])[0][0] > 0
+    assert json.loads(files["versions.json"])["run"]["torch"]
+    assert "Found now: straggler" in files["README.txt"].decode()
+    assert archive.stat().st_mode & 0o077 == 0, "for its owner only"
+    again = shardkit_command("report", copy, "-o", archive)
+    assert again.returncode == 1
+    assert "name another --output" in again.stderr
+
+
+def content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None
+    return file.read()
+
+
+def test_a_live_run_is_asked_for_its_stacks(shardkit_command: Shardkit, tmp_path: Path) -> None:
+    dataset = small_dataset(tmp_path)
+    plan = dataset.plan(global_batch=16, lanes=4)
+    settings = TelemetrySettings(interval_s=0.05)
+    with dataset.loader(plan, run=tmp_path / "run", tensors=False, telemetry=settings) as loader:
+        steps = iter(loader)
+        next(steps)
+        while not read_run(tmp_path / "run").series:
+            time.sleep(0.01)
+        done = shardkit_command("report", tmp_path / "run", "-o", tmp_path / "live.tar.gz")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "live.tar.gz") as tar:
+        files = {one.name.partition("/")[2]: content(tar, one) for one in tar if one.isfile()}
+    stacks = files["stacks/rank-00000.stacks.txt"].decode()
+    assert "older than this report" not in stacks
+    for thread in ("MainThread", "shardkit-plan", "shardkit-telemetry"):
+        assert f"thread {thread} " in stacks
+
+
+def test_since_is_heeded_and_explained(shardkit_command: Shardkit, slowed_run: Path, tmp_path: Path) -> None:
+    done = shardkit_command("report", slowed_run, "--since", "2s", "-o", tmp_path / "a.tar.gz", "--json")
+    files = json.loads(done.stdout)["files"]
+    whole = json.loads(
+        shardkit_command("report", slowed_run, "--since", "all", "-o", tmp_path / "b.tar.gz", "--json").stdout
+    )
+    assert files["telemetry/rank-00000.jsonl"] < whole["files"]["telemetry/rank-00000.jsonl"] / 2
+    wrong = shardkit_command("report", slowed_run, "--since", "soon")
+    assert wrong.returncode in (1, 2)
+    assert "30min, 2h, 1d" in wrong.stderr
+
+
+def test_a_rehearsal_moves_the_lanes_that_a_restart_would_move(
+    shardkit_command: Shardkit, slowed_run: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in sorted(slowed_run.rglob("*"))}
+    done = shardkit_command("rehearse", slowed_run, "--kill-rank", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    lanes = [lane for lane, owner in enumerate(view_run(slowed_run)["lane_owners"]) if owner == 1]
+    assert [(one["lane"], one["from"], one["to"]) for one in document["moves"]] == [
+        (lane, 1, 0) for lane in lanes
+    ]
+    assert document["lanes_per_rank"][1] == 12
+    assert document["steps_repeated"] == 0
+    assert document["sources"]["root"][0] == document["read_again"][0] > 0
+    assert document["lost"] == []
+    assert {path: path.stat().st_mtime_ns for path in sorted(slowed_run.rglob("*"))} == before, (
+        "nothing is touched"
+    )
+
+
+def test_a_rehearsal_names_what_would_be_lost(shardkit_command: Shardkit, slowed_run: Path) -> None:
+    host = view_run(slowed_run)["ranks"][0]["host"]
+    done = shardkit_command("rehearse", slowed_run, "--kill-node", host, "--kill-location", "root")
+    assert done.returncode == 3
+    assert "Lost: no other location has" in done.stdout
+    assert "no rank is left" in done.stdout
+    unknown = shardkit_command("rehearse", slowed_run, "--kill-node", "nowhere")
+    assert unknown.returncode in (1, 2)
+    assert host in unknown.stderr
+    assert shardkit_command("rehearse", slowed_run).returncode in (1, 2)
+
+
+def test_what_is_no_run_is_said_without_a_traceback(shardkit_command: Shardkit, tmp_path: Path) -> None:
+    for command in (["top"], ["report"], ["rehearse", "--kill-rank", "0"], ["dashboard"]):
+        done = shardkit_command(command[0], tmp_path, *command[1:])
+        assert done.returncode == 1
+        assert "is no run directory" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+# ---- the price
+
+
+def test_telemetry_costs_less_than_a_hundredth_of_a_short_step(tmp_path: Path) -> None:
+    """CPU time of the telemetry itself, against a step of 10 ms: polling and writing, and what the trainer adds."""
+    from shardkit.telemetry.recorder import Recorder
+    from shardkit_trainer.metering import StageMeter
+    from shardkit_trainer.reporting import Timeline
+
+    dataset = small_dataset(tmp_path)
+    loader = dataset.loader(dataset.plan(global_batch=16, lanes=4), run=tmp_path / "run", tensors=False)
+    for _ in loader:
+        pass
+    meter, timeline = StageMeter(100, lambda: "compute"), Timeline()
+    for name in ("data", "prepare", "exchange", "compute", "reduce", "update"):
+        timeline.seconds[name] = 0.001
+    loader.telemetry.add_source("trainer", meter.numbers)
+    recorder = Recorder(loader.telemetry, tmp_path / "other", TelemetrySettings(interval_s=1000))
+    began = time.process_time()
+    for _ in range(200):
+        recorder._record("running")
+    record_s = (time.process_time() - began) / 200
+    began = time.process_time()
+    for _ in range(20_000):
+        meter.step(timeline, computed_s=0.001, cells=4, loss=1.0, moved_bytes=1.0)
+    step_s = (time.process_time() - began) / 20_000
+    recorder.close()
+    loader.close()
+    share = step_s / 0.010 + record_s / TelemetrySettings().interval_s
+    assert share < 0.01, f"{1e6 * step_s:.1f} µs a step, {1e3 * record_s:.2f} ms a record"
+
+
+def small_dataset(tmp_path: Path) -> Any:
+    with shardkit.create(
+        tmp_path / "data", {"x": "int64[64]"}, shard_size="64KiB", block_size="8KiB"
+    ) as writer:
+        for number in range(640):
+            writer.add({"x": np.full(64, number)})
+    return shardkit.open(str(tmp_path / "data"))
+
+
+def test_counters_grow_over_loops_and_a_loader_without_a_run_writes_nothing(tmp_path: Path) -> None:
+    dataset = small_dataset(tmp_path)
+    plan = dataset.plan(global_batch=16, lanes=4)
+    with dataset.loader(plan, run=tmp_path / "run", tensors=False) as loader:
+        for epoch in range(1, 4):
+            for _ in loader:
+                pass
+            record = loader.telemetry.read()
+            assert record.value("loader.steps") == 40 * epoch
+            assert record.value("loader.samples") == 640 * epoch
+            assert record.value("loader.cells") == 160 * epoch
+            assert record.value("loader.step") == 40 * epoch
+        assert record.value("blocks.local_bytes") == record.value("loader.bytes_loaded") > 0
+        assert record.lanes == (0, 1, 2, 3)
+    with dataset.loader(plan, tensors=False) as plain:
+        list(plain)
+        assert plain.machinery.watch is None
+    with dataset.loader(plan, run=tmp_path / "quiet", telemetry=None, tensors=False) as quiet:
+        list(quiet)
+    assert not (tmp_path / "quiet" / "telemetry").exists()
+    assert (tmp_path / "quiet" / "journal").exists()

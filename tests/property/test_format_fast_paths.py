@@ -1,0 +1,212 @@
+"""Short cuts of the formats: few decimals at a time, text checked in one pass, columns decoded when asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import FormatError
+from shardkit.formats import FieldType, FixedColumn, Schema, VariableColumn, read_block
+from shardkit.formats.arrow_reading import BatchReader
+from shardkit.formats.block import check_text
+from shardkit.formats.schema import DTYPES
+from shardkit.formats.tar_blocks import tar_column
+from shardkit.testing.format_conformance import stored_block, write_shard
+
+INTEGERS = [name for name in DTYPES if not name.startswith("float")]
+FEW = 64  # rows up to which decimals are read one by one
+HOSTILE = [
+    *(
+        b"",
+        b"-",
+        b"--1",
+        b"-0",
+        b"00",
+        b"01",
+        b"-01",
+        b"+1",
+        b" 1",
+        b"1 ",
+        b"1\n",
+        b"1.0",
+        b"1e3",
+        b"0x1",
+        b"\xb2",
+    ),
+    *("٣".encode(), b"18446744073709551615", b"18446744073709551616", b"99999999999999999999"),
+    *(b"-9223372036854775808", b"-9223372036854775809", b"9" * 21, b"-" * 20, b"1" + b"0" * 20),
+]
+MEMBERS = (
+    st.integers(-(2**65), 2**65).map(lambda n: b"%d" % n)
+    | st.integers(-300, 300).map(lambda n: b"%d" % n)
+    | st.sampled_from(HOSTILE)
+    | st.binary(max_size=22)
+)
+
+
+def _is_canonical(text: bytes, dtype: str) -> bool:
+    low, high = (0, 1) if dtype == "bool" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    try:
+        value = int(text.decode("ascii"))
+    except ValueError:
+        return False
+    return text == str(value).encode() and low <= value <= high
+
+
+def _parse(members: list[bytes], dtype: str) -> Any:
+    """The values, or the message of the refusal."""
+    gap = b"\0\0"
+    data = np.frombuffer(gap + gap.join(members) + gap, np.uint8)
+    sizes = np.array([len(member) for member in members], np.int64)
+    starts = 2 + np.concatenate([[0], np.cumsum(sizes + 2)[:-1]]).astype(np.int64)
+    try:
+        column = tar_column(data, starts, sizes, FieldType("scalar", dtype), "n")
+    except FormatError as error:
+        return str(error)
+    assert isinstance(column, FixedColumn)
+    assert column.values.dtype == np.dtype(dtype)
+    assert not column.values.flags.writeable
+    return column.values.tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(members=st.lists(MEMBERS, min_size=1, max_size=8), dtype=st.sampled_from(INTEGERS))
+def test_few_decimals_and_many_are_read_alike(members: list[bytes], dtype: str) -> None:
+    many = members + [b"0", b"1"] * FEW
+    few, vectorised = _parse(members, dtype), _parse(many, dtype)
+    bad = [row for row, member in enumerate(members) if not _is_canonical(member, dtype)]
+    if bad:
+        assert f"row {bad[0]} of" in few
+        assert "row " in vectorised
+        assert int(vectorised.split("row ")[1].split()[0]) in bad
+    else:
+        assert few == [int(member) for member in members]
+        assert vectorised == few + [0, 1] * FEW
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_every_hostile_decimal_is_refused_by_both(dtype: str) -> None:
+    for member in HOSTILE:
+        canonical = _is_canonical(member, dtype)
+        for members in ([b"1", member], [b"1"] * FEW + [member]):
+            found = _parse(members, dtype)
+            assert isinstance(found, list) == canonical, (member, len(members))
+
+
+# ---- text
+
+
+PIECES = st.sampled_from(
+    [b"", b"a", "é".encode(), "€".encode(), "🙂".encode(), b"\x80", b"\xbf", b"\xc3", b"\xe2\x82", b"\xf0\x9f",
+     b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\0" * 3]
+)  # fmt: skip
+
+
+def _decodes(part: bytes) -> bool:
+    try:
+        part.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(PIECES, max_size=10), data=st.data())
+@example(pieces=["é".encode()], data=None)
+def test_text_is_refused_exactly_where_a_row_of_it_does_not_decode(pieces: list[bytes], data: Any) -> None:
+    """Rows anywhere: they may overlap, be empty, begin inside a character, leave gaps that are not text."""
+    text = b"".join(pieces)
+    place = st.integers(0, len(text))
+    spans = (
+        [(0, 1), (1, 2)]
+        if data is None
+        else data.draw(st.lists(st.tuples(place, place).map(sorted), max_size=6))
+    )
+    starts = np.array([start for start, _ in spans], np.int64)
+    ends = np.array([end for _, end in spans], np.int64)
+    bad = [row for row, (start, end) in enumerate(spans) if not _decodes(text[start:end])]
+    array = np.frombuffer(text, np.uint8)
+    if bad:
+        with pytest.raises(FormatError, match=rf"'t', row {bad[0]} of the block: not UTF-8"):
+            check_text(array, starts, ends, "t")
+    else:
+        check_text(array, starts, ends, "t")
+
+
+# ---- columns one by one
+
+
+SCHEMA = Schema.parse(
+    {
+        "a": "int32",
+        "text": "str",
+        "grid": "uint8[2,3]",
+        "blob": "bytes",
+        "flags": "bool[9]",
+        "tail": "float32[*]",
+    }
+)
+
+
+def _samples(rows: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(rows)
+    return [
+        {
+            "a": n - 3,
+            "text": "é" * (n % 3),
+            "grid": rng.integers(0, 256, (2, 3), dtype=np.uint8),
+            "blob": rng.bytes(n + 2),
+            "flags": rng.integers(0, 2, 9).astype(bool),
+            "tail": rng.normal(size=n % 4).astype(np.float32),
+        }
+        for n in range(rows)
+    ]
+
+
+def _payloads(reader: Any, name: str, rows: int) -> list[bytes]:
+    column = reader.column(name)
+    return [column.payload(row) for row in range(rows)]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd", "lz4"])
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 9), order=st.lists(st.sampled_from(list(SCHEMA)), max_size=8))
+def test_columns_are_the_same_in_whatever_order_they_are_asked_for(
+    compression: str, rows: int, order: list[str]
+) -> None:
+    samples = _samples(rows)
+    data, index = write_shard(samples, SCHEMA, format="arrow", compression=compression, block_rows=rows)
+    stored = stored_block(data, index, 0)
+    reader = BatchReader(memoryview(stored), SCHEMA, compression, rows, int(index.block_raw_size[0]))
+    encoded = [SCHEMA.encode(sample, where="here") for sample in samples]
+    for name in order:
+        position = SCHEMA.position(name)
+        assert _payloads(reader, name, rows) == [bytes(row[position]) for row in encoded]
+
+
+def test_a_damaged_column_is_refused_when_it_is_asked_for_and_no_other() -> None:
+    """Offsets that fall: only the bytes of their own column can say so."""
+    samples = _samples(4)
+    data, index = write_shard(samples, SCHEMA, format="arrow", compression="none", block_rows=4)
+    stored = bytes(stored_block(data, index, 0))
+    block = read_block(stored, index, 0)
+    blob = block.column("blob")
+    assert isinstance(blob, VariableColumn)
+    offsets = np.append(blob.starts, blob.ends[-1]).astype("<i8").tobytes()
+    assert stored.count(offsets) == 1
+    hostile = stored.replace(offsets, np.array([0, 9, 2, 5, 14], "<i8").tobytes())
+    reader = BatchReader(memoryview(hostile), SCHEMA, "none", 4, int(index.block_raw_size[0]))
+    for name in SCHEMA:
+        if name == "blob":
+            with pytest.raises(FormatError, match="blob"):
+                reader.column(name)
+        else:
+            position = SCHEMA.position(name)
+            expected = [bytes(SCHEMA.encode(sample, where="here")[position]) for sample in samples]
+            assert _payloads(reader, name, 4) == expected
+    with pytest.raises(FormatError, match="blob"):
+        reader.column("blob")  # a refusal is not remembered as an answer

@@ -1,0 +1,194 @@
+"""The short cuts of the gather: payloads made at load, rows cut into pieces. Each gives what the plain way gives."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.formats import Row, Schema, open_writer, read_block
+from shardkit.loader.gather import GatherColumns, RowAddresses, fields_to_copy
+
+MIXED = Schema.parse(
+    {
+        "blob": "bytes",
+        "small": "bytes",
+        "text": "str",
+        "meta": "json",
+        "tokens": "int16[*]",
+        "image": "uint8[3,5]",
+        "wide": "float64[4100]",  # more than 32 KiB: copied in pieces, and one such row exceeds what is copied at once
+        "label": "int64",
+        "flag": "bool",
+    }
+)
+
+
+def _mixed(number: int) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    return {
+        "blob": rng.bytes(int(rng.integers(0, 9000))) if number % 5 else b"",
+        "small": b"s" * (number % 3),
+        "text": "ü" * (number % 4),
+        "meta": {"n": number},
+        "tokens": rng.integers(-99, 99, number % 4, dtype=np.int16),
+        "image": rng.integers(0, 256, (3, 5), dtype=np.uint8),
+        "wide": rng.normal(size=4100),
+        "label": -number,
+        "flag": number % 2 == 0,
+    }
+
+
+def _stored(
+    schema: Schema, samples: Sequence[dict[str, Any]], sizes: Sequence[int], format: str, compression: str
+) -> tuple[list[bytearray], Any]:
+    """Stored bytes of blocks of so many rows each, in memory that may be written to, and their index."""
+    sink = io.BytesIO()
+    writer = open_writer(sink, format=format, compression=compression, schema=schema, block_rows=max(sizes))
+    first = 0
+    for size in sizes:
+        writer.write_block(
+            [Row(f"k{n}", schema.encode(samples[n], where=f"row {n}")) for n in range(first, first + size)]
+        )
+        first += size
+    index = writer.finish()
+    data = sink.getvalue()
+    spans = zip(index.block_offset.tolist(), index.block_size.tolist(), strict=True)
+    return [bytearray(data[start : start + size]) for start, size in spans], index
+
+
+def _rows(
+    schema: Schema, blocks: list[GatherColumns], sizes: Sequence[int], wanted: np.ndarray[Any, Any]
+) -> RowAddresses:
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    which = np.searchsorted(starts, wanted, side="right") - 1
+    return RowAddresses(schema, list(schema), blocks, which, wanted - starts[which])
+
+
+def _expect(got: Any, schema: Schema, name: str, samples: Sequence[dict[str, Any]]) -> None:
+    kind = schema[name]
+    if kind.kind == "ragged":
+        values, borders = got
+        assert borders.tolist() == np.cumsum([0, *(len(s[name]) for s in samples)]).tolist()
+        np.testing.assert_array_equal(
+            values, np.concatenate([np.empty(0, kind.dtype), *(s[name] for s in samples)])
+        )
+    elif kind.kind in ("scalar", "array"):
+        expected = np.array([s[name] for s in samples], dtype=kind.dtype).reshape(-1, *kind.shape)
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    else:
+        assert got == [s[name] for s in samples]
+
+
+@pytest.mark.parametrize(
+    ("format", "compression"), [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd")]
+)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_payloads_made_at_load_equal_those_made_at_gather(
+    format: str, compression: str, data: st.DataObject
+) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    samples = [_mixed(n) for n in range(sum(sizes))]
+    stored, index = _stored(MIXED, samples, sizes, format, compression)
+    copied = frozenset(data.draw(st.sampled_from([["blob"], ["blob", "small"]])))
+    loaded = [read_block(block, index, number) for number, block in enumerate(stored)]
+    views = [GatherColumns(block, list(MIXED)) for block in loaded]
+    copies = [GatherColumns(block, list(MIXED), copied) for block in loaded]
+    assert not any(block.is_copy for block in views)
+    wanted = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=12)), dtype=np.int64)
+    cut = data.draw(st.integers(0, len(wanted)))
+    expected = [samples[n] for n in wanted.tolist()]
+    for blocks in (views, copies):
+        rows = _rows(MIXED, blocks, sizes, wanted)
+        parts = (0, cut, expected[:cut]), (cut, len(wanted), expected[cut:])
+        for first, last, part in parts:
+            got = rows.take(first, last)
+            assert list(got) == list(MIXED)
+            for name in MIXED:
+                _expect(got[name], MIXED, name, part)
+
+
+@pytest.mark.parametrize("format", ["tar", "arrow"])
+def test_a_copied_block_does_not_look_at_its_bytes_again(format: str) -> None:
+    """What the loader relies on when it gives their pages back to the system."""
+    samples = [_mixed(n) for n in range(7)]
+    stored, index = _stored(MIXED, samples, [4, 3], format, "none")
+    copies = [
+        GatherColumns(read_block(block, index, number), list(MIXED), frozenset(["blob"]))
+        for number, block in enumerate(stored)
+    ]
+    rows = _rows(MIXED, copies, [4, 3], np.array([6, 0, 3, 4, 1]))
+    for block in stored:
+        block[:] = b"\xff" * len(block)
+    got = rows.take(0, 5)
+    assert all(block.is_copy for block in copies)
+    for name in MIXED:
+        _expect(got[name], MIXED, name, [samples[n] for n in (6, 0, 3, 4, 1)])
+
+
+def test_only_large_bytes_fields_are_made_at_load() -> None:
+    typical = {
+        "blob": 100_000,
+        "small": 4095,
+        "text": 50_000,
+        "meta": 50_000,
+        "tokens": 80_000,
+        "wide": 32_800,
+    }
+    assert fields_to_copy(MIXED, list(typical), lambda names: typical[names[0]]) == {"blob"}
+    assert fields_to_copy(MIXED, ["text", "wide"], lambda names: typical[names[0]]) == frozenset()
+
+
+# Bytes of a row: one piece, many, odd ones, prime ones, primes beyond the largest piece and twice such a prime.
+ITEMS = [
+    1,
+    7,
+    127,
+    128,
+    129,
+    257,
+    3072,
+    4099,
+    8192,
+    32_767,
+    32_768,
+    32_769,
+    32_771,
+    65_542,
+    98_304,
+    100_003,
+    131_072,
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    item=st.sampled_from(ITEMS) | st.integers(1, 40_000),
+    dtype=st.sampled_from(["uint8", "int16", "float64"]),
+    rows=st.sampled_from([1, 2, 3, 63, 64, 500, 501, 502]),
+    seed=st.integers(0, 99),
+)
+def test_rows_cut_into_pieces_are_whole_again(item: int, dtype: str, rows: int, seed: int) -> None:
+    size = np.dtype(dtype).itemsize
+    columns = max(1, item // size)
+    rows = max(1, min(rows, (24 << 20) // (columns * size)))
+    rng = np.random.default_rng(seed)
+    there = min(rows, 9)
+    values = rng.integers(0, 256, (there, columns * size), dtype=np.uint8).view(dtype)
+    schema = Schema.parse({"x": f"{dtype}[{columns}]"})
+    sizes = [there - there // 2, there // 2] if there > 1 else [1]
+    stored, index = _stored(schema, [{"x": row} for row in values], sizes, "arrow", "none")
+    blocks = [GatherColumns(read_block(block, index, n), ["x"]) for n, block in enumerate(stored)]
+    wanted = rng.integers(0, there, rows)
+    got = _rows(schema, blocks, sizes, wanted).take(0, rows)["x"]
+    assert got.dtype == np.dtype(dtype)
+    assert got.flags.c_contiguous
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got.view(np.uint8), values[wanted].view(np.uint8))

@@ -1,0 +1,101 @@
+"""A block given field by field has the bytes and the index of the same rows given one by one."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import SampleError
+from shardkit.formats import Row, RowBlock, Schema, build_index, open_writer
+from shardkit.formats.schema import DTYPES
+from shardkit.testing.format_conformance import FORMAT_PAIRS
+
+FIXED = st.sampled_from([*DTYPES, "int32[3]", "uint8[2,5]", "float64[130]", "bool[7]"])
+
+
+@pytest.mark.parametrize(("format", "compression"), FORMAT_PAIRS)
+@settings(max_examples=40, deadline=None)
+@given(
+    types=st.lists(FIXED | st.just("bytes"), min_size=1, max_size=4), rows=st.integers(1, 9), data=st.data()
+)
+def test_columns_have_the_bytes_of_rows(
+    format: str, compression: str, types: list[str], rows: int, data: st.DataObject
+) -> None:
+    schema = Schema.parse({f"f{place}": text for place, text in enumerate(types)})
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    widths = data.draw(st.sampled_from([[6], [1, 12]]))  # keys of one length, or of two
+    keys = [f"{place:0{widths[place % len(widths)]}d}" for place in range(rows)]
+    columns: list[Any] = []
+    for kind in schema.values():
+        size = kind.item_bytes
+        if size is None:
+            columns.append([random.bytes(int(random.integers(0, 700))) for _ in range(rows)])
+            continue
+        top = 2 if kind.dtype == "bool" else 256
+        wide = random.integers(0, top, (rows, size + 3), dtype=np.uint8)
+        columns.append(wide[:, 1 : 1 + size])  # not contiguous as a whole
+    sources = [("a", 3), None, ("b", 2**40)]
+    strata: list[int | None] = data.draw(st.sampled_from([[None], [4, None]]))
+    given_rows = [
+        Row(
+            key,
+            tuple([bytes(column[place]) for column in columns]),
+            "é" if place == 1 else None,
+            sources[place % 3],
+            strata[place % len(strata)],
+        )
+        for place, key in enumerate(keys)
+    ]
+    block = RowBlock.of(given_rows, len(schema))
+    by_column = RowBlock(
+        keys,
+        columns,
+        block.originals,
+        block.source_names,
+        block.source_id,
+        block.source_row,
+        block.stratum,
+    )
+    written = []
+    with ThreadPoolExecutor(2) as executor:
+        for rows_or_columns, hashing in ((given_rows, None), (by_column, executor)):
+            sink = io.BytesIO()
+            writer = open_writer(
+                sink, format=format, compression=compression, schema=schema, block_rows=rows, executor=hashing
+            )
+            writer.write_block(rows_or_columns)
+            written.append((sink.getvalue(), writer.finish().to_bytes()))
+    assert written[0] == written[1]
+
+
+def test_many_blocks_are_hashed_in_their_order() -> None:
+    schema = Schema.parse({"tokens": "int32[600]"})
+    with ThreadPoolExecutor(3) as executor:
+        sink = io.BytesIO()
+        writer = open_writer(sink, schema=schema, block_rows=4, executor=executor)
+        for block in range(40):
+            payloads = np.full((4, 2400), block, np.uint8)
+            writer.write_block(RowBlock([f"{block}-{row}" for row in range(4)], [payloads]))
+        index = writer.finish()
+    again = build_index(sink.getvalue(), format="tar", compression="none", schema=schema, block_rows=4)
+    assert again.to_bytes() == index.to_bytes()
+    assert len({bytes(digest) for digest in index.block_sha256}) == 40
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    schema = Schema.parse({"tokens": "int32[2]", "blob": "bytes"})
+    for columns, match in (
+        ([np.zeros((2, 7), np.uint8), [b"", b""]], "'a', field 'tokens'.*7 bytes"),
+        ([np.zeros((2, 8), np.uint8)], "1 columns of payloads for 2 fields"),
+    ):
+        with pytest.raises(SampleError, match=match):
+            open_writer(io.BytesIO(), schema=schema, block_rows=2).write_block(RowBlock(["a", "b"], columns))  # type: ignore[arg-type]
+    columns = [np.zeros((2, 8), np.uint8), [b"", b""]]
+    with pytest.raises(SampleError, match="'a' appears twice"):
+        open_writer(io.BytesIO(), schema=schema, block_rows=2).write_block(RowBlock(["a", "a"], columns))  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""What holds for every simulated cluster."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import ConfigurationError
+from shardkit.plan import make_plan
+from shardkit_tools.simulation.cluster import Cluster, changed
+from shardkit_tools.simulation.demand import Groups, Needs, through_memory
+from shardkit_tools.simulation.fetching import BlockFetching, Items, RankFlow
+from shardkit_tools.simulation.populations import BlockMap, open_population
+from shardkit_tools.simulation.run import prepare, simulate_lanes, simulate_shuffle
+
+SMALL = [
+    "model=none",
+    "latency=20ms",
+    "rows=6000",
+    "bytes=60MB",
+    "shards=12",
+    "strata=3",
+    "block=100KB",
+    "global_batch=60",
+    "lanes=12",
+    "memory=1MiB",
+    "epochs=2",
+]
+
+shapes = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
+
+
+def cluster(nodes: int, ranks: int, *changes: str) -> Cluster:
+    return changed(Cluster(), [*SMALL, f"nodes={nodes}", f"ranks={ranks}", *changes])
+
+
+def needed_bytes(described: Cluster) -> int:
+    """What an epoch of the plan needs of the store at least: the blocks of its samples, once."""
+    population = open_population(described.data)
+    plan = make_plan(population, global_batch=60, lanes=12, seed=described.work.seed)
+    blocks = BlockMap.of(population)
+    samples = plan.steps(0, plan.loop_steps).ravel()
+    return int(blocks.weigh(np.unique(blocks.blocks_of(samples)))[0].sum())
+
+
+@settings(max_examples=12, deadline=None)
+@given(shapes, st.integers(0, 100), st.lists(st.integers(0, 80), min_size=2, max_size=4))
+def test_more_cache_never_reads_more_and_all_that_is_needed_is_read(
+    shape: tuple[int, int], seed: int, sizes: list[int]
+) -> None:
+    plain = cluster(*shape, f"seed={seed}")
+    prepared, least = prepare(plain), needed_bytes(plain)
+    egress = []
+    for size in sorted(sizes):
+        result = simulate_lanes(changed(plain, [f"cache={size}MB"]), prepared)
+        read = [one["egress_bytes"] for one in result["epochs"]]
+        assert read[0] >= least
+        egress.append(sum(read))
+        assert result["cache_bytes_per_node"] <= size * 10**6
+    # blocks differ in size and evicting makes room for 2 % at a time: a little slack
+    assert all(b <= a * 1.02 for a, b in itertools.pairwise(egress))
+
+
+@settings(max_examples=8, deadline=None)
+@given(shapes, st.integers(0, 100))
+def test_equal_seeds_give_equal_output(shape: tuple[int, int], seed: int) -> None:
+    described = cluster(
+        *shape, f"seed={seed}", "cache=5MB", "slow_share=0.2", "slow_for=1s", "node_failures_per_year=20000"
+    )
+    twice = [
+        json.dumps(
+            [simulate_lanes(described, prepare(described)), simulate_shuffle(described, prepare(described))]
+        )
+        for _ in range(2)
+    ]
+    assert twice[0] == twice[1]
+
+
+def test_a_cluster_that_fails_faster_than_it_recovers_is_refused() -> None:
+    described = cluster(3, 2, "node_failures_per_year=3000000")
+    with pytest.raises(ConfigurationError, match="never gets on"):
+        simulate_lanes(described, prepare(described))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 100))
+def test_a_sample_of_the_nodes_agrees_with_all_of_them(seed: int) -> None:
+    described = cluster(6, 1, f"seed={seed}", "cache=3MB")
+    prepared = prepare(described)
+    whole = simulate_lanes(described, prepared)
+    part = simulate_lanes(described, prepared, budget=6 * 100_500)
+    assert part["sample"]["nodes"] < 6 == whole["sample"]["nodes"]
+    assert whole["error"] == {"egress": 0.0, "stall": 0.0}
+    for one, other in zip(part["epochs"], whole["epochs"], strict=True):
+        assert abs(one["egress_bytes"] / other["egress_bytes"] - 1) < 0.15
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(["sample", "block"]), st.integers(0, 100))
+def test_a_full_shuffle_reads_at_least_the_dataset_once(unit: str, seed: int) -> None:
+    described = cluster(2, 1, f"seed={seed}", "cache=100MB")
+    result = simulate_shuffle(
+        described, prepare(described), unit="block" if unit == "block" else "sample", budget=10**9
+    )
+    first, second = result["epochs"]
+    assert first["egress_bytes"] >= 60_000_000
+    assert second["egress_bytes"] <= first["egress_bytes"]
+    one_node = cluster(1, 1, f"seed={seed}", "cache=100MB")
+    again = simulate_shuffle(one_node, prepare(one_node), unit="sample", budget=10**9)["epochs"]
+    assert [one["egress_bytes"] for one in again] == [60_000_000, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=50), st.integers(1, 12))
+def test_memory_keeps_what_a_plain_least_recently_used_window_keeps(
+    pairs: list[tuple[int, int]], room: int
+) -> None:
+    rows = sorted(set(pairs))
+    group = np.array([g for g, _ in rows], dtype=np.int64)
+    block = np.array([b for _, b in rows], dtype=np.int64)
+    loads = through_memory(Needs(group, group, block), np.ones(len(rows), dtype=np.int64), room)
+    held: list[int] = []  # least recently used first
+    last: dict[int, int] = {}
+    expected = []
+    for g in sorted(set(group.tolist())):
+        own = [b for h, b in rows if h == g]
+        missing = [b for b in own if b not in held]
+        for b in own:
+            if b in held:
+                held.remove(b)
+                held.append(b)
+                last[b] = g
+        while len(held) + len(missing) > room and held and last[held[0]] < g - 2:
+            held.pop(0)
+        for b in missing:
+            held.append(b)
+            last[b] = g
+        expected += [b in missing for b in own]
+    assert loads.tolist() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(1, 5),
+)
+def test_faster_stores_are_never_later(sizes: list[int], servers: int, ahead: int, threads: int) -> None:
+    count = len(sizes)
+    groups = Groups(np.arange(count + 1), np.arange(count) == 0, np.maximum(0, np.arange(count) - 2))
+    ones, none = np.ones(count, dtype=bool), np.zeros(count)
+    items = Items(np.arange(count), np.array(sizes, dtype=np.int64), ones, ones)
+    flow = RankFlow(0, none, none, none, none, groups, items)
+
+    def ends(latency: str) -> float:
+        described = changed(
+            Cluster(),
+            [
+                "ranks=1",
+                f"latency={latency}",
+                f"concurrency={servers}",
+                f"ahead={ahead}B",
+                f"threads={threads}",
+            ],
+        )
+        rank, now = BlockFetching(described, flow), 0.0
+        for group in range(count):
+            now = max(now, rank.begin(group, now)) + 1.0
+        return now
+
+    slow, fast = ends("5s"), ends("2s")
+    assert fast <= slow + 1e-9
+    assert slow >= max(5.0 * -(-count // (servers + threads)), 5.0 + count)

@@ -1,0 +1,46 @@
+"""The window holds what it counts: a block that was dropped is gone, whatever it was loaded together with."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from shardkit.loader.block_window import BlockSource, BlockWindow
+from shardkit.loader.gather import GatherColumns
+
+
+class Loaded(GatherColumns):
+    """Can be asked whether it is still there; holds nothing."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
+    there: weakref.WeakSet[Loaded] = weakref.WeakSet()
+    dropped: list[int] = []
+
+    def load(block: int) -> GatherColumns:
+        loaded = Loaded(block)
+        there.add(loaded)
+        return loaded
+
+    source = BlockSource(
+        load=load, size_of=lambda block: 1, mapped=lambda block: mapped, forget=dropped.append
+    )
+    window = BlockWindow(source, budget=16, threads=threads)
+    for first in range(0, 60, 5):  # borders of leases and of what one task loads do not fall together
+        lease = window.lease(list(range(first, first + 11)), lambda: False)
+        blocks = lease.wait(60, lambda waited: None)
+        assert [block.block for block in blocks if isinstance(block, Loaded)] == list(
+            range(first, first + 11)
+        )
+        lease.release()
+        del blocks, lease
+        assert len(there) == window.nbytes <= 16
+    assert not {block.block for block in there} & set(dropped)
+    window.close()
+    assert not there

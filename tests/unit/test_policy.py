@@ -1,0 +1,209 @@
+"""Policy, location tables, and roots that find their copies by themselves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit.errors import (
+    CommitConflict,
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    ShardkitError,
+    StoreReadOnlyError,
+    UsageError,
+)
+from shardkit.storage import LocalStore, LocatedStore, Repository
+from shardkit.storage.policy import (
+    Critical,
+    LocationRecord,
+    LocationTable,
+    Parity,
+    Policy,
+    commit_table,
+    open_locations,
+    read_table,
+    read_tables,
+)
+from shardkit.storage.policy.opening import COPY_NAME, prepare_copy
+from shardkit.storage.policy.table import first_root
+
+
+def test_policy_is_read_as_the_design_writes_it() -> None:
+    import tomllib
+
+    text = """
+    [policy]
+    copies = 2
+    critical = {stratum = "gold", copies = 3}
+    parity = "8+2"
+    mode = "hybrid"
+    max_scrub_age = "30d"
+    """
+    policy = Policy.from_table(tomllib.loads(text)["policy"])
+    assert policy.copies == 2
+    assert policy.critical == (Critical("gold", 3),)
+    assert policy.parity == Parity(8, 2)
+    assert policy.mode == "hybrid"
+    assert policy.max_scrub_age_s == 2_592_000
+    assert (policy.copies_of(["a"]), policy.copies_of(["a", "gold"]), policy.most_copies) == (2, 3, 3)
+    assert Policy.from_table(policy.to_table()) == policy
+    assert Policy.from_json(policy.to_json(), "here") == policy
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"copy": 2}, "did you mean 'copies'"),
+        ({"copies": 0}, "expected 1 to 16"),
+        ({"copies": "2"}, "whole number"),
+        ({"parity": "8+3"}, "2 parity objects"),
+        ({"parity": "eight"}, "such as 8\\+2"),
+        ({"mode": "later"}, "sync, async, hybrid"),
+        ({"max_scrub_age": "soon"}, "such as 30d"),
+        ({"critical": {"stratum": "gold"}}, "a stratum and its copies"),
+        ({"critical": [{"stratum": "g", "copies": 2}, {"stratum": "g", "copies": 3}]}, "each once"),
+    ],
+)
+def test_a_wrong_policy_is_refused_with_what_was_expected(table: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Policy.from_table(table)
+
+
+def test_a_location_is_parsed_and_never_holds_a_credential(tmp_path: Path) -> None:
+    found = LocationRecord.parse("mirror=s3://bucket/cats,domain=aws,rank=2,weight=50")
+    assert found == LocationRecord("mirror", "s3://bucket/cats", "aws", 2, 50)
+    assert LocationRecord.parse(f"near={tmp_path}").domain == "near"
+    assert LocationRecord.parse("near=some/where").url == str(Path("some/where").absolute())
+    for text in ("s3://key:CANARY@bucket/cats", "s3://bucket/cats?sig=CANARY", "sftp://me:CANARY@host/cats"):
+        with pytest.raises(ShardkitError) as caught:
+            LocationRecord.parse(f"mirror={text}")
+        assert "CANARY" not in str(caught.value)
+    for text in (
+        "mirror",
+        "=x",
+        "A=x",
+        "a=x,colour=red",
+        "a=x,rank=near",
+        "a=http://host:1",
+        "a=x,weight=-1",
+    ):
+        with pytest.raises(UsageError):
+            LocationRecord.parse(text)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Repository:
+    return Repository.create(tmp_path / "root")
+
+
+def _commit(root: Repository, base: LocationTable | None, *urls: str, copies: int = 1) -> LocationTable:
+    others = [LocationRecord.parse(url) for url in urls]
+    policy = Policy(copies=copies)
+    return commit_table(root.store, root.id, base, policy, [first_root(root.store), *others], message="test")
+
+
+def test_tables_are_numbered_chained_and_never_changed(root: Repository) -> None:
+    assert read_table(root.store, root.id) is None
+    base = None
+    for count in range(1, 12):
+        base = _commit(root, base, *(f"m{i}=/copies/{i}" for i in range(count)))
+        assert read_table(root.store, root.id) == base
+        assert base.n == count
+    assert [table.n for table in read_tables(root.store, root.id)] == list(range(11, 0, -1))
+    assert _commit(root, base, *(f"m{i}=/copies/{i}" for i in range(11))) is base  # says the same
+
+
+def test_of_two_writers_the_second_is_told(root: Repository) -> None:
+    base = _commit(root, None, "a=/copies/a")
+    won = _commit(root, base, "a=/copies/a", "b=/copies/b")
+    with pytest.raises(CommitConflict, match="changed by somebody else"):
+        _commit(root, base, "c=/copies/c")
+    with pytest.raises(CommitConflict):
+        _commit(root, None, "c=/copies/c")
+    assert read_table(root.store, root.id) == won
+
+
+def test_a_policy_that_cannot_be_met_is_refused(root: Repository) -> None:
+    with pytest.raises(ConfigurationError, match="2 copies need as many failure domains, and there are 1"):
+        _commit(root, None, "a=/copies/a,domain=root", copies=2)
+    with pytest.raises(ConfigurationError, match="named twice"):
+        _commit(root, None, "a=/copies/a", "a=/copies/b")
+    with pytest.raises(ConfigurationError, match="named twice"):
+        _commit(root, None, "a=/copies/a", "b=/copies/a")
+    _commit(root, None, "a=/copies/a", copies=2)
+
+
+def test_a_damaged_or_foreign_table_is_refused(root: Repository, tmp_path: Path) -> None:
+    table = _commit(root, None, "a=/copies/a")
+    path = tmp_path / "root" / "locations" / f"{1:020d}.json"
+    path.chmod(0o644)
+    path.write_bytes(table.to_bytes().replace(b"/copies/a", b"/copies/b"))
+    with pytest.raises(IntegrityError, match="digest"):
+        read_table(root.store, root.id)
+    path.write_bytes(b"{}")
+    with pytest.raises(FormatError):
+        read_table(root.store, root.id)
+    path.write_bytes(table.to_bytes())
+    with pytest.raises(IntegrityError, match="of repository"):
+        read_table(root.store, "another")
+    assert Repository.open(tmp_path / "root", read_only=True).id == root.id
+
+
+def _dataset(path: Path) -> None:
+    with shardkit.create(path, schema={"value": "int64"}, shard_size="1KiB", block_size="128B") as writer:
+        for number in range(200):
+            writer.add({"value": number})
+
+
+def _with_copy(tmp_path: Path) -> Path:
+    """A dataset and a copy of all of it, both known to the root."""
+    _dataset(tmp_path / "root")
+    root = Repository.open(tmp_path / "root")
+    copy = tmp_path / "copy"
+    table = _commit(root, None, f"mirror={copy}", copies=2)
+    assert table.policy.copies == 2
+    prepare_copy(root.store, LocalStore(copy), "mirror", root.id)
+    shutil.copytree(tmp_path / "root", copy, dirs_exist_ok=True)
+    return copy
+
+
+def test_a_root_finds_its_copies_by_itself(tmp_path: Path) -> None:
+    copy = _with_copy(tmp_path)
+    found = Repository.open(tmp_path / "root", read_only=True)
+    assert isinstance(found.store, LocatedStore)
+    assert [one.name for one in found.store.locations] == ["root", "mirror"]
+    for shard in (tmp_path / "root").glob("objects/**/*.tar"):
+        shard.unlink()
+    dataset = shardkit.open(tmp_path / "root")
+    assert sorted(int(dataset[i]["value"]) for i in range(200)) == list(range(200))
+    assert len(list(copy.glob("objects/**/*.tar"))) > 1
+
+
+def test_a_copy_knows_that_it_is_one(tmp_path: Path) -> None:
+    copy = _with_copy(tmp_path)
+    with pytest.raises(StoreReadOnlyError, match=r"is the copy 'mirror' of .*/root; write there"):
+        Repository.open(copy)
+    shutil.rmtree(tmp_path / "root")
+    dataset = shardkit.open(copy)
+    assert sorted(int(dataset[i]["value"]) for i in range(200)) == list(range(200))
+    names = [one.name for one in open_locations(Repository.open(copy, read_only=True))]
+    assert names == ["mirror", "root"]
+
+
+def test_a_root_is_no_copy_of_itself_nor_of_another(tmp_path: Path) -> None:
+    one, two = Repository.create(tmp_path / "one"), Repository.create(tmp_path / "two")
+    with pytest.raises(UsageError, match="holds another dataset"):
+        prepare_copy(one.store, LocalStore(tmp_path / "two"), "mirror", one.id)
+    (tmp_path / "alias").symlink_to(tmp_path / "one")
+    with pytest.raises(UsageError, match="is the root itself"):
+        prepare_copy(one.store, LocalStore(tmp_path / "alias"), "mirror", one.id)
+    assert one.store.head(COPY_NAME) is None
+    prepare_copy(one.store, LocalStore(tmp_path / "three"), "mirror", one.id)
+    with pytest.raises(IntegrityError, match="expected 'other'"):
+        prepare_copy(one.store, LocalStore(tmp_path / "three"), "other", one.id)
+    assert two.id != one.id

@@ -1,0 +1,269 @@
+"""The heartbeat: bounded, survives kills and bad sources, read back as it was; health and metrics over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.errors import ConfigurationError, NotFoundError, StoreError
+from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings, read_events, read_run
+from shardkit.telemetry.reading import check_run
+from shardkit.telemetry.recorder import record_path
+from shardkit.telemetry.serving import HealthServer, host_allowed, parse_listen
+from shardkit.telemetry.stacks import StackWriter, request_stacks
+
+QUICK = TelemetrySettings(interval_s=0.01)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def test_records_are_written_and_the_last_says_that_it_ended(tmp_path: Path) -> None:
+    telemetry = Telemetry(rank=3, world=8, lanes=lambda: [4, 5])
+    counts = {"steps": 0.0}
+    telemetry.add_source("loader", lambda: counts)
+    seen: list[Record] = []
+    recorder = Recorder(telemetry, tmp_path, QUICK, [seen.append])
+    until(lambda: len(seen) > 3)
+    counts["steps"] = 7.0
+    recorder.close()
+    recorder.close()
+    records = read_run(tmp_path).series[3, 0]
+    assert records[-1].state == "ended"
+    assert {one.state for one in records[:-1]} == {"running"}
+    assert records[-1].value("loader.steps") == 7
+    assert records[-1].lanes == (4, 5)
+    assert len({one.session for one in records}) == 1
+    assert not [one for one in threading.enumerate() if one.name == "shardkit-telemetry"]
+
+
+def test_files_stay_bounded(tmp_path: Path) -> None:
+    telemetry = Telemetry()
+    telemetry.add_table("rows", lambda: [["x" * 150]] * 60)
+    recorder = Recorder(telemetry, tmp_path, TelemetrySettings(interval_s=0.01, most_bytes=64 << 10))
+    until(lambda: Path(f"{recorder.path}.1").exists())
+    first = read_run(tmp_path, tail_bytes=1 << 20).series[0, 0][0].time
+    until(lambda: read_run(tmp_path, tail_bytes=1 << 20).series[0, 0][0].time > first)  # the oldest are gone
+    recorder.close()
+    sizes = [path.stat().st_size for path in recorder.path.parent.iterdir()]
+    assert len(sizes) <= 2
+    assert max(sizes) < 80 << 10
+    times = [one.time for one in read_run(tmp_path, tail_bytes=1 << 20).series[0, 0]]
+    assert times == sorted(times)
+    assert len(times) > 4, "both files are read as one"
+
+
+def test_a_source_that_raises_is_left_out_and_counted(tmp_path: Path) -> None:
+    telemetry = Telemetry()
+    telemetry.add_source("bad", lambda: {"a": 1 / 0})
+    telemetry.add_source("good", lambda: {"b": 2.0, "nan": float("nan")})
+    telemetry.add_table("bad", lambda: [[1 / 0]])
+    record = telemetry.read()
+    assert record.value("good.b") == 2.0
+    assert record.value("telemetry.errors") == 2.0
+    assert not [name for name in record.values if name.startswith("bad") or name.endswith("nan")]
+    telemetry.remove_source("bad")
+    assert telemetry.read().value("telemetry.errors") == 2.0
+
+
+def test_a_hook_that_raises_does_not_end_the_heartbeat(tmp_path: Path) -> None:
+    calls: list[Record] = []
+
+    def bad(record: Record) -> None:
+        calls.append(record)
+        raise ValueError
+
+    recorder = Recorder(Telemetry(), tmp_path, QUICK, [bad])
+    until(lambda: len(calls) > 3)
+    recorder.close()
+    assert read_run(tmp_path).series[0, 0][-1].value("recorder.failures") >= 3
+
+
+def test_a_full_disk_stops_the_telemetry_only(tmp_path: Path) -> None:
+    (tmp_path / "telemetry").write_bytes(b"in the way")
+    seen: list[Record] = []
+    recorder = Recorder(Telemetry(), tmp_path, QUICK, [seen.append])
+    until(lambda: len(seen) > 2)
+    recorder.close()
+    assert seen[-1].value("recorder.failures") > 0
+
+
+def test_a_torn_line_is_closed_and_skipped(tmp_path: Path) -> None:
+    path = record_path(tmp_path, 0)
+    path.parent.mkdir()
+    whole = Record(time=1.0, rank=0, values={"a": 1.0}).to_line()
+    path.write_bytes(whole + whole[:40])
+    Recorder(Telemetry(), tmp_path, QUICK).close()
+    found = read_run(tmp_path)
+    assert found.skipped == 1
+    assert found.series[0, 0][0].value("a") == 1.0
+    assert found.series[0, 0][-1].state == "ended"
+
+
+def test_a_record_of_another_rank_in_a_file_is_skipped(tmp_path: Path) -> None:
+    path = record_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_bytes(Record(time=1.0, rank=5).to_line() + Record(time=1.0, rank=0).to_line())
+    path.with_name("rank-x.jsonl").write_bytes(Record(time=1.0, rank=1).to_line())
+    path.with_name("rank-00009.jsonl").symlink_to("/etc/hosts")
+    found = read_run(tmp_path)
+    assert (list(found.series), found.skipped) == ([(0, 0)], 1)
+
+
+def test_a_killed_process_leaves_readable_records(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from shardkit.telemetry import *\n"
+        "Recorder(Telemetry(), Path(sys.argv[1]), TelemetrySettings(interval_s=0.01)); time.sleep(100)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    until(lambda: len(read_run(tmp_path).series.get((0, 0), ())) > 5)
+    process.kill()
+    process.wait()
+    found = read_run(tmp_path)
+    assert found.series[0, 0][-1].state == "running"
+    assert found.series[0, 0][-1].pid == process.pid
+    assert not found.ended
+
+
+def test_ranks_of_a_smaller_world_are_those_that_count(tmp_path: Path) -> None:
+    for rank, world, when in ((0, 4, 1.0), (3, 4, 1.0), (0, 2, 9.0), (1, 2, 9.0)):
+        path = record_path(tmp_path, rank)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            file.write(Record(time=when, rank=rank, world=world).to_line())
+    found = read_run(tmp_path)
+    assert found.world == 2
+    assert list(found.ranks) == [0, 1]
+
+
+def test_events_are_read_without_trust(tmp_path: Path) -> None:
+    good = {"time": 5.0, "event": "stall", "rank": 1}
+    lines = [
+        b"{",
+        b"[]",
+        b'{"event": 1, "time": 1}',
+        b'{"event": "x", "time": "now"}',
+        json.dumps(good).encode(),
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n" + b'{"event": "torn"')
+    assert read_events(tmp_path) == [good]
+    assert read_events(tmp_path, since=6.0) == []
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="is no run directory"):
+        check_run(tmp_path)
+    with pytest.raises(NotFoundError, match="does not exist"):
+        check_run(tmp_path / "nope")
+
+
+def test_stacks_come_when_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "telemetry").mkdir()
+    writer, record = StackWriter(tmp_path, 2), Record(time=1.0, rank=2)
+    path = tmp_path / "telemetry" / "rank-00002.stacks.txt"
+    writer(record)
+    assert not path.exists()
+    password = "not-to-be-seen"  # a local variable: values are no part of stacks
+    request_stacks(tmp_path)
+    writer(record)
+    text = path.read_text()
+    assert "MainThread" in text
+    assert "test_stacks_come_when_they_are_asked_for" in text
+    assert text.count(password) <= text.count(f'"{password}"'), "as source text at most"
+    path.unlink()
+    writer(record)
+    assert not path.exists(), "once for each request"
+
+
+@pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": float("nan")}, {"most_bytes": 100}])
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        TelemetrySettings(**settings)
+
+
+# ---- over HTTP
+
+
+def ask(port: int, path: str, host: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.putrequest("GET", path, skip_host=host is not None)
+    if host is not None:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body
+
+
+def test_health_and_metrics_of_a_node(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    telemetry = Telemetry(rank=0, world=1)
+    telemetry.add_source("loader", lambda: {"steps": 12, "load_wait_s": 0.5})
+    server = HealthServer(tmp_path, "127.0.0.1:0")
+    recorder = Recorder(telemetry, tmp_path, QUICK)
+    until(lambda: (0, 0) in read_run(tmp_path).series)
+    try:
+        status, body = ask(server.port, "/healthz")
+        assert (status, json.loads(body)) == (200, {"healthy": True, "ranks": 1, "problems": []})
+        status, body = ask(server.port, "/metrics")
+        assert status == 200
+        assert b'shardkit_loader_steps_total{rank="0",worker="0"} 12.0' in body
+        assert b'shardkit_loader_stage_seconds_total{rank="0",stage="load_wait",worker="0"} 0.5' in body
+        assert b'shardkit_anomalies{kind="stall"} 0.0' in body
+        elsewhere = Record(
+            time=time.time(), rank=0, worker=1, host="another-node", values={"loader.steps": 5.0}
+        )
+        record_path(tmp_path, 0, 1).write_bytes(elsewhere.to_line())
+        assert b'worker="1"' not in ask(server.port, "/metrics")[1], "that node serves it"
+        record_path(tmp_path, 0, 1).unlink()
+        assert ask(server.port, "/")[0] == 404
+        assert ask(server.port, "/healthz", "evil.example")[0] == 403
+        assert ask(server.port, "/metrics", f"localhost:{server.port}")[0] == 200
+        recorder.close()
+        old = Record(time=time.time() - 100, rank=0, host=telemetry.read().host)
+        record_path(tmp_path, 0).write_bytes(old.to_line())
+        status, body = ask(server.port, "/healthz")
+        assert status == 503
+        assert json.loads(body)["problems"][0]["kind"] == "stall"
+        with pytest.raises(StoreError, match="name another port"):
+            HealthServer(tmp_path, f"127.0.0.1:{server.port}")
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("text", ["", "9400", ":9400", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000"])
+def test_an_address_must_be_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected HOST:PORT"):
+        parse_listen(text)
+
+
+@pytest.mark.parametrize(("header", "allowed"), [
+    ("127.0.0.1", True), ("127.0.0.1:80", True), ("localhost:8080", True), ("LOCALHOST", True), ("[::1]:80", True),
+    (None, False), ("", False), ("evil.example", False), ("127.0.0.1.evil.example", False), ("evil.example:127", False),
+    ("127.0.0.1@evil.example", False), ("localhost.", False),
+])  # fmt: skip
+def test_only_this_machines_names_are_answered(header: str | None, allowed: bool) -> None:
+    assert host_allowed(header, "127.0.0.1") is allowed
+
+
+def test_importing_starts_and_loads_nothing() -> None:
+    program = (
+        "import sys, threading, shardkit.telemetry; heavy = {'prometheus_client', 'starlette', 'uvicorn', 'torch'}\n"
+        "assert threading.active_count() == 1; print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
