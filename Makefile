@@ -18,7 +18,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt tools/install.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh demo
 	@touch $(DEMO_STAMP)
 
-demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, detect, audit: in two minutes
+demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, heal, audit: in two minutes
 	@$(BIN)/shardkit demo
 
 lint: $(STAMP)
