@@ -27,7 +27,7 @@ from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.storage.file_operations import substituted
 from shardkit.storage.parity import encode_sets, find_records
 from shardkit.storage.policy import LocationRecord
-from shardkit.storage.reading import Attestation
+from shardkit.storage.reading import Attestation, ReadSettings
 from shardkit.storage.repairing import Records, check_copy, read_looks, repair, scrub
 from shardkit.storage.repairing.records import utc
 from shardkit.storage.replicating.pacing import Pace
@@ -229,7 +229,8 @@ class TestAttested:
         self.truth = whole(root)
         flip(shards(root)[0])
         shards(root)[1].unlink()
-        dataset = shardkit.open(root)
+        # without hedging: a second request that overtakes the first would leave a bad copy unseen
+        dataset = shardkit.open(root, settings=ReadSettings(hedge=False))
         plan = dataset.plan(global_batch=8)
         loader = dataset.loader(plan, tensors=False, rank=0, world=1, run=tmp_path / "run", memory="1MiB")
         seen = [int(x) for batch in loader for x in batch["x"][:, 0]]

@@ -56,7 +56,8 @@ def test_half_precision_computes_and_reduces_in_single(tmp_path: Path, texts: st
     for precision in ("fp32", "bf16", "fp16"):
         more = {"parallel.precision": precision, "parallel.strategy": strategy}
         losses[precision] = run(tmp_path / precision, texts, **more).loss
-        held = read_lines(tmp_path / precision / "events.jsonl")[-1]["bytes_held"]
+        ends = [e for e in read_lines(tmp_path / precision / "events.jsonl") if e["event"] == "end"]
+        held = ends[-1]["bytes_held"]
         assert held["gradients"] == held["parameters"], "gradients are float32"
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.02)
     assert losses["fp16"] == pytest.approx(losses["fp32"], abs=0.005)

@@ -125,9 +125,17 @@ def tell_cost(seconds: float) -> None:
     owner.handed_out, owner.computed = hand_out, compute
 
 
+SPOILED: set[str] = set()
+
+
 def spoil(kind: str) -> None:
-    """Damage what holds samples in one copy of the dataset: each shard once."""
-    for shard in sorted(Path(os.environ["SHARDKIT_TEST_STORE"], "objects").rglob("*.arrow")):
+    """Damage what holds samples in one copy of the dataset: each shard once, however many cells a step has."""
+    if kind in SPOILED:
+        return
+    SPOILED.add(kind)
+    shards = sorted(Path(os.environ["SHARDKIT_TEST_STORE"], "objects").rglob("*.tar"))
+    assert shards
+    for shard in shards:
         if kind == "vanish":
             shard.unlink()
             continue
