@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import CLASS_AXIS, SOURCE_PREFIX, RowEncoder, split_value
+from shardkit.dataset.extents import IN_SOURCE, ExtentColumn
 from shardkit.dataset.layout import MAX_SHARD_BYTES
 
 __all__ = ["EncodedRows", "encode_columns"]
@@ -25,7 +26,8 @@ class EncodedRows:
     """Rows on their way to scratch; like as many `EncodedRow` without keys.
 
     Attributes:
-        columns: one per field, in schema order: uint8 (n, bytes), canonical payloads.
+        columns: one per field, in schema order: uint8 (n, bytes), canonical payloads, or packed extents.
+        sizes: of each field's payloads, as the header of a record has them.
         source_name: of all rows. source_row: int64[n].
         identity: uint64[n, 2]. split: uint64[n], zeros where the identity decides.
         strata: texts that ``stratum``, int32[n], indexes.
@@ -33,6 +35,7 @@ class EncodedRows:
     """
 
     columns: tuple[NDArray[np.uint8], ...]
+    sizes: tuple[int, ...]
     source_name: str
     source_row: NDArray[np.int64]
     identity: NDArray[np.uint64]
@@ -46,13 +49,14 @@ class EncodedRows:
 
 
 def encode_columns(
-    encoder: RowEncoder, columns: Mapping[str, NDArray[Any]], source_name: str, first_row: int
+    encoder: RowEncoder, columns: Mapping[str, NDArray[Any] | ExtentColumn], source_name: str, first_row: int
 ) -> EncodedRows | None:
     """Encode samples that are rows of arrays.
 
     Args:
         encoder: of the dataset.
-        columns: field → array (n, *shape of the field).
+        columns: field → array (n, *shape of the field), or where such rows are in the source; not of a field by which
+            rows are stratified or split.
         source_name: where they come from.
         first_row: of the first of them, there.
 
@@ -64,12 +68,20 @@ def encode_columns(
         return None
     rows = len(next(iter(columns.values())))
     payloads = []
+    sizes = []
     for name, kind in schema.items():
         column = columns[name]
+        if isinstance(column, ExtentColumn):
+            if column.size != kind.item_bytes or len(column) != rows:
+                return None
+            payloads.append(column.packed())
+            sizes.append(column.size | IN_SOURCE)
+            continue
         if kind.item_bytes is None or column.dtype != kind.numpy_dtype or column.shape != (rows, *kind.shape):
             return None
         payloads.append(np.ascontiguousarray(column).view(np.uint8).reshape(rows, kind.item_bytes))
-    raw_bytes = encoder.raw_bytes(tuple(payload.shape[1] for payload in payloads))
+        sizes.append(kind.item_bytes)
+    raw_bytes = encoder.raw_bytes(tuple(kind.item_bytes or 0 for kind in schema.values()))
     texts = [_texts_of(encoder, axis, columns) for axis in (*encoder.axes, *encoder.split_axes)]
     if not rows or raw_bytes > MAX_SHARD_BYTES or any(found is None for found in texts):
         return None
@@ -81,6 +93,7 @@ def encode_columns(
     source_row = np.arange(first_row, first_row + rows, dtype=np.int64)
     return EncodedRows(
         columns=tuple(payloads),
+        sizes=tuple(sizes),
         source_name=source_name,
         source_row=source_row,
         identity=_identities(source_name, source_row),
@@ -92,10 +105,12 @@ def encode_columns(
 
 
 def _texts_of(
-    encoder: RowEncoder, axis: str, columns: Mapping[str, NDArray[Any]]
+    encoder: RowEncoder, axis: str, columns: Mapping[str, NDArray[Any] | ExtentColumn]
 ) -> tuple[list[str], NDArray[np.int64]] | None:
     """The different values of a field as texts, and which of them each row has; None for a wrong label."""
     column = columns["label" if axis == CLASS_AXIS else axis]
+    if isinstance(column, ExtentColumn):
+        return None
     values, place = np.unique(column, return_inverse=True)
     if axis == CLASS_AXIS:
         if values[0] < 0 or values[-1] >= len(encoder.classes):

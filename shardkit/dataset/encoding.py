@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from shardkit.dataset.extents import Extent
 from shardkit.dataset.layout import MAX_SHARD_BYTES
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
@@ -40,7 +41,7 @@ class EncodedRow(NamedTuple):
         key: as it will stand in the shard, None where it is generated from the row's ordinal.
         original_key: the caller's key where it had to be made to fit.
         source: (source name, row in it) where known.
-        payloads: canonical bytes per field, in schema order.
+        payloads: canonical bytes per field, in schema order; or where they are.
         identity: 128-bit hash of the key, else of the source, as (high, low); None where there is neither.
         stratum: texts of the values by which the dataset is stratified.
         split: 64-bit hash of the value that decides the split; None where the identity decides.
@@ -50,7 +51,7 @@ class EncodedRow(NamedTuple):
     key: str | None
     original_key: str | None
     source: tuple[str, int] | None
-    payloads: tuple[bytes, ...]
+    payloads: tuple[bytes | Extent, ...]
     identity: tuple[int, int] | None
     stratum: tuple[str, ...]
     split: int | None
@@ -104,7 +105,7 @@ class RowEncoder:
         """Encode one sample.
 
         Args:
-            sample: field → value.
+            sample: field → value; of a bytes field also an `Extent`.
             key: any text that is unique in the dataset, or None.
             source: (name, row) where it comes from, or None.
             where: what to call the sample in messages.
@@ -112,9 +113,11 @@ class RowEncoder:
         Raises:
             SampleError: names the sample, the field and the value that do not fit.
         """
-        payloads = self.schema.encode(sample, where=where)
+        payloads = self._payloads(sample, where)
         fitted = None if key is None else self._fit(key, where)
-        raw_bytes = self.raw_bytes(tuple([len(payload) for payload in payloads]))
+        raw_bytes = self.raw_bytes(
+            tuple([payload.size if isinstance(payload, Extent) else len(payload) for payload in payloads])
+        )
         if raw_bytes > MAX_SHARD_BYTES:
             raise SampleError(
                 f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
@@ -136,6 +139,17 @@ class RowEncoder:
             split=split_value(self._text(self._split_by, sample, where)) if self._split_by else None,
             raw_bytes=raw_bytes,
         )
+
+    def _payloads(self, sample: Mapping[str, object], where: str) -> tuple[bytes | Extent, ...]:
+        extents = {
+            name: value
+            for name, value in sample.items()
+            if isinstance(value, Extent) and name in self.schema and self.schema[name].kind == "bytes"
+        }
+        if not extents:
+            return self.schema.encode(sample, where=where)
+        without = self.schema.encode({**sample, **dict.fromkeys(extents, b"")}, where=where)
+        return tuple([extents.get(name, held) for name, held in zip(self.schema, without, strict=True)])
 
     def raw_bytes(self, sizes: tuple[int, ...]) -> int:
         """`raw_row_bytes`, remembered: rows of one dataset have few different sizes, or only one."""

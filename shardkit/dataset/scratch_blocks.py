@@ -10,6 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import generated_key
+from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, ExtentReader
 from shardkit.dataset.scratch_parts import NO_ROW, Parts, changed_record, read_ranges, record_header
 from shardkit.formats import RowBlock, Schema
 
@@ -22,12 +23,14 @@ class ScratchReader:
     Args:
         parts: of the scratch.
         schema: of the rows.
+        extents: reads what is still in the source; None where nothing is.
     """
 
-    def __init__(self, parts: Parts, schema: Schema) -> None:
+    def __init__(self, parts: Parts, schema: Schema, extents: ExtentReader | None = None) -> None:
         self._parts = parts
         self._schema = schema
         self._buffer = np.empty(0, np.uint8)
+        self._contents = SourceContents(extents)
 
     def read(
         self,
@@ -73,7 +76,50 @@ class ScratchReader:
         changed = found != check
         if changed.any():
             raise changed_record(int(ordinal[int(np.argmax(changed))]))
-        return HeldRecords(self._buffer[:at], begin, ordinal, self._schema)
+        return HeldRecords(self._buffer[:at], begin, part, ordinal, self._schema, self._contents)
+
+
+class SourceContents:
+    """Memory for what is read from the source, one buffer per field, used for block after block."""
+
+    def __init__(self, extents: ExtentReader | None) -> None:
+        self._extents = extents
+        self._buffers: dict[int, NDArray[np.uint8]] = {}
+
+    def read(
+        self,
+        place: int,
+        part: NDArray[np.int32],
+        held: tuple[NDArray[np.uint8], NDArray[np.int64]],
+        is_extent: NDArray[np.bool_],
+        size: NDArray[np.int64],
+    ) -> NDArray[np.uint8]:
+        """The payloads of a field, one behind the other.
+
+        Args:
+            place: of the field.
+            part: of each row.
+            held: records, and where in them the payload, or its extent, begins.
+            is_extent: of each row.
+            size: of each payload.
+
+        Raises:
+            SourceError: see `ExtentReader.read`.
+        """
+        stop = np.cumsum(size)
+        total = int(stop[-1])
+        buffer = self._buffers.get(place)
+        if buffer is None or len(buffer) < total:
+            self._buffers.pop(place, None)  # lets go of the old one first
+            buffer = self._buffers[place] = np.empty(total, np.uint8)
+        begin = stop - size
+        data, at = held
+        assert self._extents is not None, "records with extents are read with the source at hand"
+        packed = _runs(data, at[is_extent], EXTENT_BYTES).view("<u8")
+        self._extents.read(part[is_extent], packed, begin[is_extent], size[is_extent], buffer.data)
+        for row in np.flatnonzero(~is_extent).tolist():  # of an earlier run, which had spooled them
+            buffer[begin[row] : stop[row]] = data[at[row] : at[row] + size[row]]
+        return buffer[:total]
 
 
 class HeldRecords:
@@ -82,12 +128,19 @@ class HeldRecords:
     Args:
         data: uint8, that the records are in.
         begin: int64[n], where each of them begins.
-        ordinal: int64[n].
+        part: int32[n]. ordinal: int64[n].
         schema: of the rows.
+        contents: of what is still in the source.
     """
 
     def __init__(
-        self, data: NDArray[np.uint8], begin: NDArray[np.int64], ordinal: NDArray[np.int64], schema: Schema
+        self,
+        data: NDArray[np.uint8],
+        begin: NDArray[np.int64],
+        part: NDArray[np.int32],
+        ordinal: NDArray[np.int64],
+        schema: Schema,
+        contents: SourceContents,
     ) -> None:
         header = record_header(len(schema))
         layout = np.dtype(
@@ -102,15 +155,19 @@ class HeldRecords:
         assert layout.itemsize == header.size, "numpy reads what struct has packed"
         self._data = data
         self._view = data.data
+        self._part = part
         self._ordinal = ordinal
+        self._contents = contents
         self._schema = schema
         self._header = _runs(data, begin, header.size).view(layout)[:, 0]
         self._texts = begin + header.size  # key, original key and source name
-        sizes = self._header["size"].astype(np.int64)
+        words = self._header["size"]
+        self._is_extent = (words & np.uint64(IN_SOURCE)) != 0
+        self._size = (words & np.uint64(SIZE)).astype(np.int64)
+        sizes = np.where(self._is_extent, EXTENT_BYTES, self._size)
         before = self._texts + self._header["key"] + self._header["original"] + self._header["source"]
-        # (rows, fields): where each payload begins, and how long it is
+        # (rows, fields): where each payload, or its extent, begins
         self._start = before[:, None] + np.cumsum(sizes, axis=1) - sizes
-        self._size = sizes
 
     def block(self, start: int, stop: int, stratum: NDArray[np.int32] | None) -> RowBlock:
         """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any."""
@@ -135,12 +192,17 @@ class HeldRecords:
     def _column(self, place: int, start: int, stop: int) -> NDArray[np.uint8] | list[memoryview]:
         begin, size = self._start[start:stop, place], self._size[start:stop, place]
         fixed = list(self._schema.values())[place].item_bytes
-        if fixed is not None and bool((size == fixed).all()):
-            return _runs(self._data, begin, fixed)
-        return [
-            self._view[first:last]
-            for first, last in zip(begin.tolist(), (begin + size).tolist(), strict=True)
-        ]
+        is_fixed = fixed is not None and bool((size == fixed).all())
+        is_extent = self._is_extent[start:stop, place]
+        view = self._view
+        if is_extent.any():
+            found = self._contents.read(place, self._part[start:stop], (self._data, begin), is_extent, size)
+            if is_fixed:
+                return found.reshape(stop - start, -1)
+            view, begin = found.data, np.cumsum(size) - size
+        elif is_fixed:
+            return _runs(self._data, begin, fixed or 0)
+        return [view[first:last] for first, last in zip(begin.tolist(), (begin + size).tolist(), strict=True)]
 
     def _keys(self, start: int, header: NDArray[np.void]) -> tuple[list[str], list[tuple[int, str]]]:
         ordinals = self._ordinal[start : start + len(header)].tolist()

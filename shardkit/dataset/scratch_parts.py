@@ -1,6 +1,7 @@
 """Scratch read back: parts by number, and the records in them, verified one by one.
 
-A record is a header (lengths and the row in the source), key, original key, source name, and the payloads.
+A record is a header (lengths and the row in the source), key, original key, source name, and the payloads; or, of a
+payload that is read from the source later, where it is (`extents.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.column_encoding import EncodedRows
 from shardkit.dataset.encoding import EncodedRow, generated_key
+from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, Extent
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row
 from shardkit.storage.file_operations import Handle, active
@@ -179,7 +181,8 @@ def read_rows(
 ) -> Iterator[Row]:
     """Read records back, in the order asked for, verified; neighbouring ones in one read.
 
-    All payloads are held at once: ask for as many rows as memory takes.
+    All payloads are held at once: ask for as many rows as memory takes. A payload that is still in the source comes
+    empty.
 
     Args:
         parts: what ``part`` indexes.
@@ -251,16 +254,22 @@ def record_header(num_fields: int) -> struct.Struct:
     return struct.Struct(f"<HIIq{num_fields}Q")
 
 
-def pack_record(row: EncodedRow) -> tuple[bytes, tuple[bytes, ...]]:
+def pack_record(row: EncodedRow) -> tuple[bytes, list[bytes]]:
     """A row's record: everything before the payloads, and the payloads."""
     key = b"" if row.key is None else row.key.encode("ascii")
     original = b"" if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
     name, number = row.source or ("", NO_ROW)
     source = name.encode("utf-8")
-    payloads = row.payloads
-    header = record_header(len(payloads)).pack(
-        len(key), len(original), len(source), number, *map(len, payloads)
-    )
+    sizes = []
+    payloads = []
+    for payload in row.payloads:
+        if isinstance(payload, Extent):
+            sizes.append(payload.size | IN_SOURCE)
+            payloads.append(payload.packed())
+        else:
+            sizes.append(len(payload))
+            payloads.append(payload)
+    header = record_header(len(payloads)).pack(len(key), len(original), len(source), number, *sizes)
     return b"".join((header, key, original, source)), payloads
 
 
@@ -268,7 +277,7 @@ def pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
     """What stands before the payloads of each row: uint8 (rows, bytes)."""
     source = rows.source_name.encode("utf-8")
     header = record_header(len(rows.columns))
-    head = header.pack(0, 0, len(source), 0, *(column.shape[1] for column in rows.columns)) + source
+    head = header.pack(0, 0, len(source), 0, *rows.sizes) + source
     heads = np.empty((len(rows), len(head)), np.uint8)
     heads[:] = np.frombuffer(head, np.uint8)
     heads[:, _ROW_AT : _ROW_AT + 8] = rows.source_row.astype("<i8").view(np.uint8).reshape(-1, 8)
@@ -282,8 +291,9 @@ def _row(record: memoryview, ordinal: int, num_fields: int) -> Row:
     texts = bytes(record[header.size : at])
     payloads = []
     for size in sizes:
-        payloads.append(bytes(record[at : at + size]))
-        at += size
+        end = at + (EXTENT_BYTES if size & IN_SOURCE else size)
+        payloads.append(b"" if size & IN_SOURCE else bytes(record[at:end]))
+        at = end
     original = texts[key_size : key_size + original_size]
     return Row(
         texts[:key_size].decode("ascii") or generated_key(ordinal),
