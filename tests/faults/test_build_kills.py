@@ -24,7 +24,7 @@ from shardkit.storage.file_operations import substituted
 from shardkit.testing.drills import drill_count
 from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit_tools.building import build_run, passes
-from shardkit_tools.building.job_directory import write_record
+from shardkit_tools.building.job_folder import write_record
 from shardkit_tools.importers import source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}

@@ -23,6 +23,8 @@ from shardkit_tools.spread_copies import copy_engine, spread_checks, spread_copi
 class Elsewhere:
     """An engine that sends everything through pickle, does every task twice, and hands results over backwards."""
 
+    is_remote = True
+
     def __enter__(self) -> Self:
         return self
 

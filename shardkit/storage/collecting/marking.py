@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardkit.errors import NotFoundError
+from shardkit.errors import IntegrityError, NotFoundError
 from shardkit.storage.collecting.documents import time_of
 from shardkit.storage.inventory import take_inventory
 from shardkit.storage.local import LocalStore
@@ -18,6 +18,7 @@ from shardkit.storage.objects import EXTENSIONS, object_name
 from shardkit.storage.parity.catalogue import parity_names
 from shardkit.storage.policy.opening import root_store
 from shardkit.storage.repository import Repository
+from shardkit.storage.store import Store
 from shardkit.storage.temporaries import FOLDER
 
 __all__ = ["COLLECTED", "Marker", "mark_live", "objects_of_builds", "versions_of"]
@@ -109,14 +110,27 @@ def mark_live(repository: Repository, log: Iterable[LogEntry], since: float, mar
 
 
 def objects_of_builds(repository: Repository) -> set[str]:
-    """What unfinished builds below ``tmp/`` of a local root say that they have put.
+    """What unfinished builds below ``tmp/`` of a local root, or ``scratch/`` of another, say that they have put.
 
     Every digest in their records counts, whatever kind of object it may be of: a build that goes on finds its work.
     """
     store = root_store(repository.store)
-    if not isinstance(store, LocalStore):
-        return set()
-    found: set[str] = set()
+    records = _local_records(store) if isinstance(store, LocalStore) else _stored_records(store)
+    found = {match.decode() for record in records for match in _HEX.findall(record)}
+    return {object_name(f"sha256:{digest}", kind) for digest in found for kind in COLLECTED}
+
+
+def _stored_records(store: Store) -> Iterator[bytes]:
+    """Records of builds over several machines (SPEC.md of shardkit.dataset §6)."""
+    for name in store.list_after("scratch/"):
+        if name.endswith(".done"):
+            try:
+                yield store.get(name, max_bytes=_MAX_RECORD_BYTES)
+            except (IntegrityError, NotFoundError):
+                continue  # finished meanwhile, or no record
+
+
+def _local_records(store: LocalStore) -> Iterator[bytes]:
     for folder, _, files in os.walk(os.path.join(store.url, FOLDER)):
         if "build-" not in folder and "parts" not in folder and "adopt" not in folder:
             continue
@@ -124,7 +138,6 @@ def objects_of_builds(repository: Repository) -> set[str]:
             path = Path(folder, file)
             try:
                 if file.endswith(".done") and path.stat().st_size <= _MAX_RECORD_BYTES:
-                    found.update(match.decode() for match in _HEX.findall(path.read_bytes()))
+                    yield path.read_bytes()
             except OSError:
                 continue  # finished meanwhile
-    return {object_name(f"sha256:{digest}", kind) for digest in found for kind in COLLECTED}

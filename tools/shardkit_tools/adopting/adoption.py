@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.create import scratch_folder
 from shardkit.dataset.sizes import parse_size
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
 from shardkit.formats import FieldType, Schema, canonical_json
@@ -19,7 +18,8 @@ from shardkit_tools.adopting.promises import Promise, broken_promises
 from shardkit_tools.adopting.scanning import BUILD_INSTEAD
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
 from shardkit_tools.building.engines import Engine, open_engine
-from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries
+from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries, open_job
+from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFile
@@ -125,7 +125,7 @@ def adopt(
     if dry_run:
         return adopting.count()
     repository = Repository.create(root)
-    job = JobDirectory(scratch_folder(repository, scratch), adopting.digest(root))
+    job = open_job(repository, scratch, adopting.digest(root), is_remote=doing.is_remote)
     with job.held():
         found = adopting.run(repository, job)
         manifest, entry = adopting.commit(repository, found, ref, message, author)
@@ -156,17 +156,17 @@ class _Adopting:
 
     def count(self) -> Adoption:
         """The dry run: everything but writing."""
-        return self.result(self._read(None, "", {}), None, None)
+        return self.result(self._read(None, NO_FOLDER, {}), None, None)
 
     def run(self, repository: Repository, job: JobDirectory) -> list[AdoptedTar]:
         """Read every tar that an earlier run has not; all of them, in order."""
         finished = {task.number: finished_tar(job, repository, task) for task in self._tasks}
         found = {number: tar for number, tar in finished.items() if tar is not None}
         self._reused = len(found)
-        return self._read(repository, job.path, found)
+        return self._read(repository, job.folder, found)
 
     def _read(
-        self, repository: Repository | None, folder: str, found: dict[int, AdoptedTar]
+        self, repository: Repository | None, folder: JobFolder, found: dict[int, AdoptedTar]
     ) -> list[AdoptedTar]:
         todo = [task for task in self._tasks if task.number not in found]
         self._read_bytes = sum(task.file.size for task in todo)

@@ -13,7 +13,8 @@ from shardkit.manifest import ShardRecord
 from shardkit.storage import Descriptor, Repository, put_adopted
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_directory import JobDirectory, write_record
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.job_folder import JobFolder, write_record
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = ["AdoptTask", "AdoptWorker", "AdoptedTar", "finished_tar"]
@@ -80,7 +81,7 @@ class AdoptWorker:
 
     Args:
         repository: that adopts them; None to write nothing.
-        folder: the job directory; empty to write nothing.
+        folder: the job directory; `NO_FOLDER` to write nothing.
         schema: of every sample.
         axes: fields by which runs are told apart.
         block_bytes: target size of a block.
@@ -89,7 +90,7 @@ class AdoptWorker:
     def __init__(
         self,
         repository: Repository | None,
-        folder: str,
+        folder: JobFolder,
         schema: Schema,
         axes: Sequence[str],
         block_bytes: int,
@@ -116,7 +117,7 @@ class AdoptWorker:
             index = self._repository.put_object(scanned.index.to_bytes(), "index")
             put_adopted(self._repository, scanned.digest, os.path.realpath(item.file.path))
         adopted = _facts(item, scanned, index)
-        if self._folder:
+        if self._repository is not None:
             write_record(self._folder, _record_name(item), _packed(item, adopted))
         return adopted
 

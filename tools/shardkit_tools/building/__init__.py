@@ -8,6 +8,7 @@ build_plan     between the passes: all rows checked, and where each goes
 free_space     whether a build will fit on its disks
 outcome        what is asked of a build beside the bytes, and what it answers
 job_directory  finished work of a build, kept where a killed build finds it again
+job_folder     the same as workers see it: a folder, or objects of the root
 reading        pass 1: a task of the source → encoded rows in scratch
 row_marks      what pass 1 notes of every row, and which rows are the first of their value
 packing        between the passes: documents → rows of a fixed length

@@ -11,7 +11,6 @@ from shardkit.dataset.appending import Base, pooling_of
 from shardkit.dataset.committing import NewVersion, StratumNumbers, check_about, split_rows
 from shardkit.dataset.layout import Layout, lay_out
 from shardkit.dataset.row_table import AllRows, check_unique_keys, describe_row
-from shardkit.dataset.scratch_parts import PartFiles
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.packing import PackReport
 from shardkit_tools.building.reading import TaskFacts
@@ -92,7 +91,7 @@ def _check_keys(
     if job is None:
         check_unique_keys(rows, lambda place: f"row {place}", first_ordinal=first, held=held)
         return
-    files = PartFiles(job.path, [task.part for task in parts])
+    files = job.folder.parts([task.part for task in parts])
     try:
         check_unique_keys(
             rows,

@@ -26,7 +26,8 @@ from shardkit.storage.os_errors import explained
 from shardkit_tools.building.build_plan import BuildPlan, plan_build
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.building.free_space import check_space, least_bytes, space_needs
-from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries
+from shardkit_tools.building.job_directory import JobDirectory, StoreJob, clear_temporaries, open_job
+from shardkit_tools.building.job_folder import NO_FOLDER
 from shardkit_tools.building.outcome import BuildResult, BuildSettings
 from shardkit_tools.building.passes import Passes
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
@@ -79,7 +80,7 @@ class BuildRun:
         if self._settings.append:
             self._load_base(Repository.open(self._settings.root, read_only=True))
         with self._engine:
-            found, columns = self._passes.read(self._importer, self._encoder, "", {})
+            found, columns = self._passes.read(self._importer, self._encoder, NO_FOLDER, {})
             plan = self._plan(found, columns, None)
         result = self._result(found, plan, None, None, None, 0, 0)
         root = None if "://" in self._settings.root else self._settings.root
@@ -103,7 +104,7 @@ class BuildRun:
         else:
             repository = Repository.create(self._settings.root)
         parent = scratch_folder(repository, self._settings.scratch)
-        job = JobDirectory(parent, self._digest())
+        job = open_job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
         with job.held(), self._engine:
             result = self._build(repository, parent, job)
         clear_temporaries(repository)
@@ -113,7 +114,7 @@ class BuildRun:
         reused = finished_tasks(job, self._tasks)
         reused_tasks = len(reused)
         self._check_space(repository, parent, job, reused)
-        found, columns = self._passes.read(self._importer, self._encoder, job.path, reused)
+        found, columns = self._passes.read(self._importer, self._encoder, job.folder, reused)
         skipped = _skipped(found)
         sources = self._sources(found, skipped)
         if self._base is not None and self._is_appended(self._base, sources):
@@ -142,7 +143,8 @@ class BuildRun:
         # Shards of an earlier run are there already, and how large they are is not worth finding out.
         is_begun = any(name.endswith(".done") for name in job.names())
         root = store.url if isinstance(store, LocalStore) and not is_begun else None
-        check_space(space_needs(parent, least_bytes(self._version, left), root, self._shard_bytes(rows)))
+        here = None if isinstance(job, StoreJob) else parent
+        check_space(space_needs(here, least_bytes(self._version, left), root, self._shard_bytes(rows)))
 
     def _shard_bytes(self, raw_bytes: int) -> int:
         """What the shards of so many bytes at least take: nobody knows how well they compress."""

@@ -44,7 +44,14 @@ class Worker(Protocol):
 
 
 class Engine(Protocol):
-    """Works off lists of tasks, one list after another; a context manager."""
+    """Works off lists of tasks, one list after another; a context manager.
+
+    Attributes:
+        is_remote: whether workers may be on machines that see no folder of this one. They see the source and the root
+            by the same names; what they finish then travels through the root, where it is no folder either.
+    """
+
+    is_remote: bool
 
     def __enter__(self) -> Self:
         """Ready to run."""
@@ -58,8 +65,7 @@ class Engine(Protocol):
         """Work off all items and yield the results as they come, in no particular order.
 
         Args:
-            make: makes the worker, once per process; picklable (a class, or a `functools.partial` of one). Workers see
-                the root, the source and the scratch directory under the paths of this machine.
+            make: makes the worker, once per process; picklable (a class, or a `functools.partial` of one).
             items: picklable, drawn only when somebody is free; ``str(item)`` names one in messages.
             report: takes what workers report.
             here: the work is too small to be handed out: do it in this process.
@@ -110,6 +116,8 @@ class LocalEngine:
 
     Results are durable or worthless, so that leaving simply kills what is still at work.
     """
+
+    is_remote = False
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs

@@ -7,8 +7,6 @@ of at most `_GROUP_BYTES`. Groups depend on the documents alone, so the rows do 
 from __future__ import annotations
 
 import functools
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +17,11 @@ from numpy.typing import NDArray
 from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow
 from shardkit.dataset.row_table import AllRows
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_parts import PartFiles, read_rows
+from shardkit.dataset.scratch_parts import read_rows
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Row, Schema, raw_row_bytes
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_directory import write_record
+from shardkit_tools.building.job_folder import JobFolder, write_record
 from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
 from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.transforms.best_fit import Packing, pack
@@ -199,18 +197,24 @@ class PackWorker:
     Args:
         settings: of the packing.
         seed: of the shuffle, None where rows keep their order.
-        folder: the job directory; "" counts only.
+        folder: the job directory.
         parts: names of the scratch files of the documents.
         run_bytes: of `RowSpool`.
     """
 
     def __init__(
-        self, settings: PackSettings, *, seed: int | None, folder: str, parts: Sequence[str], run_bytes: int
+        self,
+        settings: PackSettings,
+        *,
+        seed: int | None,
+        folder: JobFolder,
+        parts: Sequence[str],
+        run_bytes: int,
     ) -> None:
         self._settings = settings
         self._seed = seed
         self._folder = folder
-        self._parts = PartFiles(folder, parts)
+        self._parts = folder.parts(parts)
         self._run_bytes = run_bytes
         self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
         self._raw_bytes = functools.lru_cache(maxsize=4096)(
@@ -228,9 +232,9 @@ class PackWorker:
             StoreError: the scratch disk fails.
             IntegrityError: a scratch record changed.
         """
-        part = f"packed-{os.getpid()}-{secrets.token_hex(8)}" if self._folder else ""
+        part = self._folder.new_part("packed")
         spool = RowSpool(
-            self._folder, part, seed=self._seed, run_bytes=self._run_bytes, always_file=bool(part)
+            self._folder.path, part, seed=self._seed, run_bytes=self._run_bytes, always_file=bool(part)
         )
         try:
             documents = self._documents(item) if part else None
@@ -250,7 +254,7 @@ class PackWorker:
         except BaseException:
             spool.drop()
             raise
-        size = os.stat(f"{self._folder}/{part}").st_size if part else 0
+        size = self._folder.keep(part)
         made = TaskRows(TaskFacts(item.number, part, size, (), ()), columns)
         if part:
             write_record(self._folder, packed_record(item), encode_task(made))

@@ -16,6 +16,7 @@ from shardkit.storage import Repository
 from shardkit_tools.building.build_plan import BuildPlan
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
 from shardkit_tools.building.outcome import BuildSettings
 from shardkit_tools.building.packing import (
     Documents,
@@ -57,7 +58,7 @@ class Passes:
         self._settings = settings
 
     def read(
-        self, importer: Importer, encoder: RowEncoder, folder: str, found: dict[int, TaskRows]
+        self, importer: Importer, encoder: RowEncoder, folder: JobFolder, found: dict[int, TaskRows]
     ) -> tuple[list[TaskFacts], list[RowColumns]]:
         """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
         tasks = importer.tasks()
@@ -70,7 +71,7 @@ class Passes:
             done_rows=sum(len(rows.columns) for rows in found.values()),
             done_bytes=total - left,
             reused=len(found),
-            scratch_bytes=total if folder else 0,
+            scratch_bytes=total if folder is not NO_FOLDER else 0,
         )
         layout = self._version.settings
         make = functools.partial(
@@ -113,7 +114,7 @@ class Passes:
             PackWorker,
             settings,
             seed=layout.seed if layout.shuffle else None,
-            folder=job.path if job is not None else "",
+            folder=job.folder if job is not None else NO_FOLDER,
             parts=[task.part for task in found],
             run_bytes=self._settings.run_bytes,
         )
@@ -151,7 +152,7 @@ class Passes:
             WriteWorker,
             repository,
             self._version,
-            job.path,
+            job.folder,
             [task.part for task in plan.parts],
             self._settings.gather_bytes,
         )

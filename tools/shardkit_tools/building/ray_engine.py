@@ -1,8 +1,9 @@
 """Tasks of a build on a Ray cluster: a local one, started for the build, or one that is there.
 
 Ray runs a task again when its worker or its node dies; nothing else is needed, for tasks are idempotent (`engines`).
-Every worker must see the root, the source and the scratch directory under the same paths, and have the same versions
-of what decides the bytes: both are checked where work begins.
+Every worker must see the root and the source by the same names, and have the same versions of what decides the bytes:
+the latter is checked where work begins. On a cluster that was there before, what workers finish travels through the
+root, unless a scratch directory that all nodes mount is named (SPEC.md of shardkit.dataset §6).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class RayEngine:
 
     def __init__(self, jobs: int | None = None, address: str | None = None) -> None:
         self._ray = _import_ray()
+        self.is_remote = address is not None
         self._jobs = jobs
         self._address = address
         self._folder: str | None = None
@@ -254,8 +256,8 @@ def _told(error: ShardkitError, node: str) -> ShardkitError:
     if platform.node() == node or not isinstance(error, (SourceError, StoreError, NotFoundError)):
         return error
     return type(error)(
-        f"{error} (on node {platform.node()}; every node of the cluster must see the source, the root and the scratch "
-        "directory under the same paths: name a --scratch that all of them mount)"
+        f"{error} (on node {platform.node()}; every node of the cluster must see the source, the root and, if one is "
+        "named, the --scratch directory under the same names: mount them there, or use URLs)"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from shardkit.dataset.scratch import RowColumns, RowSpool, RunBuffer
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import SampleError, ShardkitError, SourceError
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_directory import write_record
+from shardkit_tools.building.job_folder import JobFolder, write_record
 from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers.protocol import (
     ColumnImporter,
@@ -111,7 +110,7 @@ class ReadWorker:
         importer: of the source.
         encoder: of the dataset.
         seed: of the shuffle, None where rows keep their order.
-        folder: the job directory; "" counts only.
+        folder: the job directory.
         skip: leave out rows that cannot be read instead of failing.
         run_bytes: of `RowSpool`.
         marks: what else is noted of every row.
@@ -123,7 +122,7 @@ class ReadWorker:
         encoder: RowEncoder,
         *,
         seed: int | None,
-        folder: str,
+        folder: JobFolder,
         skip: bool,
         run_bytes: int,
         marks: RowMarks,
@@ -146,9 +145,9 @@ class ReadWorker:
             SourceError, SampleError: a row cannot be read, or does not fit the schema.
             StoreError: the scratch disk fails.
         """
-        part = f"part-{os.getpid()}-{secrets.token_hex(8)}" if self._folder else ""
+        part = self._folder.new_part("part")
         spool = RowSpool(
-            self._folder,
+            self._folder.path,
             part,
             seed=self._seed,
             always_file=bool(part),
@@ -168,7 +167,7 @@ class ReadWorker:
         except BaseException:
             spool.drop()
             raise
-        size = os.stat(f"{self._folder}/{part}").st_size if part else 0
+        size = self._folder.keep(part)
         rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped)), columns)
         if part:
             write_record(self._folder, record_name(item.task), encode_task(rows))

@@ -111,7 +111,8 @@ def build(
             per processor, of the cluster where there is one.
         engine: ``"local"``, ``"ray"``, or an `Engine` of your own that runs the tasks elsewhere.
         address: of a running Ray cluster; without it ``"ray"`` starts one here.
-        scratch: directory for encoded rows, about as large as the source; by default inside ``root``.
+        scratch: directory for encoded rows, about as large as the source, that all workers see; by default inside
+            ``root``.
         on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit.
         skipped_file: where rows left out are listed as JSON lines; by default beside the scratch.
         dry_run: read and lay out everything, write nothing.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.scratch_blocks import ScratchReader
-from shardkit.dataset.scratch_parts import PartFiles
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard, write_shard
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
 from shardkit.storage import Descriptor, Repository
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_directory import JobDirectory, write_record
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.job_folder import JobFolder, write_record
 
 __all__ = ["WriteWorker", "finished_shard"]
 
@@ -34,14 +34,14 @@ class WriteWorker:
         self,
         repository: Repository,
         version: NewVersion,
-        folder: str,
+        folder: JobFolder,
         parts: Sequence[str],
         gather_bytes: int,
     ) -> None:
         self._repository = repository
         self._version = version
         self._folder = folder
-        self._parts = PartFiles(folder, parts)
+        self._parts = folder.parts(parts)
         self._reader = ScratchReader(self._parts, version.schema)
         self._gather_bytes = gather_bytes
 

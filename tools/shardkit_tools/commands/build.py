@@ -266,7 +266,7 @@ def build(
             "--scratch",
             metavar="FOLDER",
             rich_help_panel="Running",
-            help="Folder for about as many bytes as SOURCE has; default: in ROOT.",
+            help="Folder for about as many bytes as SOURCE has, which all workers see; default: in ROOT.",
         ),
     ] = None,
     on_error: Annotated[

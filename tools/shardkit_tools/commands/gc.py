@@ -11,6 +11,8 @@ from shardkit.storage.collecting import Collection, collect
 from shardkit.storage.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
 from shardkit.storage.policy.durations import duration_text as short_duration
 from shardkit.storage.policy.durations import parse_duration
+from shardkit.storage.policy.opening import root_store
+from shardkit_tools.building.job_directory import abandoned_jobs, remove_job
 from shardkit_tools.console import (
     JsonFlag,
     StatusLine,
@@ -46,6 +48,7 @@ def gc(
     """Find objects that no version needs, in all locations; with --delete take them away, in two rounds.
 
     Kept is what refs and tags need, what they named within --history, parity, and what unfinished builds have put.
+    What builds over several machines left below scratch/, if they were begun longer ago than --grace, goes as well.
     The first round with --delete marks the rest; a round after --grace deletes what is still not needed. Commits may
     go on meanwhile: one that names an object which is being deleted is refused, and done again.
 
@@ -53,10 +56,15 @@ def gc(
     """
     status = StatusLine()
     try:
+        repository, grace_s = Repository.open(parse_url(root)[0]), parse_duration(grace, "--grace")
+        store = root_store(repository.store)
+        builds = abandoned_jobs(store, grace_s)
+        for prefix in builds if delete else ():
+            remove_job(store, prefix)
         done = collect(
-            Repository.open(parse_url(root)[0]),
+            repository,
             delete=delete,
-            grace_s=parse_duration(grace, "--grace"),
+            grace_s=grace_s,
             history_s=parse_duration(history, "--history"),
             take_over_s=0 if take_over else TAKE_OVER_S,
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
@@ -64,9 +72,14 @@ def gc(
     finally:
         status.clear()
     if as_json:
-        print_json(done.to_json())
+        print_json(done.to_json() | {"abandoned_builds": builds})
     else:
         _print(done, root, delete=delete, grace=grace)
+        if builds:
+            gone = "removed" if delete else "found"
+            print_line(
+                f"{gone} the scratch of {count_text(len(builds), 'build')} that nobody went on with", "dim"
+            )
 
 
 def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:

@@ -1,0 +1,295 @@
+"""Builds whose workers have no folder in common: scratch and journal travel through the root, a bucket.
+
+Machines are processes here, each with a temporary directory of its own; a worker that looked for a file of another
+one would not find it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+import shardkit_tools
+from shardkit.errors import RunError, ShardkitError, StoreError
+from shardkit.formats import canonical_json
+from shardkit.storage import Repository, open_store
+from shardkit.storage.collecting.marking import objects_of_builds
+from shardkit.testing.servers import Unavailable, moto, s3_environment
+from shardkit_tools.building.engines import LocalEngine
+from shardkit_tools.building.job_directory import abandoned_jobs
+from shardkit_tools.importers import line_ranges, open_source
+from shardkit_tools.main import run
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+TASK_BYTES = 2**20
+PROGRAM = f"""
+from shardkit_tools.importers import line_ranges
+from shardkit_tools.main import run
+line_ranges._RANGE_BYTES = {TASK_BYTES}
+run()
+"""
+BUCKET = "builds"
+FUNCTIONS = """
+import os, pathlib, signal, tempfile
+
+def doubled(sample):
+    folder = pathlib.Path(os.environ["NOTES"])
+    (folder / tempfile.gettempdir().replace("/", "_")).touch()
+    flag = folder / "kill"
+    if sample["x"] == 3_300 and flag.exists():
+        flag.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {**sample, "x": 2 * sample["x"]}
+"""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    try:
+        with moto(BUCKET) as found:
+            yield found
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def place(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment for workers; a folder with source/, notes/ and the applied function."""
+    for name, value in s3_environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "functions_that_travel.py").write_text(FUNCTIONS)
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", TASK_BYTES)  # some ten tasks
+    (tmp_path / "source").mkdir()
+    for number in range(4):
+        rows = range(number * 1_000, (number + 1) * 1_000)
+        lines = [json.dumps({"x": x, "label": x % 3, "text": f"row {x} " * 300}) + "\n" for x in rows]
+        (tmp_path / "source" / f"{number}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def new_root() -> str:
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+class Machines(LocalEngine):
+    """Two processes as two machines: each has a temporary directory of its own, and neither sees the driver's."""
+
+    is_remote = True
+
+    def __init__(self, folder: Path, *, stops_after: int | None = None) -> None:
+        super().__init__(2)
+        self._folder = folder
+        self._stops_after = stops_after
+        self.temporary: list[Path] = []
+
+    def _free(self) -> Any:
+        own = self._folder / f"machine-{len(self._running)}"  # if another process is started now
+        own.mkdir(exist_ok=True)
+        before, known = os.environ.get("TMPDIR"), len(self._running)
+        os.environ["TMPDIR"] = str(own)
+        try:
+            return super()._free()
+        finally:
+            if len(self._running) > known:
+                self.temporary.append(own)
+            os.environ.pop("TMPDIR")
+            if before is not None:
+                os.environ["TMPDIR"] = before
+
+    def run(self, make: Any, items: Any, report: Any, *, here: bool = False) -> Iterator[Any]:
+        del here
+        for result in super().run(make, items, report):
+            if self._stops_after == 0:
+                raise RunError("the driver goes down here")
+            if self._stops_after is not None:
+                self._stops_after -= 1
+            yield result
+
+
+def build(place: Path, root: str | Path, engine: Any = "local") -> Any:
+    return shardkit_tools.build(
+        place / "source",
+        root,
+        apply="functions_that_travel:doubled",
+        stratify="label",
+        shard_size="2MiB",
+        engine=engine,
+    )
+
+
+def names(root: str, prefix: str) -> set[str]:
+    return set(open_store(root, read_only=True).list_after(prefix))
+
+
+def local_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_machines_without_a_common_folder_build_the_same(place: Path) -> None:
+    root = new_root()
+    expected = build(place, place / "plain").manifest
+    engine = Machines(place)
+    done = build(place, root, engine)
+    assert done.manifest.id == expected.id
+    assert len(engine.temporary) == 2
+    assert {p.name for p in (place / "notes").iterdir()} >= {
+        str(own).replace("/", "_") for own in engine.temporary
+    }
+    assert names(root, "scratch/") == set()
+    assert names(root, "objects/") == {
+        f"objects/{path.relative_to(place / 'plain' / 'objects')}"
+        for path in (place / "plain" / "objects").rglob("*.*")
+    }
+    assert [path for own in engine.temporary for path in local_files(own)] == []
+    assert len(shardkit.open(root)) == 4_000
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["reading", "writing"])
+def test_another_machine_goes_on_with_a_build_that_was_killed(
+    place: Path, is_written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_root()
+    expected = build(place, place / "plain").manifest
+    tasks = len(open_source(str(place / "source")).tasks())
+    assert tasks > 6
+    with pytest.raises(RunError, match="goes down"):
+        build(place, root, Machines(place, stops_after=tasks + 1 if is_written else 3))
+    left = names(root, "scratch/")
+    assert any(name.endswith("/begun") for name in left)
+    assert any(name.endswith(".rows") for name in left)
+    written = {name for name in names(root, "objects/") if name.endswith(".tar")}
+    kept = objects_of_builds(Repository.open(root))
+    assert bool(written & kept) is is_written  # a shard without a record is written again
+    assert abandoned_jobs(open_store(root), 3_600.0) == []
+    elsewhere = place / "another-driver"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    done = build(place, root, Machines(place))
+    assert done.manifest.id == expected.id
+    assert 3 <= done.reused_tasks <= tasks
+    if is_written:
+        assert done.reused_tasks == tasks
+        assert done.reused_shards >= 1
+    assert names(root, "scratch/") == set()
+
+
+def test_a_build_that_nobody_goes_on_with_is_collected(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = new_root()
+    build(place, root)
+    with pytest.raises(RunError):
+        shardkit_tools.build(place / "source", root, engine=Machines(place, stops_after=2), shard_size="1MiB")
+    store = open_store(root)
+    (begun,) = (name for name in names(root, "scratch/") if name.endswith("/begun"))
+    for arguments, left in (([], True), (["--delete"], True)):  # young: not even with --delete
+        with pytest.raises(SystemExit):
+            run(["gc", root, *arguments])
+        assert bool(names(root, "scratch/")) is left
+    old = dt.datetime.now(dt.UTC) - dt.timedelta(days=60)
+    store.replace(begun, canonical_json.dumps({"begun": old.isoformat(timespec="seconds")}))
+    for arguments, left in (([], True), (["--delete"], False)):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            run(["gc", root, *arguments])
+        assert bool(names(root, "scratch/")) is left
+        assert "1 build that nobody went on with" in capsys.readouterr().out
+    assert len(shardkit.open(root)) == 4_000
+
+
+def test_damaged_and_foreign_records_are_no_finished_work(place: Path) -> None:
+    root = new_root()
+    expected = build(place, place / "plain").manifest
+    with pytest.raises(RunError, match="goes down"):
+        build(place, root, Machines(place, stops_after=3))
+    store = open_store(root)
+    records = sorted(name for name in names(root, "scratch/") if name.endswith(".rows"))
+    data = bytearray(store.get(records[0], max_bytes=2**30))
+    data[len(data) // 2] ^= 1
+    store.replace(records[0], bytes(data))
+    part = max(name for name in names(root, "scratch/") if name.endswith(".part"))
+    store.replace(part, store.get(part, max_bytes=2**30)[:-1])
+    done = build(place, root, Machines(place))
+    assert done.manifest.id == expected.id
+    assert 1 <= done.reused_tasks <= 3
+    assert names(root, "scratch/") == set()
+
+
+def test_a_builder_that_may_not_delete_is_done_all_the_same(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardkit.storage.remote import ObjectStore
+
+    def refused(self: ObjectStore, name: str) -> None:
+        raise StoreError(f"{name}: access denied")
+
+    root = new_root()
+    monkeypatch.setattr(ObjectStore, "delete", refused)
+    Repository.create(root, single_writer=True)
+    done = build(place, root, Machines(place))
+    assert done.manifest is not None
+    assert len(shardkit.open(root)) == 4_000
+    assert any(name.endswith("/begun") for name in names(root, "scratch/"))
+
+
+def test_an_error_without_finished_work_leaves_nothing(place: Path) -> None:
+    root = new_root()
+    for path in (place / "source").iterdir():
+        path.write_text('{"x": 1}\nno json\n')
+    with pytest.raises(ShardkitError):
+        shardkit_tools.build(place / "source", root, engine=Machines(place))
+    assert names(root, "scratch/") == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_RAY, reason='ray is not installed: pip install "shardkit[ray]"')
+def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path) -> None:
+    """Two nodes of a real cluster, one worker each, and a driver: three temporary directories."""
+    from ray.cluster_utils import Cluster
+
+    root, expected = new_root(), build(place, place / "plain").manifest
+    for note in (place / "notes").iterdir():
+        note.unlink()
+    (place / "notes" / "kill").touch()
+    machines = [place / f"node-{number}" for number in range(2)]
+    cluster = Cluster(shutdown_at_exit=True)
+    try:
+        for machine in machines:
+            machine.mkdir()
+            cluster.add_node(num_cpus=1, env_vars={"TMPDIR": str(machine)}, include_dashboard=False)
+        cluster.wait_for_nodes(60)
+        (place / "driver").mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "build", str(place / "source"), root, "--engine", "ray",
+             "--address", cluster.address, "--stratify", "label", "--shard-size", "2MiB", "--json",
+             "--apply", "functions_that_travel:doubled"],
+            env={**os.environ, "TMPDIR": str(place / "driver")},
+            capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["id"] == expected.id
+    notes = {path.name for path in (place / "notes").iterdir()}
+    assert "kill" not in notes, "nobody was killed"
+    assert {str(machine).replace("/", "_") for machine in machines} <= notes, "one node did everything"
+    assert names(root, "scratch/") == set()
+    assert {name for name in names(root, "objects/") if name.endswith(".tar")} == {
+        f"objects/{path.relative_to(place / 'plain' / 'objects')}"
+        for path in (place / "plain" / "objects").rglob("*.tar")
+    }
