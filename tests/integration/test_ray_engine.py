@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,3 +109,59 @@ def test_an_address_is_for_ray_alone() -> None:
         open_engine("local", 1, "10.0.0.5:6379")
     with pytest.raises(ConfigurationError, match="expected local or ray"):
         open_engine("dask", 1)
+
+
+def _tars(folder: Path) -> Path:
+    """Three WebDataset tars, together more than what is worth no second process."""
+    folder.mkdir()
+    for number in range(3):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            for sample in range(40):
+                for suffix, data in (("cls", b"7"), ("bin", bytes([sample]) * 100_000)):
+                    member = tarfile.TarInfo(f"{number}-{sample:04d}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return folder
+
+
+def _call(*arguments: object, code: int = 0) -> dict[str, Any]:
+    done = subprocess.run(
+        [*PROGRAM, *map(str, arguments), "--json"], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == code, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_RAY, reason='ray is not installed: pip install "shardkit[ray]"')
+def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    tars, root, copy = _tars(tmp_path / "tars"), tmp_path / "cats", tmp_path / "rack" / "cats"
+    copy.parent.mkdir()
+    cluster = Cluster(shutdown_at_exit=True)
+    try:
+        cluster.add_node(num_cpus=2, include_dashboard=False)
+        ray = ["--engine", "ray", "--address", cluster.address]
+        adopted = _call("adopt", tars, root, *ray)
+        assert adopted["id"] == _call("adopt", tars, tmp_path / "plain")["id"]
+        assert list((root / "tmp").iterdir()) == []
+        _call("place", root, "--location", f"rack={copy},domain=rack", "--copies", 2)
+        for path in sorted((copy / "objects").rglob("*.*")):
+            path.unlink()
+        done = _call("replicate", root, *ray)
+        assert done["lag_after"] == 0 < done["lag_before"]
+        held = sorted((copy / "objects").rglob("*.*"))
+        shard = max(held, key=lambda path: path.stat().st_size)
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.chmod(0o644)
+        shard.write_bytes(data)
+        held[0].unlink()
+        _call("scrub", root, "--level", "read", *ray, code=2)  # bad copies are left
+        _call("repair", root, *ray, code=1)  # repaired
+        _call("scrub", root, "--level", "read", *ray)
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+    assert sorted((copy / "objects").rglob("*.*")) == held
