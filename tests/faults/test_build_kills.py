@@ -25,6 +25,7 @@ from shardkit.testing.drills import drill_count
 from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit_tools.building import build_run, passes
 from shardkit_tools.building.job_folder import write_record
+from shardkit_tools.importers import folder as folder_importer
 from shardkit_tools.importers import source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
@@ -35,11 +36,12 @@ import json, os, signal, sys
 import shardkit_tools
 from shardkit.storage.file_operations import FileOperations, substituted
 from shardkit_tools.building import passes
-from shardkit_tools.importers import source_files
+from shardkit_tools.importers import folder, source_files
 
 SETTINGS = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 passes.SMALL_BYTES = 0
 source_files._TASK_BYTES = 15_000
+folder._MIN_EXTENT_BYTES = int(os.environ.get("MIN_EXTENT_BYTES", "1000000"))
 
 class Dying(FileOperations):
     def __init__(self, at):
@@ -144,8 +146,16 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.drill
-def test_killed_at_chosen_operations_and_resumed(tmp_path: Path, script: str) -> None:
-    """SIGKILL at the n-th change of a file, twice per root, then the rest: one id. Deterministic."""
+@pytest.mark.parametrize("least", [1_000_000, 500], ids=["scratch", "in place"])
+def test_killed_at_chosen_operations_and_resumed(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """SIGKILL at the n-th change of a file, twice per root, then the rest: one id. Deterministic.
+
+    Payloads go through scratch, or most of them stay in the source.
+    """
+    monkeypatch.setenv("MIN_EXTENT_BYTES", str(least))
+    monkeypatch.setattr(folder_importer, "_MIN_EXTENT_BYTES", least)
     source = folder(tmp_path / "source")
     counting = FaultyOperations(errno.EIO)
     with substituted(counting):

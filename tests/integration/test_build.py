@@ -242,13 +242,13 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(
     source = folder(tmp_path / "source", 6)
     from shardkit_tools.importers.folder import FolderImporter
 
-    read = FolderImporter.read
+    read = FolderImporter.read_files
 
-    def meddling(self: FolderImporter, task: Any) -> Any:
-        yield from read(self, task)
+    def meddling(self: FolderImporter, task: Any, seen: Any, *, extents: bool) -> Any:
+        yield from read(self, task, seen, extents=extents)
         os.utime(task.files[2].path, ns=(1, 1))
 
-    monkeypatch.setattr(FolderImporter, "read", meddling)
+    monkeypatch.setattr(FolderImporter, "read_files", meddling)
     with pytest.raises(SourceError, match="changed while it was read"):
         shardkit_tools.build(source, tmp_path / "root")
 

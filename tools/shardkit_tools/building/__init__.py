@@ -10,6 +10,8 @@ outcome        what is asked of a build beside the bytes, and what it answers
 job_directory  finished work of a build, kept where a killed build finds it again
 job_folder     the same as workers see it: a folder, or objects of the root
 reading        pass 1: a task of the source → encoded rows in scratch
+page_cache     whether a source stays in memory, so that it can be read twice
+source_digests SHA-256 of source files, made beside both passes
 row_marks      what pass 1 notes of every row, and which rows are the first of their value
 packing        between the passes: documents → rows of a fixed length
 resuming       what an earlier, killed run has left

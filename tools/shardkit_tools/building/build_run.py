@@ -29,14 +29,19 @@ from shardkit_tools.building.free_space import check_space, least_bytes, space_n
 from shardkit_tools.building.job_directory import JobDirectory, StoreJob, clear_temporaries, open_job
 from shardkit_tools.building.job_folder import NO_FOLDER
 from shardkit_tools.building.outcome import BuildResult, BuildSettings
+from shardkit_tools.building.page_cache import fits_page_cache
 from shardkit_tools.building.passes import Passes
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
-from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows, digest_file
+from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows
 from shardkit_tools.building.resuming import finished_tasks
 from shardkit_tools.building.row_marks import first_of_equals
-from shardkit_tools.importers.protocol import Importer
+from shardkit_tools.building.source_digests import SourceDigests, digest_file, shared_files
+from shardkit_tools.importers.protocol import ExtentImporter, Importer, SourceFile, WholeFileImporter
 
 __all__ = ["BuildRun"]
+
+# Smaller files are hashed by the task that reads them: what is about them would cost more than the hash.
+_DIGESTED_BESIDE_BYTES = 2**20
 
 
 class BuildRun:
@@ -70,6 +75,8 @@ class BuildRun:
         self._base: Base | None = None
         self._engine = engine
         self._passes = Passes(engine, self._meter, version, settings)
+        self._is_cached = not engine.is_remote and fits_page_cache(importer.files())
+        self._in_place = self._bytes_in_place()
 
     def count(self) -> BuildResult:
         """The dry run: everything but writing.
@@ -88,8 +95,24 @@ class BuildRun:
         scratch = self._settings.scratch or root or tempfile.gettempdir()
         return dataclasses.replace(
             result,
-            space=tuple(space_needs(scratch, result.raw_bytes, root, self._shard_bytes(result.raw_bytes))),
+            space=tuple(
+                space_needs(
+                    scratch,
+                    max(0, result.raw_bytes - self._in_place),
+                    root,
+                    self._shard_bytes(result.raw_bytes),
+                )
+            ),
         )
+
+    def _bytes_in_place(self) -> int:
+        """Bytes of the source that pass 2 reads from there instead of from scratch."""
+        importer, settings = self._importer, self._settings
+        if not self._is_cached or settings.pack is not None or settings.marks.names:
+            return 0
+        if not isinstance(importer, ExtentImporter | WholeFileImporter):
+            return 0
+        return sum(map(importer.bytes_in_place, self._tasks))
 
     def build(self) -> BuildResult:
         """Both passes and the commit.
@@ -111,21 +134,49 @@ class BuildRun:
         return result
 
     def _build(self, repository: Repository, parent: str, job: JobDirectory) -> BuildResult:
-        reused = finished_tasks(job, self._tasks)
-        reused_tasks = len(reused)
+        reused = finished_tasks(job, self._tasks, self._importer.files())
         self._check_space(repository, parent, job, reused)
-        found, columns = self._passes.read(self._importer, self._encoder, job.folder, reused)
+        beside = self._digested_beside(reused)
+        with SourceDigests(beside, job, self._settings.hash_threads) as digests:
+            return self._both_passes(repository, parent, job, reused, digests)
+
+    def _digested_beside(self, reused: Mapping[int, TaskRows]) -> list[SourceFile]:
+        """The files that no task makes the digest of, because it would have to wait for that."""
+        files = shared_files(self._tasks)
+        if self._is_cached and not isinstance(self._importer, WholeFileImporter):
+            files = [file for file in self._importer.files() if file.size >= _DIGESTED_BESIDE_BYTES] or files
+        known = {file.name for rows in reused.values() for file in rows.facts.files}
+        return [file for file in files if file.name not in known]
+
+    def _both_passes(
+        self,
+        repository: Repository,
+        parent: str,
+        job: JobDirectory,
+        reused: dict[int, TaskRows],
+        digests: SourceDigests,
+    ) -> BuildResult:
+        reused_tasks = len(reused)
+        found, columns = self._passes.read(
+            self._importer,
+            self._encoder,
+            job.folder,
+            reused,
+            in_place=self._in_place,
+            digested={file.name for file in digests.files},
+        )
         skipped = _skipped(found)
-        sources = self._sources(found, skipped)
-        if self._base is not None and self._is_appended(self._base, sources):
+        sources = self._sources(found, skipped, digests) if self._base is not None else None
+        if self._base is not None and sources is not None and self._is_appended(self._base, sources):
             made = MadeVersion(
                 self._base.manifest, {name: split.manifest for name, split in self._base.splits.items()}
             )
             self._base = None  # its rows are these rows: they are counted by themselves
             return self._result(found, self._plan(found, columns, job), made, None, None, reused_tasks, 0)
         plan = self._plan(found, columns, job)
-        shards, reused_shards = self._passes.write(repository, job, plan)
+        shards, reused_shards = self._passes.write(repository, job, plan, self._tasks)
         self._meter.begin("commit")
+        sources = sources or self._sources(found, skipped, digests)
         version = self._final_version(repository, sources)
         made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
         listed = self._list_skipped(parent, skipped)
@@ -138,6 +189,7 @@ class BuildRun:
     ) -> None:
         """That what is left to do fits on the disks."""
         left = sum(task.size for number, task in enumerate(self._tasks) if number not in reused)
+        left = max(0, left - self._in_place)
         rows = least_bytes(self._version, sum(task.size for task in self._tasks))
         store = repository.store
         # Shards of an earlier run are there already, and how large they are is not worth finding out.
@@ -183,13 +235,16 @@ class BuildRun:
             rows, parts, packed = self._passes.pack(self._settings.pack, rows, found, job)
         return plan_build(rows, parts, self._version, self._base, job, duplicates=duplicates, packed=packed)
 
-    def _sources(self, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow]) -> SourcesObject:
-        digests: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
+    def _sources(
+        self, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow], digests: SourceDigests
+    ) -> SourcesObject:
+        known: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
+        known |= {file.name: file for file in digests.results()}
         for file in self._importer.files():
-            if file.name not in digests:  # a file that no task begins with, such as a list of classes
-                digests[file.name] = digest_file(file)
+            if file.name not in known:  # a file that no task begins with, such as a list of classes
+                known[file.name] = digest_file(file)
         return SourcesObject(
-            tuple(digests[name] for name in sorted(digests)),
+            tuple(known[name] for name in sorted(known)),
             tuple((row.source_name, row.source_row, row.kind) for row in skipped),
         )
 

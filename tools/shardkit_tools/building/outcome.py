@@ -31,6 +31,7 @@ class BuildSettings:
         ref, message, author: of the commit.
         pack: how documents become rows, or None.
         marks: what pass 1 notes of every row: for leaving out equal ones, and for packing.
+        hash_threads: files whose digests are made at a time.
         run_bytes, gather_bytes: memory for a run of scratch, and for the rows of a shard at a time, per process.
     """
 
@@ -45,6 +46,7 @@ class BuildSettings:
     author: str
     pack: PackSettings | None = None
     marks: RowMarks = field(default_factory=RowMarks)
+    hash_threads: int = 1
     run_bytes: int = RUN_BYTES
     gather_bytes: int = GATHER_BYTES
 

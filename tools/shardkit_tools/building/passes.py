@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
@@ -31,7 +31,7 @@ from shardkit_tools.building.reading import ReadTask, ReadWorker, TaskFacts, Tas
 from shardkit_tools.building.resuming import finished_rows
 from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.building.writing import WriteWorker, finished_shard
-from shardkit_tools.importers.protocol import Importer
+from shardkit_tools.importers.protocol import Importer, SourceTask
 
 __all__ = ["SMALL_BYTES", "Passes"]
 
@@ -58,11 +58,31 @@ class Passes:
         self._settings = settings
 
     def read(
-        self, importer: Importer, encoder: RowEncoder, folder: JobFolder, found: dict[int, TaskRows]
+        self,
+        importer: Importer,
+        encoder: RowEncoder,
+        folder: JobFolder,
+        found: dict[int, TaskRows],
+        *,
+        in_place: int = 0,
+        digested: Collection[str] = (),
     ) -> tuple[list[TaskFacts], list[RowColumns]]:
-        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
+        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order.
+
+        Args:
+            importer: of the source.
+            encoder: of the rows.
+            folder: of the job.
+            found: tasks that were read before; taken out of it.
+            in_place: bytes that stay in the source instead of going to scratch; 0 for none.
+            digested: names of the files whose digests others make.
+        """
         tasks = importer.tasks()
-        todo = [ReadTask(number, task) for number, task in enumerate(tasks) if number not in found]
+        todo = [
+            ReadTask(number, task, not any(file.name in digested for file in task.files))
+            for number, task in enumerate(tasks)
+            if number not in found
+        ]
         total = sum(task.size for task in tasks)
         left = sum(item.task.size for item in todo)
         self._meter.begin(
@@ -71,7 +91,7 @@ class Passes:
             done_rows=sum(len(rows.columns) for rows in found.values()),
             done_bytes=total - left,
             reused=len(found),
-            scratch_bytes=total if folder is not NO_FOLDER else 0,
+            scratch_bytes=total - in_place if folder is not NO_FOLDER else 0,
         )
         layout = self._version.settings
         make = functools.partial(
@@ -83,6 +103,7 @@ class Passes:
             skip=self._settings.skip,
             run_bytes=min(self._settings.run_bytes, sized_run(total, layout.shard_size)),
             marks=self._settings.marks,
+            extents=in_place > 0,
         )
         for rows in self._engine.run(make, todo, self._meter.add, here=left < SMALL_BYTES):
             found[rows.facts.number] = rows
@@ -129,10 +150,10 @@ class Passes:
         return packed, [made[number].facts for number in range(len(made))], report
 
     def write(
-        self, repository: Repository, job: JobDirectory, plan: BuildPlan
+        self, repository: Repository, job: JobDirectory, plan: BuildPlan, tasks: Sequence[SourceTask]
     ) -> tuple[list[WrittenShard], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
-        total = int(plan.rows.length.sum())
+        total = int(plan.rows.table.raw_bytes.sum())
         self._meter.begin("write", total_bytes=total)
         written: dict[int, WrittenShard] = {}
         reused = 0
@@ -146,7 +167,7 @@ class Passes:
                 else:
                     reused += 1
                     written[item.number] = shard
-                    self._meter.add(len(item.ordinal), int(item.length.sum()))
+                    self._meter.add(len(item.ordinal), item.raw_bytes)
 
         make = functools.partial(
             WriteWorker,
@@ -154,13 +175,18 @@ class Passes:
             self._version,
             job.folder,
             [task.part for task in plan.parts],
+            {
+                number: [file.path for file in tasks[part.number].files]
+                for number, part in enumerate(plan.parts)
+                if part.extents
+            },
             self._settings.gather_bytes,
         )
         try:
             for shard in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
                 written[shard.number] = shard
-        except IntegrityError:
-            job.discard()  # damaged scratch must not be used again
+        except (IntegrityError, SourceError):
+            job.discard()  # damaged scratch, or what was noted of a source that has changed, must not be used again
             raise
         self._meter.end()
         return [written[number] for number in range(plan.layout.shards)], reused

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,22 +12,24 @@ import xxhash
 
 from shardkit.dataset.column_encoding import encode_columns
 from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.extents import ExtentColumn
 from shardkit.dataset.scratch import RowColumns, RowSpool, RunBuffer
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import SampleError, ShardkitError, SourceError
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_folder import JobFolder, write_record
 from shardkit_tools.building.row_marks import RowMarks
+from shardkit_tools.building.source_digests import TaskDigests, check_unchanged
 from shardkit_tools.importers.protocol import (
     ColumnImporter,
+    ExtentImporter,
     Importer,
     SampleColumns,
     SourceFailure,
-    SourceFile,
     SourceSample,
     SourceTask,
+    WholeFileImporter,
 )
-from shardkit_tools.importers.source_files import open_file
 
 __all__ = [
     "ReadTask",
@@ -42,7 +42,6 @@ __all__ = [
     "record_name",
 ]
 
-_PIECE_BYTES = 2**20
 _MAX_SKIPPED = 10_000
 _REPORT_INTERVAL_S = 0.2
 
@@ -59,10 +58,11 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """A task and its place in the order of the source."""
+    """A task, its place in the order of the source, and whether it makes the digests of its files."""
 
     number: int
     task: SourceTask
+    digests: bool = True
 
     def __str__(self) -> str:
         return f"the source {self.task.name}"
@@ -76,8 +76,9 @@ class TaskFacts:
         number: of the task.
         part: name of the scratch file, "" where nothing was kept.
         part_bytes: its size.
-        files: digests of the files that begin in this task.
+        files: digests of the task's files, where it made them.
         skipped: rows left out.
+        extents: whether payloads are in the task's files instead of in the part.
     """
 
     number: int
@@ -85,6 +86,7 @@ class TaskFacts:
     part_bytes: int
     files: tuple[SourceDigest, ...]
     skipped: tuple[SkippedRow, ...]
+    extents: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +105,10 @@ def record_name(task: SourceTask) -> str:
     return f"task-{digest.hexdigest()}.rows"
 
 
+class _HasToBeLookedAt(Exception):
+    """Rows whose payloads were left in the source have to be looked at one by one."""
+
+
 class ReadWorker:
     """Reads tasks; one per process.
 
@@ -114,6 +120,7 @@ class ReadWorker:
         skip: leave out rows that cannot be read instead of failing.
         run_bytes: of `RowSpool`.
         marks: what else is noted of every row.
+        extents: leave payloads in the source where the importer can.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class ReadWorker:
         skip: bool,
         run_bytes: int,
         marks: RowMarks,
+        extents: bool = False,
     ) -> None:
         self._importer = importer
         self._encoder = encoder
@@ -133,6 +141,7 @@ class ReadWorker:
         self._folder = folder
         self._skip = skip
         self._marks = marks
+        self._extents = extents and isinstance(importer, ExtentImporter | WholeFileImporter)
         self._buffer = RunBuffer(run_bytes)
 
     def close(self) -> None:
@@ -145,6 +154,12 @@ class ReadWorker:
             SourceError, SampleError: a row cannot be read, or does not fit the schema.
             StoreError: the scratch disk fails.
         """
+        try:
+            return self._work(item, report, extents=self._extents)
+        except _HasToBeLookedAt:
+            return self._work(item, report, extents=False)
+
+    def _work(self, item: ReadTask, report: Report, *, extents: bool) -> TaskRows:
         part = self._folder.new_part("part")
         spool = RowSpool(
             self._folder.path,
@@ -156,11 +171,13 @@ class ReadWorker:
         )
         try:
             with ThreadPoolExecutor(1, "digest") as digesting:
-                digests = digesting.submit(_digests, item.task)
-                skipped = self._read(item.task, spool, _Throttle(report, item.task.size))
-                files = digests.result()
+                whole = isinstance(self._importer, WholeFileImporter)
+                digests = TaskDigests(item.task.files if item.digests else (), digesting, whole=whole)
+                found = self._rows(item.task, digests, extents=extents)
+                skipped = self._read(item.task, found, spool, _Throttle(report, item.task.size))
+                files = digests.results()
             for file in item.task.files:
-                _check_unchanged(file)
+                check_unchanged(file)
             columns, kept = spool.finish()
             if kept is not None:
                 kept.close()
@@ -168,15 +185,21 @@ class ReadWorker:
             spool.drop()
             raise
         size = self._folder.keep(part)
-        rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped)), columns)
+        rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped), extents), columns)
         if part:
             write_record(self._folder, record_name(item.task), encode_task(rows))
         return rows
 
-    def _read(self, task: SourceTask, spool: RowSpool, throttle: _Throttle) -> list[SkippedRow]:
+    def _read(
+        self,
+        task: SourceTask,
+        rows: Iterator[SampleColumns | SourceSample | SourceFailure],
+        spool: RowSpool,
+        throttle: _Throttle,
+    ) -> list[SkippedRow]:
         paths = {file.name: file.path for file in task.files}
         skipped: list[SkippedRow] = []
-        for found in self._samples(task, spool, throttle):
+        for found in self._samples(rows, spool, throttle):
             error: ShardkitError | None = None
             if isinstance(found, SourceFailure):
                 error = found.error
@@ -195,10 +218,13 @@ class ReadWorker:
         return skipped
 
     def _samples(
-        self, task: SourceTask, spool: RowSpool, throttle: _Throttle
+        self,
+        rows: Iterator[SampleColumns | SourceSample | SourceFailure],
+        spool: RowSpool,
+        throttle: _Throttle,
     ) -> Iterator[SourceSample | SourceFailure]:
         """The rows of a task that have to be taken one by one; the others are taken here."""
-        for found in self._rows(task):
+        for found in rows:
             if not isinstance(found, SampleColumns):
                 yield found
                 continue
@@ -206,18 +232,27 @@ class ReadWorker:
             if not self._marks.names:  # marks are made of payloads one by one
                 encoded = encode_columns(self._encoder, found.columns, found.source_name, found.first_row)
             if encoded is None:
+                if any(isinstance(column, ExtentColumn) for column in found.columns.values()):
+                    raise _HasToBeLookedAt
                 yield from found.samples()
                 continue
             spool.append_rows(encoded)
             throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
 
-    def _rows(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+    def _rows(
+        self, task: SourceTask, digests: TaskDigests, *, extents: bool
+    ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
         """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
         importer = self._importer
         try:
-            yield from (
-                importer.read_columns(task) if isinstance(importer, ColumnImporter) else importer.read(task)
-            )
+            if isinstance(importer, WholeFileImporter):
+                yield from importer.read_files(task, digests.add, extents=extents)
+            elif extents and isinstance(importer, ExtentImporter):
+                yield from importer.read_extents(task)
+            elif isinstance(importer, ColumnImporter):
+                yield from importer.read_columns(task)
+            else:
+                yield from importer.read(task)
         except SourceError as error:
             yield SourceFailure(task.name, -1, error)
 
@@ -294,6 +329,7 @@ def decode_task(number: int, data: bytes) -> TaskRows:
         part_bytes=int(str(meta["part_bytes"])),
         files=tuple(SourceDigest(*entry) for entry in files),
         skipped=tuple(SkippedRow(*entry) for entry in skipped),
+        extents=bool(meta["extents"]),
     )
     return TaskRows(facts, columns)
 
@@ -305,6 +341,7 @@ def encode_task(rows: TaskRows) -> bytes:
             "part": rows.facts.part,
             "part_bytes": rows.facts.part_bytes,
             "files": [[file.name, file.size, file.sha256] for file in rows.facts.files],
+            "extents": rows.facts.extents,
             "skipped": [[s.source_name, s.source_row, s.kind, s.message] for s in rows.facts.skipped],
         }
     )
@@ -314,38 +351,3 @@ def _skipped(name: str, row: int, error: ShardkitError) -> SkippedRow:
     # A message may quote bytes of the source that are not text.
     message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
     return SkippedRow(name, row, error.kind, message[:1_000])
-
-
-def _digests(task: SourceTask) -> tuple[SourceDigest, ...]:
-    """SHA-256 of the files of a task; one that is cut into several tasks belongs to that of its beginning."""
-    return tuple(digest_file(file) for file in task.files) if task.start == 0 else ()
-
-
-def digest_file(file: SourceFile) -> SourceDigest:
-    """Read a source file for its digest.
-
-    Raises:
-        SourceError: it cannot be read, or has changed.
-    """
-    digest = hashlib.sha256()
-    size = 0
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, file.size))))
-    with open_file(file) as stream:
-        while length := stream.readinto(buffer):  # type: ignore[attr-defined]  # BinaryIO does not say so
-            digest.update(buffer[:length])
-            size += length
-    return SourceDigest(file.name, size, digest.hexdigest())
-
-
-def _check_unchanged(file: SourceFile) -> None:
-    """Rows and digest must be of the same bytes."""
-    if not file.stamp.isdigit():
-        return  # not a modification time: only the importer can tell
-    try:
-        found = os.stat(file.path)
-    except OSError as error:
-        raise SourceError(f"{file.path}: gone while it was read ({error.strerror}); put it back") from error
-    if (found.st_size, str(found.st_mtime_ns)) != (file.size, file.stamp):
-        raise SourceError(
-            f"{file.path}: changed while it was read; build from a source that nobody writes to"
-        )

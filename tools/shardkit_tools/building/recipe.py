@@ -194,6 +194,7 @@ def build(
             author=author,
             pack=packing,
             marks=marks,
+            hash_threads=jobs or os.cpu_count() or 1,
         ),
         doing,
         progress,

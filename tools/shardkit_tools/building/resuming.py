@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
@@ -10,18 +10,21 @@ from shardkit.dataset.scratch_parts import FilePart
 from shardkit.errors import FormatError, StoreError
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.reading import TaskRows, decode_task, record_name
-from shardkit_tools.importers.protocol import SourceTask
+from shardkit_tools.building.source_digests import digest_record
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
 
 __all__ = ["finished_rows", "finished_tasks"]
 
 
-def finished_tasks(job: JobDirectory, tasks: Sequence[SourceTask]) -> dict[int, TaskRows]:
+def finished_tasks(
+    job: JobDirectory, tasks: Sequence[SourceTask], files: Iterable[SourceFile]
+) -> dict[int, TaskRows]:
     """Tasks whose rows are in scratch, by number; everything else of pass 1 is removed from the directory.
 
-    What was packed stays: its records are named by what they were made of.
+    What was packed stays: its records are named by what they were made of. So do digests of ``files`` as they are now.
     """
     finished: dict[int, TaskRows] = {}
-    keep = {"lock", "boot"}
+    keep = {"lock", "boot", *map(digest_record, files)}
     for number, task in enumerate(tasks):
         name = record_name(task)
         rows = finished_rows(job, number, name)

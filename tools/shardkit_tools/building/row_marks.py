@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.extents import Extent
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
 
@@ -62,15 +63,19 @@ class RowMarks:
             *((ITEMS,) if self.packed is not None else ()),
         )
 
-    def marks(self, payloads: Sequence[bytes]) -> list[int]:
-        """The marks of a row."""
+    def marks(self, payloads: Sequence[bytes | Extent]) -> list[int]:
+        """The marks of a row, whose marked payloads are here."""
         found: list[int] = []
         if self.unique is not None:
+            payload = payloads[self.unique]
+            assert isinstance(payload, bytes), "no payload is left in the source where rows are marked"
             # SHA-256, not XXH3: nobody can make two values that are taken for one another.
-            digest = int.from_bytes(hashlib.sha256(payloads[self.unique]).digest()[:16], "little")
+            digest = int.from_bytes(hashlib.sha256(payload).digest()[:16], "little")
             found += divmod(digest, 2**64)
         if self.packed is not None:
-            found.append(len(payloads[self.packed]) // self.item_bytes)
+            payload = payloads[self.packed]
+            assert isinstance(payload, bytes), "no payload is left in the source where rows are packed"
+            found.append(len(payload) // self.item_bytes)
         return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.extents import ExtentReader
 from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard, write_shard
 from shardkit.errors import FormatError
@@ -27,6 +28,7 @@ class WriteWorker:
         version: schema, format and compression.
         folder: the job directory.
         parts: names of the scratch files, by number of the part.
+        files: number of a part whose payloads are in the source → paths of its task's files.
         gather_bytes: of `write_shard`.
     """
 
@@ -36,18 +38,21 @@ class WriteWorker:
         version: NewVersion,
         folder: JobFolder,
         parts: Sequence[str],
+        files: Mapping[int, Sequence[str]],
         gather_bytes: int,
     ) -> None:
         self._repository = repository
         self._version = version
         self._folder = folder
         self._parts = folder.parts(parts)
-        self._reader = ScratchReader(self._parts, version.schema)
+        self._extents = ExtentReader(files)
+        self._reader = ScratchReader(self._parts, version.schema, self._extents)
         self._gather_bytes = gather_bytes
 
     def close(self) -> None:
-        """Close the scratch files."""
+        """Close the files."""
         self._parts.close()
+        self._extents.close()
 
     def work(self, item: ShardRows, report: Report) -> WrittenShard:
         """Write a shard and leave a record of it.
@@ -55,6 +60,7 @@ class WriteWorker:
         Raises:
             StoreError: the store or the scratch disk fails.
             IntegrityError: a scratch record changed.
+            SourceError: the source did.
         """
         written = write_shard(
             self._repository,

@@ -7,9 +7,12 @@ a.wav  a.txt  b.wav  b.txt …                no folders → no label; ``a.txt``
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
+from shardkit.dataset.extents import Extent
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.options import ImportOptions
@@ -26,6 +29,7 @@ MEDIA = {
     "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
 }  # fmt: skip
 _SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
+_MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (
     *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
@@ -61,18 +65,39 @@ class FolderImporter:
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """One sample per file; a file that cannot be read costs its own sample only."""
-        width = 1 + sum(name in self.schema for name, _ in _SIDECARS.values())
+        return self.read_files(task, lambda file, data: None, extents=False)
+
+    def bytes_in_place(self, task: SourceTask) -> int:
+        """See `WholeFileImporter`."""
+        return sum(file.size for file in task.files[:: self._width] if file.size >= _MIN_EXTENT_BYTES)
+
+    @property
+    def _width(self) -> int:
+        """Files of a sample."""
+        return 1 + sum(name in self.schema for name, _ in _SIDECARS.values())
+
+    def read_files(
+        self, task: SourceTask, seen: Callable[[SourceFile, bytes], None], *, extents: bool
+    ) -> Iterator[SourceSample | SourceFailure]:
+        """`read`; large files themselves may stay where they are."""
+        width = self._width
         for start in range(0, len(task.files), width):
             own, *sidecars = task.files[start : start + width]
             try:
-                sample = self._sample(own, sidecars)
+                sample = self._sample(own, sidecars, seen)
             except SourceError as error:
                 yield SourceFailure(own.name, 0, error)
                 continue
+            data = sample[self.media]
+            if extents and own.size >= _MIN_EXTENT_BYTES and isinstance(data, bytes):
+                sample[self.media] = Extent(start, 0, len(data), xxhash.xxh3_64_intdigest(data))
             yield SourceSample(sample, file_stem(own.name), own.name, 0)
 
-    def _sample(self, own: SourceFile, sidecars: Sequence[SourceFile]) -> dict[str, object]:
+    def _sample(
+        self, own: SourceFile, sidecars: Sequence[SourceFile], seen: Callable[[SourceFile, bytes], None]
+    ) -> dict[str, object]:
         data = read_file(own)
+        seen(own, data)
         if not data:
             raise SourceError(f"{own.path}: an empty file; fetch it again, or remove it")
         if self.media == "image" and not data.startswith(_IMAGE_SIGNATURES):
@@ -84,7 +109,9 @@ class FolderImporter:
             sample["label"] = bisect_left(self.classes, class_of(own.name))
         for sidecar in sidecars:
             name, _ = _SIDECARS[file_suffix(sidecar.name)]
-            sample[name] = _sidecar_value(name, sidecar)
+            text = read_file(sidecar)
+            seen(sidecar, text)
+            sample[name] = _sidecar_value(name, sidecar, text)
         return sample
 
     def describe(self) -> dict[str, object]:
@@ -185,8 +212,7 @@ def _common_sidecars(samples: list[tuple[SourceFile, ...]]) -> tuple[str, ...]:
     return tuple(sorted(seen))
 
 
-def _sidecar_value(name: str, file: SourceFile) -> object:
-    data = read_file(file)
+def _sidecar_value(name: str, file: SourceFile, data: bytes) -> object:
     if name == "meta":
         value = parse_json(data, file.path)
         if not isinstance(value, dict):

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
+from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.options import ImportOptions
@@ -33,6 +35,7 @@ from shardkit_tools.importers.source_files import Source, file_stem, open_file
 __all__ = ["NumpyImporter", "open_numpy"]
 
 _TASK_BYTES = 64 << 20
+_MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
 _PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read and being encoded
 
 
@@ -73,6 +76,18 @@ class ArrayFile:
             else:
                 whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
             return np.array(whole[start:stop], order="C")
+        data = self._bytes(start, stop)
+        return np.frombuffer(data, np.dtype(self.dtype)).reshape(stop - start, *self.shape[1:])
+
+    def extents(self, place: int, start: int, stop: int) -> ExtentColumn:
+        """Where rows start … stop − 1 are; the file is the ``place``-th of its task."""
+        size = self.row_bytes
+        data = self._bytes(start, stop)
+        check = [xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]
+        offset = self.offset + size * np.arange(start, stop, dtype=np.int64)
+        return ExtentColumn(place, offset, size, np.array(check, np.uint64))
+
+    def _bytes(self, start: int, stop: int) -> memoryview:
         with open_file(self.file) as stream:
             stream.seek(self.offset + start * self.row_bytes)
             data = stream.read((stop - start) * self.row_bytes)
@@ -80,7 +95,7 @@ class ArrayFile:
             raise SourceError(
                 f"{self.file.path} rows {start}:{stop}: the file ends inside them; write it again"
             )
-        return np.frombuffer(data, np.dtype(self.dtype)).reshape(stop - start, *self.shape[1:])
+        return memoryview(data)
 
 
 @dataclass(frozen=True)
@@ -112,12 +127,43 @@ class NumpyImporter:
 
     def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
         """Some MiB of rows at a time."""
+        return self._columns(task, extents=False)
+
+    def bytes_in_place(self, task: SourceTask) -> int:
+        """See `ExtentImporter`."""
+        stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
+        return sum(array.row_bytes for array in self.arrays if self._is_in_place(array)) * (stop - task.start)
+
+    def read_extents(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """Some MiB of rows at a time; large ones that need no conversion stay where they are."""
+        return self._columns(task, extents=True)
+
+    def _columns(self, task: SourceTask, *, extents: bool) -> Iterator[SampleColumns]:
         stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
         name = self.arrays[0].file.name
         step = max(1, _PIECE_BYTES // max(1, sum(array.row_bytes for array in self.arrays)))
         for start in range(task.start, stop, step):
             end = min(stop, start + step)
-            yield SampleColumns({array.field: array.rows(start, end) for array in self.arrays}, name, start)
+            columns = {
+                array.field: array.extents(place, start, end)
+                if extents and self._is_in_place(array)
+                else array.rows(start, end)
+                for place, array in enumerate(self.arrays)
+            }
+            yield SampleColumns(columns, name, start)
+
+    def _is_in_place(self, array: ArrayFile) -> bool:
+        """Whether rows are large, and the canonical payloads as they stand; a bool might be neither 0 nor 1."""
+        kind = self.schema[array.field]
+        dtype = np.dtype(array.dtype)
+        return (
+            array.row_bytes >= _MIN_EXTENT_BYTES
+            and not array.columns_first
+            and dtype.kind != "b"
+            and dtype == kind.numpy_dtype
+            and kind.shape == array.shape[1:]
+            and kind.kind in ("scalar", "array")
+        )
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""

@@ -7,23 +7,27 @@ answers is a function of the source alone, whatever the number of jobs and the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import ShardkitError
 from shardkit.formats import Schema
 
 __all__ = [
     "ColumnImporter",
+    "ExtentImporter",
     "Importer",
     "SampleColumns",
     "SourceFailure",
     "SourceFile",
     "SourceSample",
     "SourceTask",
+    "WholeFileImporter",
+    "one_by_one",
 ]
 
 
@@ -102,11 +106,11 @@ class SampleColumns:
     """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each.
 
     Attributes:
-        columns: field → array (n, …), whose rows are the values of the samples.
+        columns: field → array (n, …), whose rows are the values of the samples; or where they are.
         source_name: of the file. first_row: the row in it of the first sample; the others follow.
     """
 
-    columns: Mapping[str, NDArray[Any]]
+    columns: Mapping[str, NDArray[Any] | ExtentColumn]
     source_name: str
     first_row: int
 
@@ -114,9 +118,13 @@ class SampleColumns:
         return len(next(iter(self.columns.values())))
 
     def samples(self) -> Iterator[SourceSample]:
-        """The samples one by one."""
+        """The samples one by one; their values are here."""
         for row in range(len(self)):
-            sample = {name: column[row] for name, column in self.columns.items()}
+            sample = {
+                name: column[row]
+                for name, column in self.columns.items()
+                if not isinstance(column, ExtentColumn)
+            }
             yield SourceSample(sample, None, self.source_name, self.first_row + row)
 
 
@@ -155,6 +163,40 @@ class ColumnImporter(Importer, Protocol):
 
     def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
         """What `Importer.read` gives, in the same order."""
+
+
+@runtime_checkable
+class ExtentImporter(Importer, Protocol):
+    """An importer of files that hold large payloads as they stand, in any order and as often as one likes.
+
+    Where the page cache holds the source, these payloads are read again when their shard is written, instead of being
+    written to scratch and read from there.
+    """
+
+    def bytes_in_place(self, task: SourceTask) -> int:
+        """Bytes of a task that `read_extents` leaves where they are."""
+
+    def read_extents(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """What `Importer.read` gives, in the same order, with extents in the place of large payloads."""
+
+
+@runtime_checkable
+class WholeFileImporter(Importer, Protocol):
+    """An importer that reads its files whole, each of them once."""
+
+    def bytes_in_place(self, task: SourceTask) -> int:
+        """Bytes of a task that ``read_files(extents=True)`` leaves where they are."""
+
+    def read_files(
+        self, task: SourceTask, seen: Callable[[SourceFile, bytes], None], *, extents: bool
+    ) -> Iterator[SourceSample | SourceFailure]:
+        """What `Importer.read` gives, in the same order.
+
+        Args:
+            task: to be read.
+            seen: called with every file that was read.
+            extents: give extents in the place of large payloads.
+        """
 
 
 def one_by_one(

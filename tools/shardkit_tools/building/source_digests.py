@@ -1,0 +1,178 @@
+"""SHA-256 of source files, made beside both passes where a task would otherwise wait for it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Self
+
+import xxhash
+
+from shardkit.dataset.sources import SourceDigest
+from shardkit.errors import FormatError, SourceError
+from shardkit.formats import canonical_json
+from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.importers.source_files import open_file
+
+__all__ = ["SourceDigests", "TaskDigests", "check_unchanged", "digest_file", "digest_record", "shared_files"]
+
+_PIECE_BYTES = 2**20
+_MAX_RECORD_BYTES = 10_000
+_MAX_UNHASHED = 4
+
+
+class SourceDigests:
+    """Threads that make the digests of some files while the passes go on; a context manager.
+
+    A digest that is there outlives a kill: it is left in the job directory.
+
+    Args:
+        files: of which each is hashed from its first to its last byte.
+        job: where finished digests are kept.
+        threads: files at a time.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], job: JobDirectory, threads: int) -> None:
+        self.files = files
+        self._job = job
+        self._stopped = threading.Event()
+        self._threads = ThreadPoolExecutor(max(1, threads), "digest")
+        self._found: list[Future[SourceDigest]] = []
+
+    def __enter__(self) -> Self:
+        self._found = [self._threads.submit(self._digest, file) for file in self.files]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def results(self) -> list[SourceDigest]:
+        """Wait for all of them, in the order of the files.
+
+        Raises:
+            SourceError: a file cannot be read, or has changed since it was listed.
+            StoreError: a digest cannot be kept.
+        """
+        return [one.result() for one in self._found]
+
+    def _digest(self, file: SourceFile) -> SourceDigest:
+        name = digest_record(file)
+        held = self._job.read(name)
+        if held is not None:
+            try:
+                found: str = canonical_json.loads(held, _MAX_RECORD_BYTES)["sha256"]
+                return SourceDigest(file.name, file.size, found)
+            except (FormatError, KeyError, TypeError):
+                pass  # of another release
+        digest = digest_file(file, self._stopped)
+        check_unchanged(file)
+        self._job.write(name, canonical_json.dumps({"sha256": digest.sha256}))
+        return digest
+
+
+class TaskDigests:
+    """Digests of the files of one task, made by another thread while its rows are encoded.
+
+    Args:
+        files: of which digests are wanted.
+        executor: makes them.
+        whole: every file comes by `add`; otherwise they are read here, beginning now.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], executor: Executor, *, whole: bool) -> None:
+        self._files = files
+        self._executor = executor
+        self._read = None if whole else executor.submit(lambda: [digest_file(file) for file in files])
+        self._pending: list[tuple[SourceFile, bytes]] = []
+        self._pending_bytes = 0
+        self._hashed: list[Future[list[SourceDigest]]] = []
+
+    def add(self, file: SourceFile, data: bytes) -> None:
+        """All bytes of a file."""
+        self._pending.append((file, data))
+        self._pending_bytes += len(data)
+        if self._pending_bytes >= _PIECE_BYTES:  # one by one, small files would cost more than their hashes
+            self._submit()
+
+    def results(self) -> tuple[SourceDigest, ...]:
+        """In the order of the files; one that never came is read.
+
+        Raises:
+            SourceError: a file cannot be read, or has changed.
+        """
+        if self._read is not None:
+            return tuple(self._read.result())
+        self._submit()
+        found: Mapping[str, SourceDigest] = {one.name: one for part in self._hashed for one in part.result()}
+        return tuple(found.get(file.name) or digest_file(file) for file in self._files)
+
+    def _submit(self) -> None:
+        if len(self._hashed) >= _MAX_UNHASHED:  # they hold their files in memory
+            self._hashed[-_MAX_UNHASHED].result()
+        self._hashed.append(self._executor.submit(_hashed, self._pending))
+        self._pending, self._pending_bytes = [], 0
+
+
+def _hashed(files: list[tuple[SourceFile, bytes]]) -> list[SourceDigest]:
+    return [SourceDigest(file.name, len(data), hashlib.sha256(data).hexdigest()) for file, data in files]
+
+
+def digest_record(file: SourceFile) -> str:
+    """Name of the record of a file's digest: another one as soon as the file has changed."""
+    text = f"{file.name}\0{file.size}\0{file.stamp}".encode()
+    return f"source-{xxhash.xxh3_128_hexdigest(text)}.digest"
+
+
+def shared_files(tasks: Iterable[SourceTask]) -> list[SourceFile]:
+    """The files of which several tasks read a part each, in source order."""
+    times = Counter(file.name for task in tasks if task.start or task.stop is not None for file in task.files)
+    files = {file.name: file for task in tasks for file in task.files if times[file.name] > 1}
+    return list(files.values())
+
+
+def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> SourceDigest:
+    """Read a source file for its digest.
+
+    Args:
+        file: to be read.
+        stopped: nobody wants the digest any more.
+
+    Raises:
+        SourceError: it cannot be read, or has changed, or was ``stopped``.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, file.size))))
+    with open_file(file) as stream:
+        while length := stream.readinto(buffer):  # type: ignore[attr-defined]  # BinaryIO does not say so
+            if stopped is not None and stopped.is_set():
+                raise SourceError(
+                    f"{file.path}: not hashed to its end, for the build has stopped; run it again"
+                )
+            digest.update(buffer[:length])
+            size += length
+    return SourceDigest(file.name, size, digest.hexdigest())
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Rows and digest must be of the same bytes.
+
+    Raises:
+        SourceError: the file has another size or modification time than when it was listed.
+    """
+    if not file.stamp.isdigit():
+        return  # not a modification time: only the importer can tell
+    try:
+        found = os.stat(file.path)
+    except OSError as error:
+        raise SourceError(f"{file.path}: gone while it was read ({error.strerror}); put it back") from error
+    if (found.st_size, str(found.st_mtime_ns)) != (file.size, file.stamp):
+        raise SourceError(
+            f"{file.path}: changed while it was read; build from a source that nobody writes to"
+        )
