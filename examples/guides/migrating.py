@@ -2,9 +2,10 @@
 
     python examples/guides/migrating.py
 
-**WebDataset.** Tars can be *adopted*: one pass indexes and hashes them where they lie, nothing is copied, and every
-later read is verified and can seek. What adopted data cannot promise is printed (strata are where the tars have
-them). Built instead, the same samples are spread over shards by class; shards stay tars that webdataset reads.
+**WebDataset.** Tars can be *adopted*: one pass indexes and hashes them where they lie (a disk, S3, any URL), nothing is
+copied, and every later read is verified and can seek. What adopted data cannot promise is printed (strata are where
+the tars have them). Built instead, the same samples are spread over shards by class; shards stay tars that webdataset
+reads.
 
 **MDS.** ``shardkit build FOLDER ROOT`` reads ``index.json`` and its shards, plain or compressed, of every encoding
 but pickle.

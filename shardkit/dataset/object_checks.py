@@ -13,6 +13,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.formats import ShardIndex, extension, read_block, verify_block
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.storage import (
+    AdoptedStore,
     Repository,
     Store,
     adopted_place,
@@ -79,8 +80,8 @@ class ShardCheck:
 
     def stored(self) -> list[Finding]:
         """Level stored: the checksums that the store keeps are those of the names."""
-        names = (self.name, self.index_name)
-        return [finding for name in names for finding in check_stored(self.repository, name)] or self.there()
+        found = self._placed(check_stored(self.repository, self.name))
+        return found + check_stored(self.repository, self.index_name) or self.there()
 
     def read(self) -> list[Finding]:
         """Level read: every byte of the shard and its index is what was written."""
@@ -98,7 +99,12 @@ class ShardCheck:
         place = adopted_place(self.repository.store, self.name)
         if place is None:
             return findings
-        return [dataclasses.replace(found, name=place, action=_RESTORE_ADOPTED) for found in findings]
+        return [
+            dataclasses.replace(
+                found, name=place, action=_RESTORE_ADOPTED if found.is_damage else found.action
+            )
+            for found in findings
+        ]
 
     def _index(self) -> tuple[ShardIndex | None, list[Finding]]:
         digest, _ = parse_object_name(self.index_name)
@@ -234,7 +240,9 @@ def check_stored(repository: Repository, name: str) -> list[Finding]:
     if stat is None:
         return [Finding(name, digest, "nothing of that name", _RESTORE)]
     if stat.sha256 is None:
-        got = f"{repository.url} keeps no checksums of its objects"
+        store = repository.store
+        got = store.rewritten(name) if isinstance(store, AdoptedStore) else None
+        got = got or f"{repository.url} keeps no checksums of its objects"
         return [Finding(name, "a stored checksum", got, "check with --level read", is_damage=False)]
     return (
         []

@@ -31,7 +31,7 @@
 SPEC.md says the layout, the order of writes, and what is promised when.
 """
 
-from shardkit.storage.adopted import adopted_place, put_adopted, with_adopted
+from shardkit.storage.adopted import AdoptedStore, adopted_place, put_adopted, with_adopted
 from shardkit.storage.blocks import BlockReader
 from shardkit.storage.catalog import Part, Version, load_manifest, load_selection, put_manifest, put_selection
 from shardkit.storage.local import LocalStore
@@ -47,6 +47,7 @@ from shardkit.storage.urls import open_store, parse_dataset_url
 
 __all__ = [
     "DEFAULT_REF",
+    "AdoptedStore",
     "BlockReader",
     "Descriptor",
     "LocalStore",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import IntegrityError, ShardkitError, StoreError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import AdoptedStore, adopted_place
@@ -36,6 +36,7 @@ _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
 _MAX_OPEN_MAPS = 512
 _MAX_INDEX_BYTES = 256 << 20
+_TARS_LOOKED_AT = 64
 
 
 class BlockReader:
@@ -157,8 +158,8 @@ class BlockReader:
     def _read(self, shard: int, block: int, index: ShardIndex, verify: Verify | None) -> Block:
         try:
             return read_block(self._stored(shard, block, index), index, block, verify=verify or self.verify)
-        except IntegrityError:
-            store = self.located(shard)
+        except (IntegrityError, NotFoundError) as error:
+            store = self._elsewhere(shard, error)
             if store is None:
                 raise
             with self._lock:
@@ -199,16 +200,48 @@ class BlockReader:
 
     @property
     def stores(self) -> list[Store]:
-        """Stores of the parts, without what is adopted."""
-        stores = (repository.store for repository in self._repositories)
-        return [store.inner if isinstance(store, AdoptedStore) else store for store in stores]
+        """Stores of the parts, and those by which adopted tars are read over a network, or over several locations."""
+        found: list[Store] = []
+        for part, repository in enumerate(self._repositories):
+            store = repository.store
+            if not isinstance(store, AdoptedStore):
+                found.append(store)
+                continue
+            found.append(store.inner)
+            if isinstance(store.inner, LocatedStore) or store.any_far(self._some_names(part)):
+                found.append(store.located)
+        return found
+
+    def _some_names(self, part: int) -> list[str]:
+        """Shards by which to tell where the tars of a part lie: those of one adoption mostly lie together."""
+        first = self._part_first_shard[part]
+        ends = [*self._part_first_shard[1:], len(self._table)]
+        return [
+            self.shard_name(shard)
+            for shard in range(first, ends[part], max(1, (ends[part] - first) // _TARS_LOOKED_AT))
+        ]
 
     def located(self, shard: int) -> LocatedStore | None:
         """The locations that a shard can be read from; None where there is but one place, and it is local."""
         store = self.repository_of(shard).store
-        if isinstance(store, AdoptedStore) and store.place(self.shard_name(shard)) is None:
-            store = store.inner
+        if isinstance(store, AdoptedStore):
+            name = self.shard_name(shard)
+            if store.is_far(name):
+                return store.located
+            store = store if store.place(name) else store.inner
         return store if isinstance(store, LocatedStore) else None
+
+    def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
+        """Where to look for a block that is wrong, or not, in a file; None where there is no other place."""
+        store = self.repository_of(shard).store
+        name = self.shard_name(shard)
+        if (
+            isinstance(store, AdoptedStore)
+            and isinstance(store.inner, LocatedStore)
+            and not store.is_far(name)
+        ):
+            return store.located if store.place(name) else store.inner
+        return None if isinstance(error, NotFoundError) else self.located(shard)
 
     def has_file(self, shard: int) -> bool:
         """Whether a shard is a local file."""

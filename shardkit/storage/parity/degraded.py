@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from shardkit.errors import NotFoundError, ShardkitError
-from shardkit.manifest import MIXED, Manifest, ShardTable
+from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
+from shardkit.storage.adopted import AdoptedStore
 from shardkit.storage.inventory import Inventory, shards_and_indexes
 from shardkit.storage.objects import parse_object_name
 from shardkit.storage.parity.catalogue import read_record, read_version_record, sets_of
@@ -140,19 +141,25 @@ def with_parity(repository: Repository, manifest: Manifest, table: ShardTable) -
     store = repository.store
     if isinstance(store, LocatedStore):
         holders = [one.store for one in store.locations if one.holds == "objects"]
+        holders[:1] = [_adopting(holders[0], manifest)]
         store.add_rebuild(ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s))
         return repository
     if store.local_path(version_record_name(manifest.id)) is None:
         return repository
-    reads = ParityReads([store], manifest, table)
+    reads = ParityReads([_adopting(store, manifest)], manifest, table)
     located = LocatedStore([Location(name="root", store=store, domain=store.url)])
     located.add_rebuild(reads)
     identity = repository._identity  # noqa: SLF001 - the same repository over another view of its store
     return Repository(located, identity, read_only=repository.read_only)
 
 
+def _adopting(root: Store, manifest: Manifest) -> Store:
+    """Tars that lie outside of the root are members of its sets as well."""
+    return AdoptedStore(root) if ADOPTED in manifest.features else root
+
+
 def _patient(store: Store, attempt_s: float) -> Store:
     """With a client that does not ask again and again: there are others to ask."""
-    if isinstance(store, ObjectStore):
+    if isinstance(store, ObjectStore | AdoptedStore):
         return store.with_patience(Patience(deadline_s=0, attempt_s=attempt_s))
     return store

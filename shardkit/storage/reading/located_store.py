@@ -135,6 +135,11 @@ class LocatedStore:
         running = self._now()
         running.detours.sink, running.healer.attest = events, attest
 
+    @property
+    def parity(self) -> tuple[RebuildsObjects, ...]:
+        """What `add_rebuild` was given."""
+        return self._parity
+
     def add_rebuild(self, parity: RebuildsObjects) -> None:
         """Ask this as well, before giving up: what a version's parity can make again."""
         self._parity = (*self._parity, parity)
@@ -297,7 +302,7 @@ class _Running:
 
 def _asked_once(location: Location, settings: ReadSettings) -> Location:
     """The location with a client that repeats nothing: when and where to ask again is decided by the read path."""
-    if not isinstance(location.store, ObjectStore):
+    if not hasattr(location.store, "with_patience"):
         return location
     patience = Patience(deadline_s=0, attempt_s=settings.attempt_s)
     return dataclasses.replace(location, store=location.store.with_patience(patience))

@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class Boto3Client:
-    """One bucket and prefix; implements `clients.Client`, and `sha256`."""
+    """One bucket and prefix; implements `clients.Client`."""
 
     def __init__(self, address: Address, patience: Patience) -> None:
         import boto3
@@ -74,19 +74,16 @@ class Boto3Client:
         """See `Client.stat`."""
 
         def look() -> Found:
-            found = self._s3.head_object(**self._key(name))
-            return Found(name, int(found["ContentLength"]), found["Metadata"].get(WRITE_ID))
-
-        return _told(look)
-
-    def sha256(self, name: str) -> tuple[int, str | None]:
-        """(size, hex SHA-256 that the store keeps of the whole object, None where it keeps none)."""
-
-        def look() -> tuple[int, str | None]:
             found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
             text = str(found.get("ChecksumSHA256") or "")
             whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" and len(text) == 44
-            return int(found["ContentLength"]), base64.b64decode(text).hex() if whole else None
+            return Found(
+                name,
+                int(found["ContentLength"]),
+                found["Metadata"].get(WRITE_ID),
+                found.get("ETag", ""),
+                base64.b64decode(text).hex() if whole else None,
+            )
 
         return _told(look)
 
@@ -100,7 +97,8 @@ class Boto3Client:
         try:
             for page in pages:
                 for found in page.get("Contents", ()):
-                    yield Found(found["Key"].removeprefix(self._prefix), int(found["Size"]), None)
+                    name = found["Key"].removeprefix(self._prefix)
+                    yield Found(name, int(found["Size"]), etag=found.get("ETag", ""))
         except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
             raise classify(error) from None
 

@@ -43,7 +43,11 @@ class Found(NamedTuple):
 
     name: str
     size: int
-    write_id: str | None
+    write_id: str | None = None
+    etag: str = ""
+    """Changes when the object does; empty where the store has none."""
+    sha256: str | None = None
+    """Hex digest that the store keeps of the whole object, None where it keeps none or the client cannot ask."""
 
 
 class Client(Protocol):
@@ -59,7 +63,7 @@ class Client(Protocol):
         """Put over whatever is there; if `write_id` is given, only where nothing is there."""
 
     def stat(self, name: str) -> Found:
-        """Size and write id."""
+        """Everything that the client can learn of an object without reading it."""
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
         """Objects below the folder `prefix` after the name `after`, in byte order of names."""
@@ -142,7 +146,8 @@ class ObstoreClient:
 
         def look() -> Found:
             found = self._api.get(self._store, name, options={"head": True})
-            return Found(name, int(found.meta["size"]), dict(found.attributes).get(WRITE_ID))
+            write_id = dict(found.attributes).get(WRITE_ID)
+            return Found(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
 
         return _told(look)
 
@@ -152,7 +157,7 @@ class ObstoreClient:
             chunks = self._api.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
             for chunk in chunks:
                 for meta in chunk:
-                    yield Found(meta["path"], int(meta["size"]), None)
+                    yield Found(meta["path"], int(meta["size"]), etag=meta["e_tag"] or "")
         except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
             raise classify(error) from None
 

@@ -88,7 +88,7 @@ class FsspecStore:
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The whole object; see `Store.get`."""
-        check_name(name)
+        self._check_name(name)
         size = self._size(name)
         if size > max_bytes:
             raise IntegrityError(
@@ -102,7 +102,7 @@ class FsspecStore:
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Parts of an object; see `Store.get_ranges`."""
-        check_name(name)
+        self._check_name(name)
         check_ranges(name, ranges)
         if not ranges:
             return []
@@ -117,7 +117,7 @@ class FsspecStore:
 
     def head(self, name: str) -> ObjectStat | None:
         """Size of an object; see `Store.head`."""
-        check_name(name)
+        self._check_name(name)
         try:
             return ObjectStat(self._size(name), None)
         except NotFoundError:
@@ -125,7 +125,7 @@ class FsspecStore:
 
     def local_path(self, name: str) -> Path | None:
         """None: a memory map is for `LocalStore` only."""
-        check_name(name)
+        self._check_name(name)
         return None
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
@@ -148,7 +148,7 @@ class FsspecStore:
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Create; safe between the threads that share this store, not between processes; see `Store.put_new`."""
-        check_name(name)
+        self._check_name(name)
         self._check_writable(name)
         with self._lock:
             if self.head(name) is not None:
@@ -158,14 +158,14 @@ class FsspecStore:
 
     def replace(self, name: str, data: bytes) -> None:
         """Put good bytes over bad ones; see `Store.replace`."""
-        check_name(name)
+        self._check_name(name)
         self._check_writable(name)
         with self._lock:
             self._put(name, data)
 
     def delete(self, name: str) -> None:
         """Remove; see `Store.delete`."""
-        check_name(name)
+        self._check_name(name)
         self._check_writable(name)
         system, root = self._system()
 
@@ -216,13 +216,16 @@ class FsspecStore:
         return found
 
     def _size(self, name: str) -> int:
+        return int(self._info(name)["size"])
+
+    def _info(self, name: str) -> dict[str, Any]:
         system, root = self._system()
-        info = self._told(name, "look at", lambda: system.info(f"{root}/{name}"))
-        if info.get("type") != "file":
+        info: dict[str, Any] = self._told(name, "look at", lambda: system.info(f"{root}/{name}"))
+        if info.get("type") != "file" or info.get("size") is None:
             raise NotFoundError(
                 f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
             )
-        return int(info["size"])
+        return info
 
     def _read(self, name: str, offset: int, length: int) -> bytes:
         if not length:
@@ -266,6 +269,9 @@ class FsspecStore:
         raise StoreError(
             f"cannot {doing} {name} in {self.url}: no answer; look at the network, then run it again"
         )
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
 
     def _check_writable(self, name: str) -> None:
         if self._read_only:

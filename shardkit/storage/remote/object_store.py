@@ -108,7 +108,7 @@ class ObjectStore:
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The whole object; see `Store.get`."""
-        check_name(name)
+        self._check_name(name)
         size, data = self._try(name, "read", lambda client: client.get(name, max_bytes))
         if size > max_bytes:
             raise IntegrityError(
@@ -123,7 +123,7 @@ class ObjectStore:
 
     def read_range(self, name: str, offset: int, length: int) -> Buffer:
         """`get_range` without the copy: whatever the client has the bytes in."""
-        check_name(name)
+        self._check_name(name)
         check_ranges(name, [(offset, length)])
         if length == 0:
             return self._empty_range(name, offset)
@@ -133,7 +133,7 @@ class ObjectStore:
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Parts of an object, near ones in one request, the others side by side; see `Store.get_ranges`."""
-        check_name(name)
+        self._check_name(name)
         check_ranges(name, ranges)
         wanted = [Range(offset, length) for offset, length in ranges]
         for empty in (one for one in wanted if not one.length):
@@ -154,24 +154,14 @@ class ObjectStore:
 
     def head(self, name: str) -> ObjectStat | None:
         """Size, and the SHA-256 that S3 took when the object was put; see `Store.head`."""
-        check_name(name)
+        self._check_name(name)
 
-        def look(client: Any) -> ObjectStat | None:
-            try:
-                if hasattr(client, "sha256"):
-                    return ObjectStat(*client.sha256(name))
-                return ObjectStat(client.stat(name).size, None)
-            except Failure as failure:
-                if failure.kind == "absent":
-                    return None
-                raise
-
-        attested = self._address.scheme == "s3" and importlib.util.find_spec("boto3") is not None
-        return self._try(name, "look at", look, role="boto3" if attested else "data")
+        found = self._look(name)
+        return None if found is None else ObjectStat(found.size, found.sha256)
 
     def local_path(self, name: str) -> Path | None:
         """None: nothing here is a local file."""
-        check_name(name)
+        self._check_name(name)
         return None
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
@@ -200,7 +190,7 @@ class ObjectStore:
         A put whose answer was lost may have landed, or may land yet. It is therefore repeated, with the same mark in
         the object's metadata, until it is answered; the mark then tells whether the object that exists is ours.
         """
-        check_name(name)
+        self._check_name(name)
         self._check_put(name, len(data))
         if not self._conditional:
             if self.head(name) is not None:
@@ -211,13 +201,13 @@ class ObjectStore:
 
     def replace(self, name: str, data: bytes) -> None:
         """Put good bytes over bad ones; see `Store.replace`."""
-        check_name(name)
+        self._check_name(name)
         self._check_put(name, len(data))
         self._try(name, "write", lambda client: client.put(name, data, write_id=None))
 
     def delete(self, name: str) -> None:
         """Remove; see `Store.delete`."""
-        check_name(name)
+        self._check_name(name)
         self._check_writable(name)
         self._try(name, "delete", lambda client: client.delete(name))
 
@@ -249,6 +239,25 @@ class ObjectStore:
         return found.write_id == write_id
 
     # Requests
+
+    def _look(self, name: str) -> Found | None:
+        """What the store knows of an object; None where there is none."""
+
+        def look(client: Client) -> Found | None:
+            try:
+                return client.stat(name)
+            except Failure as failure:
+                if failure.kind == "absent":
+                    return None
+                raise
+
+        return self._try(name, "look at", look, role=self._attesting)
+
+    @property
+    def _attesting(self) -> str:
+        """The client that can read stored checksums, where there is one."""
+        is_s3 = self._address.scheme == "s3" and importlib.util.find_spec("boto3") is not None
+        return "boto3" if is_s3 else "data"
 
     def _client(self, role: str) -> Client:
         """The client of this process: "data" for bytes, "boto3" for stored checksums."""
@@ -326,6 +335,9 @@ class ObjectStore:
             raise UsageError(
                 f"{name}: {size} bytes, a bucket takes {_MAX_PUT_BYTES} in one piece; use smaller samples"
             )
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
 
     def _check_writable(self, name: str) -> None:
         if self._read_only:

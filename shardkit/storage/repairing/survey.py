@@ -88,10 +88,9 @@ def open_holders(url: str, more: Sequence[LocationRecord] = (), *, read_only: bo
     absent = {name: why for name in others if (why := _absence(plain, locations[name].store))}
     for name in absent:
         del locations[name]
-    if isinstance(
-        plain, LocalStore
-    ):  # adopted tars count as the root's; what is in the root itself is found first
-        locations[first] = dataclasses.replace(locations[first], store=AdoptedStore(plain), rank=-1_000)
+    # adopted tars count as the root's; what is in the root itself is found first, and a disk is the nearest place
+    rank = -1_000 if isinstance(plain, LocalStore) else locations[first].rank
+    locations[first] = dataclasses.replace(locations[first], store=AdoptedStore(plain), rank=rank)
     identity = repository._identity  # noqa: SLF001 - the same repository over another view of its stores
     reader = Repository(LocatedStore(list(locations.values())), identity, read_only=True)
     return Holders(repository, reader, table, locations, absent)

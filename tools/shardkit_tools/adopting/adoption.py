@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.dataset.sizes import parse_size
-from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
+from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats import FieldType, Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
 from shardkit.storage import LogEntry, Repository, put_manifest
 from shardkit_tools.adopting.promises import Promise, broken_promises
-from shardkit_tools.adopting.scanning import BUILD_INSTEAD
+from shardkit_tools.adopting.tar_places import find_tars, look_at, place_of
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
 from shardkit_tools.building.engines import Engine, open_engine
 from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries, open_job
@@ -23,22 +23,13 @@ from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.remote_files import is_url
-from shardkit_tools.importers.source_files import Source, list_source, open_file
+from shardkit_tools.importers.source_files import Source
 from shardkit_tools.importers.webdataset import open_webdataset
 
 __all__ = ["Adoption", "adopt"]
 
 # Below this a process costs more to start than it saves.
 SMALL_BYTES = 8 * 2**20
-_PACKED = {
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x04\x22\x4d\x18": "lz4",
-}
-_PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +83,7 @@ def adopt(
     same call goes on where it stood. Adopting tars that have moved tells the root their new places.
 
     Args:
-        tars: files, folders and globs; the samples come in this order, within a folder or glob by name.
+        tars: files, folders, globs and URLs; the samples come in this order, within a folder or glob by name.
         root: where the dataset is or is to be; only indexes, manifest and places are written to it.
         field_types: field → type that replaces the inferred one.
         stratify: field or fields by which runs of rows are told apart; runs must have 8 rows and more.
@@ -111,13 +102,13 @@ def adopt(
     Raises:
         NotFoundError: there is no such tar.
         SourceError: a tar is damaged, hostile, ambiguous, compressed, or of another schema; names tar and member.
-        UsageError: a setting.
+        UsageError: a setting, or a URL with a credential in it.
         StoreError, CommitConflict: the root refused.
         RunError: a process died, or another one is at work on the same tars.
         KeyboardInterrupt: on Ctrl-C; its text says how to go on.
     """
     doing = open_engine(engine, jobs, address)
-    files = _files(tars)
+    files = find_tars(tars)
     schema = _schema(files, field_types or {})
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     _check_axes(axes, schema)
@@ -204,7 +195,7 @@ class _Adopting:
         """Put the manifest and move the ref."""
         self._meter.begin("commit")
         for task, tar in zip(self._tasks, found, strict=True):
-            if os.stat(task.file.path).st_size != tar.size:
+            if look_at(task.file).size != tar.size:
                 raise IntegrityError(f"{task}: it changed while it was adopted; adopt what nobody writes to")
         strata = self._strata(found)
         numbers = {labels: number for number, labels in enumerate(strata)}
@@ -249,7 +240,7 @@ class _Adopting:
         """What must be equal for the work of an earlier run to be of use."""
         recipe = {
             "adopt": 1,
-            "tars": [os.path.realpath(task.file.path) for task in self._tasks],
+            "tars": [place_of(task.file) for task in self._tasks],
             "schema": self._schema.to_json(),
             "axes": list(self._axes),
             "block_size": self._block_bytes,
@@ -275,39 +266,6 @@ class _Adopting:
             reused=self._reused,
             read_bytes=self._read_bytes,
             seconds=time.monotonic() - self._started,
-        )
-
-
-def _files(tars: Sequence[str | os.PathLike[str]]) -> list[SourceFile]:
-    files: list[SourceFile] = []
-    seen: set[str] = set()
-    for tar in tars:
-        given = os.fspath(tar)
-        local = given[7:] if given.lower().startswith("file:///") else given
-        if is_url(local):
-            raise UsageError(
-                f"{given}: only local tars can be adopted so far; mount or copy them, or {BUILD_INSTEAD}"
-            )
-        for file in list_source(local).files:
-            _check_kind(file)
-            real = os.path.realpath(file.path)
-            if real in seen:
-                raise UsageError(f"{file.path}: named twice; name it once")
-            seen.add(real)
-            files.append(file)
-    if not files:
-        raise NotFoundError("no tars: name at least one")
-    return files
-
-
-def _check_kind(file: SourceFile) -> None:
-    with open_file(file) as stream:
-        head = stream.read(8)
-    packed = next((name for magic, name in _PACKED.items() if head.startswith(magic)), None)
-    if packed is not None or file.name.lower().endswith(_PACKED_NAMES):
-        how = f" with {packed}" if packed else ""
-        raise SourceError(
-            f"{file.path}: compressed{how}, so samples cannot be read out of its middle; {BUILD_INSTEAD}"
         )
 
 

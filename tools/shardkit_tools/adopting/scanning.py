@@ -7,7 +7,6 @@ Memory: one block, one sample, and the index.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,15 +20,14 @@ from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
 from shardkit.formats.encoding import decode_json
 from shardkit.formats.tar_blocks import tar_column
+from shardkit_tools.adopting.tar_places import BUILD_INSTEAD, look_at
 from shardkit_tools.importers.member_values import field_of
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tar_members import read_members
 from shardkit_tools.importers.webdataset import check_fields, split_name
 
-__all__ = ["BUILD_INSTEAD", "ScannedTar", "scan_tar"]
-
-BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
+__all__ = ["ScannedTar", "scan_tar"]
 
 _LARGEST = 64  # a block of so many times the target is too uneven: the tar is cut into smaller ones
 _MAX_GAP_BYTES = (5 << 30) + (
@@ -50,11 +48,13 @@ class ScannedTar:
         digest: ``sha256:<hex>`` of the whole tar.
         index: its index.
         runs: (values of the axes, rows) of each run of rows of one label, in order.
+        etag: that its store has for these bytes; empty where there is none.
     """
 
     digest: str
     index: ShardIndex
     runs: tuple[tuple[tuple[str, ...], int], ...]
+    etag: str = ""
 
 
 @dataclass(slots=True)
@@ -167,17 +167,14 @@ class _Scan:
         self._fields: list[list[tuple[int, int]]] = []
 
     def run(self) -> ScannedTar:
+        before = look_at(self._file)
         with open_file(self._file) as file:
-            before = os.fstat(file.fileno())
             self._stream = _HeldStream(file, self._file.path, self._report)
             try:
                 end = self._read_rows()
             finally:
                 self.position = self._stream.position
-            after = os.fstat(file.fileno())
-        if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size) or (
-            self._stream.position != after.st_size
-        ):
+        if look_at(self._file) != before or self._stream.position != before.size:
             raise SourceError(
                 f"{self._file.path}: it was changed while it was read; adopt what nobody writes to"
             )
@@ -186,8 +183,14 @@ class _Scan:
         self._cut(end)
         tail = self._stream.take(self._stream.position - end)
         self._sha256.update(tail)
+        digest = self._sha256.hexdigest()
+        if before.sha256 not in (None, digest):
+            raise SourceError(
+                f"{self._file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
+                f"sha256:{digest}; try again, then look at the store"
+            )
         self._check_runs()
-        return ScannedTar(f"sha256:{self._sha256.hexdigest()}", self._index(tail), tuple(self._runs))
+        return ScannedTar(f"sha256:{digest}", self._index(tail), tuple(self._runs), before.etag)
 
     # Rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ShardRecord
 from shardkit.storage import Descriptor, Repository, put_adopted
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
+from shardkit_tools.adopting.tar_places import place_of
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.job_folder import JobFolder, write_record
@@ -115,10 +115,10 @@ class AdoptWorker:
         index = Descriptor("", 0, "index")
         if self._repository is not None:
             index = self._repository.put_object(scanned.index.to_bytes(), "index")
-            put_adopted(self._repository, scanned.digest, os.path.realpath(item.file.path))
+            put_adopted(self._repository, scanned.digest, place_of(item.file), scanned.etag)
         adopted = _facts(item, scanned, index)
         if self._repository is not None:
-            write_record(self._folder, _record_name(item), _packed(item, adopted))
+            write_record(self._folder, _record_name(item), _packed(item, adopted, scanned.etag))
         return adopted
 
 
@@ -135,11 +135,12 @@ def finished_tar(job: JobDirectory, repository: Repository, item: AdoptTask) -> 
         record: Any = canonical_json.loads(data, _MAX_RECORD_BYTES)
         if record.pop("stamp") != _stamp(item):
             return None
+        etag = record.pop("etag", "")
         runs = tuple((tuple(labels), rows) for labels, rows in record.pop("runs"))
         found = AdoptedTar(number=item.number, runs=runs, **record)
         repository.get_object(found.index_digest, "index", found.index_size)
         # The tar may have been moved since, and is then at another path: what the root remembers is the last one.
-        put_adopted(repository, found.digest, os.path.realpath(item.file.path))
+        put_adopted(repository, found.digest, place_of(item.file), etag)
     except (FormatError, KeyError, TypeError, ValueError, LookupError):
         return None  # of another release, or not durable after all
     return found
@@ -160,13 +161,14 @@ def _facts(item: AdoptTask, scanned: ScannedTar, index: Descriptor) -> AdoptedTa
     )
 
 
-def _packed(item: AdoptTask, adopted: AdoptedTar) -> bytes:
+def _packed(item: AdoptTask, adopted: AdoptedTar, etag: str) -> bytes:
     names = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
     return canonical_json.dumps(
         {
             **{name: getattr(adopted, name) for name in names},
             "runs": [[list(labels), rows] for labels, rows in adopted.runs],
             "stamp": _stamp(item),
+            "etag": etag,
         }
     )
 

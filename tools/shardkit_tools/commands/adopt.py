@@ -47,7 +47,7 @@ def adopt(
         list[str],
         typer.Argument(
             metavar="TARS… ROOT",
-            help="Uncompressed WebDataset tars (files, folders, globs), and last where the dataset goes.",
+            help="Uncompressed WebDataset tars (files, folders, globs, URLs), and last where the dataset goes.",
         ),
     ],
     stratify: Annotated[
@@ -87,7 +87,9 @@ def adopt(
     promises of data that it builds and cannot promise of adopted data is printed. After Ctrl-C or a crash the same
     command goes on; when tars have moved, adopt them again where they are now.
 
-    Example: shardkit adopt /data/laion/{00000..00099}.tar data/laion --jobs 8
+    Tars in S3, or behind any URL, stay there and are read from there; credentials come from the environment.
+
+    Example: shardkit adopt s3://laion/{00000..00099}.tar data/laion --jobs 8
     """
     if len(tars) < 2:
         raise UsageError("adopt takes at least one tar, and the ROOT that the dataset goes to")

@@ -115,7 +115,7 @@ def _sum_line(digits: str, path: str) -> str:
 
 
 def _adopted_places(dataset: Dataset) -> dict[str, str]:
-    """Name of each adopted shard → the path of its tar."""
+    """Name of each adopted shard → path or URL of its tar."""
     places = {}
     for shard in range(len(dataset.table)):
         part = dataset.version.part_of(shard)
@@ -123,7 +123,7 @@ def _adopted_places(dataset: Dataset) -> dict[str, str]:
             _, _, name = next(shard_names(dataset, shard))
             place = adopted_place(with_adopted(part.repository, part.manifest).store, name)
             if place is not None:
-                places[name] = os.path.abspath(place)
+                places[name] = place if "://" in place else os.path.abspath(place)
     return places
 
 

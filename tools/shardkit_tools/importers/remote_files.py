@@ -1,4 +1,4 @@
-"""Sources behind a URL that fsspec knows: ``s3://bucket/photos``, ``https://host/rows.jsonl``, ``memory://…``.
+"""Sources behind a URL: object stores by the library's own clients, ``https://host/rows.jsonl`` and others by fsspec.
 
 Credentials come from the environment, as each protocol's package looks for them: a URL that holds one is refused, for
 the URL appears in messages.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, UsageError
+from shardkit_tools.importers.bucket_files import BucketFile, is_bucket_url, list_bucket
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = ["is_url", "list_url", "open_url"]
@@ -47,6 +48,8 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
         SourceError: the listing fails.
     """
     _check_harmless(url)
+    if is_bucket_url(url):
+        return list_bucket(url)
     system, root = _system(url)
     try:
         is_glob = bool(_WILDCARDS.intersection(url))
@@ -75,6 +78,8 @@ def open_url(file: SourceFile) -> BinaryIO:
     Raises:
         SourceError: it cannot be opened, or its size is no longer the listed one.
     """
+    if is_bucket_url(file.path):
+        return cast(BinaryIO, io.BufferedReader(BucketFile(file), _BUFFER_BYTES))
     system, path = _system(file.path)
     try:
         inner = system.open(path, "rb")
