@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -23,7 +24,7 @@ from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.rebalancing import make_rebalancer
 from shardkit.loader.row_work import RowWork
 from shardkit.loader.run_watch import open_watch
-from shardkit.loader.schedule import StepGroup, plan_group
+from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
@@ -62,6 +63,8 @@ class Loader:
         self._handed_out = 0  # the step after the last one handed out
         self._pipeline: Pipeline | None = None
         self._machinery: Machinery | None = None
+        self._handed_at = 0.0  # of the step that the trainer has
+        self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self._prefetch_now = 0  # where it was changed on the way
         self.counts = LoaderCounts()
         self._events = EventLog(config.run, self.topology.rank)
@@ -135,7 +138,9 @@ class Loader:
                 journal.event(one.step, "stage", number=stages[one.step])
             if one.step + config.stride >= stop:
                 self._start = stop
+            self._handed_at, self._computed_s = time.perf_counter(), -1.0
             yield one.batches if config.by_cell else one.batches[0]
+            self.counts.computed_s += max(0.0, self._computed_s)
             if self._rebalancer is not None:
                 self._rebalancer.came_back()
         self._start = stop
@@ -164,22 +169,28 @@ class Loader:
             journal.event(step, "rebalance", **details)
 
     def watch(self, module: Any) -> None:
-        """With `rebalance`: a rank's part of a step is computed when the last gradient of `module` is there.
+        """A rank's part of a step is computed when the last gradient of `module` is there; see `computed`.
 
         For plain and DistributedDataParallel models, whose last gradient comes before ranks wait for each other. Where
         they wait inside of the computation (fully_shard, pipelines), measure and tell `computed` instead.
         """
-        if self._rebalancer is not None:
-            computed = self._rebalancer.computed
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda _parameter: computed())
+        own = weakref.ref(self)  # a model must not keep its loader alive
+
+        def note(_parameter: Any) -> None:
+            if (loader := own()) is not None:
+                loader.computed()
+
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note)
 
     def computed(self, seconds: float | None = None) -> None:
-        """With `rebalance`: this rank has computed its part of the step, now or in so many seconds.
+        """This rank has computed its part of the step, now or in so many seconds.
 
-        To be called in every step before ranks wait for each other; nothing happens without `rebalance`.
+        To be called in every step before ranks wait for each other; of several calls the last holds. It tells slow
+        ranks from those that wait for them: for telemetry, and for `rebalance`.
         """
+        self._computed_s = time.perf_counter() - self._handed_at if seconds is None else seconds
         if self._rebalancer is not None:
             self._rebalancer.computed(seconds)
 
@@ -209,6 +220,8 @@ class Loader:
 
         def group(numbers: range) -> StepGroup:
             found = plan_group(plan, sources.rows.locate, lanes, numbers)
+            if machinery.times is not None:
+                machinery.times.expect(found.blocks, first_lanes(found, plan.cell_size))
             if numbers[-1] == end > numbers[0]:
                 # the plan shuffles each lane's blocks once per epoch and remembers it: not while a trainer waits
                 with contextlib.suppress(PlanError):  # that is for the next loop to raise

@@ -79,7 +79,9 @@ class Machinery:
             if found.is_copy:
                 reader.forget(shard, inside)
             if times is not None:
-                times.note(shard, inside, time.perf_counter() - started, sources.block_bytes(block))
+                times.note(
+                    shard, inside, time.perf_counter() - started, sources.block_bytes(block), number=block
+                )
             return found
 
         if config.memory >= _ROOMY_BYTES:

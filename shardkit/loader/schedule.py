@@ -68,6 +68,14 @@ def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range)
     )
 
 
+def first_lanes(group: StepGroup, cell_size: int) -> list[int]:
+    """The lane that needs each of `group.blocks` first; lanes share blocks at the borders of their hands only."""
+    first = np.empty(len(group.blocks), dtype=np.int64)
+    first[group.which[::-1]] = group.slots[::-1]  # of equal indices the last assignment holds: the first row
+    lanes: list[int] = (first // cell_size).tolist()
+    return lanes
+
+
 def _cells(plan: Plan, lanes: list[int], numbers: range) -> Int64s:
     if numbers.step == 1:
         return plan.steps(numbers.start, numbers.stop, lanes)

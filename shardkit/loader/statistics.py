@@ -9,6 +9,7 @@ class LoaderCounts:
     """Of the current or last loop. Times are seconds; every field is one key of `Loader.stats`."""
 
     __slots__ = (
+        "computed_s",
         "consumer_wait_s",
         "gather_s",
         "last_wait_s",
@@ -22,6 +23,7 @@ class LoaderCounts:
     )
 
     def __init__(self) -> None:
+        self.computed_s = 0.0  # the rank's own part of steps, where the loop says when it is done
         self.consumer_wait_s = 0.0  # the trainer waited in `next`
         self.gather_s = 0.0
         self.last_wait_s = 0.0  # of the step handed out last

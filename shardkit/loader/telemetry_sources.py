@@ -38,6 +38,7 @@ class LoaderSource:
         telemetry.add_source("blocks", self.blocks)
         telemetry.add_table("hot_shards", self.hot_shards)
         telemetry.add_table("slow_blocks", self.slow_blocks)
+        telemetry.add_table("lane_loads", self.lane_loads)
 
     def loop_is_over(self, counts: LoaderCounts) -> None:
         """These counters will not change any more, and others take their place."""
@@ -97,6 +98,12 @@ class LoaderSource:
         loader = self._loader()
         machinery = None if loader is None else loader.machinery
         return [] if machinery is None or machinery.times is None else machinery.times.slowest()
+
+    def lane_loads(self) -> list[list[object]]:
+        """Rows of (lane, loads, seconds, bytes)."""
+        loader = self._loader()
+        machinery = None if loader is None else loader.machinery
+        return [] if machinery is None or machinery.times is None else machinery.times.lane_loads()
 
     def lanes(self) -> list[int]:
         """Of the rank, now."""

@@ -11,7 +11,7 @@ watching     — rules applied to a live run, told as events
 summary      — everything that `top` and the dashboard show, as one document
 prometheus   — the metrics by their standard names
 serving      — /metrics and /healthz on 127.0.0.1
-slow_blocks  — which blocks took longest, which shards are hot
+slow_blocks  — which blocks took longest, which shards are hot, what loading cost by lane
 stacks       — what every thread is doing
 redaction    — texts without credentials
 """

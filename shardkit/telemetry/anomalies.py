@@ -156,7 +156,7 @@ def _skew(ranks: Ranks) -> list[Anomaly]:
     step_s = 0.0
     for rank, records in ranks.items():
         found = [one for one in window(records) if one.steps]
-        if found and found[-1].has_trainer:
+        if found and found[-1].is_timed:
             busy[rank] = median(one.busy_s / one.steps for one in found)
             step_s = max(step_s, median(one.seconds / one.steps for one in found))
     if len(busy) < 2:

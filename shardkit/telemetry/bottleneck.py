@@ -69,7 +69,7 @@ def shares_of(found: Sequence[Interval]) -> dict[str, float]:
         parts = {name.removesuffix("_s"): total(found, f"trainer.{name}") for name in _STAGES}
         rest = "other"
     else:
-        parts = {"data": total(found, "loader.consumer_wait_s")}
+        parts = {"data": total(found, "loader.consumer_wait_s"), "compute": total(found, "loader.computed_s")}
         rest = "trainer"
     known = sum(parts.values())
     data = parts.pop("data")

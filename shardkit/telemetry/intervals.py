@@ -63,11 +63,16 @@ class Interval:
         return "trainer.steps" in values or "trainer.steps_in_all" in values
 
     @property
+    def is_timed(self) -> bool:
+        """Whether it is known what the rank computed: the trainer reports, or the loop calls `Loader.computed`."""
+        return self.has_trainer or "loader.computed_s" in self.last.values
+
+    @property
     def busy_s(self) -> float:
-        """What the rank did by itself; the wait for data where the trainer does not report."""
+        """What the rank did by itself; the wait for data alone where nobody says what it computed."""
         if self.has_trainer:
             return sum(self.delta(f"trainer.{name}") for name in BUSY)
-        return self.delta("loader.consumer_wait_s")
+        return self.delta("loader.consumer_wait_s") + self.delta("loader.computed_s")
 
     @property
     def waiting_s(self) -> float:

@@ -50,6 +50,7 @@ METRICS: Final = (
     _one("shardkit_loader_steps", "Steps handed out", "loader.steps"),
     _one("shardkit_loader_samples", "Samples handed out", "loader.samples"),
     _one("shardkit_loader_wait_seconds", "Time that the trainer waited for the loader", "loader.consumer_wait_s"),
+    _one("shardkit_loader_computed_seconds", "Time that the rank computed, if its loop says so", "loader.computed_s"),
     _by("shardkit_loader_stage_seconds", "Time that a stage of the loader was busy or starved", "stage",
         "plan load load_wait gather transform assembly_blocked assembly_starved plan_blocked plan_starved",
         "loader.{}_s"),

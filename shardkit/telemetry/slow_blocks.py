@@ -1,21 +1,23 @@
-"""Which blocks took longest, and how often each shard was read: fed by the threads that load blocks."""
+"""Which blocks took longest, which shards are hot, what lanes cost: fed by the threads that load blocks."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 __all__ = ["BlockTimes"]
 
 _SLOWEST: Final = 16
 _HOTTEST: Final = 24
+_LANES: Final = 64
+_EXPECTED: Final = 1 << 16
 
 
 class BlockTimes:
-    """Loads by shard, and the slowest of them. About 1 µs per block; safe from many threads.
+    """Loads by shard and by lane, and the slowest of them. About 1 µs per block; safe from many threads.
 
     Args:
         name: gives the text that a person finds a shard by.
@@ -27,10 +29,33 @@ class BlockTimes:
         self._lock = threading.Lock()
         self._loads: dict[int, list[int]] = {}  # shard → [loads, bytes]
         self._slowest: list[tuple[float, float, int, int]] = []  # heap of (seconds, when, shard, block)
+        self._lanes: dict[int, list[float]] = {}  # lane → [loads, seconds, bytes]
+        self._expected: dict[int, int] = {}  # block of the dataset → lane that needs it first
 
-    def note(self, shard: int, block: int, seconds: float, num_bytes: int) -> None:
-        """A block of a shard has been loaded, verified and decompressed."""
+    def expect(self, blocks: Iterable[int], lanes: Iterable[int]) -> None:
+        """Which lane needs which block of the dataset first; told before they are loaded."""
         with self._lock:
+            if len(self._expected) > _EXPECTED:  # of blocks that were held already, and never loaded again
+                self._expected.clear()
+            self._expected.update(zip(blocks, lanes, strict=True))
+
+    def note(self, shard: int, block: int, seconds: float, num_bytes: int, number: int = -1) -> None:
+        """A block of a shard has been loaded, verified and decompressed.
+
+        Args:
+            shard: its number.
+            block: in the shard.
+            seconds: that it took.
+            num_bytes: stored.
+            number: of the block in the dataset, as in `expect`.
+        """
+        with self._lock:
+            lane = self._expected.pop(number, None)
+            if lane is not None:
+                cost = self._lanes.setdefault(lane, [0, 0.0, 0])
+                cost[0] += 1
+                cost[1] += seconds
+                cost[2] += num_bytes
             counts = self._loads.get(shard)
             if counts is None:
                 counts = self._loads[shard] = [0, 0]
@@ -46,6 +71,12 @@ class BlockTimes:
         with self._lock:
             most = heapq.nlargest(_HOTTEST, self._loads.items(), key=lambda item: (item[1][1], -item[0]))
             return [[self._name(shard), *counts] for shard, counts in most]
+
+    def lane_loads(self) -> list[list[object]]:
+        """Rows of (lane, loads, seconds, bytes), most seconds first."""
+        with self._lock:
+            most = heapq.nlargest(_LANES, self._lanes.items(), key=lambda item: (item[1][1], -item[0]))
+            return [[lane, loads, round(seconds, 6), num_bytes] for lane, (loads, seconds, num_bytes) in most]
 
     def slowest(self) -> list[list[object]]:
         """Rows of (seconds, time, shard, block), slowest first."""

@@ -17,6 +17,7 @@ __all__ = ["byte_sources", "summarise"]
 _EVENTS: Final = 60
 _SHARDS: Final = 48
 _SILENT_S: Final = 15.0
+_MAX_LANES: Final = 1 << 16
 
 Json = dict[str, Any]
 
@@ -55,6 +56,7 @@ def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now:
         "replication_lag_bytes": _lag(telemetry),
         "hot_shards": _hot_shards(telemetry),
         "slow_blocks": _slow_blocks(telemetry),
+        "lane_loads": _lane_loads(telemetry),
         "lane_owners": _lane_owners(ranks),
         "lane_history": lane_history(ranks),
         "lane_moves": lane_moves(ranks),
@@ -169,6 +171,19 @@ def _slow_blocks(telemetry: RunTelemetry) -> list[list[Any]]:
         if len(row) == 4 and isinstance(row[0], (int, float))
     ]
     return sorted(rows, key=lambda row: -row[0])[:16]
+
+
+def _lane_loads(telemetry: RunTelemetry) -> list[list[float]]:
+    """Rows of (lane, loads, seconds, bytes) over all ranks that have worked the lane, by lane."""
+    sums: dict[int, list[float]] = {}
+    for record in _lasts(telemetry):
+        for row in record.tables.get("lane_loads", ()):
+            numbers = len(row) == 4 and all(isinstance(one, (int, float)) for one in row)
+            if numbers and 0 <= row[0] < _MAX_LANES:
+                cost = sums.setdefault(int(row[0]), [0.0, 0.0, 0.0])
+                for place, value in enumerate(row[1:]):
+                    cost[place] += value
+    return [[lane, *cost] for lane, cost in sorted(sums.items())]
 
 
 def _lane_owners(ranks: Mapping[int, Sequence[Record]]) -> list[int]:

@@ -267,7 +267,13 @@ def hostile_run(slowed_run: Path, tmp_path_factory: pytest.TempPathFactory) -> P
                 session=HOSTILE[1],
                 lanes=tuple(range(12)),
                 values={f"reads.bytes_from_{text[:40]}": 5.0 for text in HOSTILE},
-                tables={"hot_shards": rows, "stage": [[HOSTILE[1]]], "slow_blocks": rows},
+                tables={
+                    "hot_shards": rows,
+                    "stage": [[HOSTILE[1]]],
+                    "slow_blocks": rows,
+                    "lane_loads": [[text, 1, 1.0, 1] for text in HOSTILE]
+                    + [[10**9, 1, 1.0, 1], [-1, 1, 1.0, 1]],
+                },
             ).to_line()
         )
     known = json.loads((run / "run.json").read_text())
@@ -301,7 +307,12 @@ def texts(value: Any) -> Iterator[str]:
 
 def browser() -> Any:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:  # playwright may have brought its own
+        with playwright.sync_playwright() as started:
+            own = Path(started.chromium.executable_path)
+        path = str(own) if own.exists() else None
     if path is None:
         pytest.skip("no Chromium on this machine")
     return playwright.sync_playwright, path
@@ -334,6 +345,7 @@ def test_a_person_sees_the_story(port: int, tmp_path: Path, scheme: str) -> None
         assert page.locator("#lanes rect[stroke]").count() > 0, "lanes that moved are outlined"
         for chart in ("throughput", "waiting", "bytes", "skew"):
             assert page.locator(f"#{chart} path").count() > 0, chart
+        assert page.locator("#lane-loads rect").count() == 12, "a bar for each lane"
         assert page.locator("#shards rect").count() > 3
         assert page.locator("#ranks tr").count() == 3
         assert "rebalance" in page.inner_text("#events")

@@ -64,6 +64,13 @@ def test_the_records_show_the_slow_rank_and_the_lanes_that_left_it(slowed_run: P
     assert len(last.lanes) < 4
 
 
+def test_loading_is_told_by_lane(slowed_run: Path) -> None:
+    view = view_run(slowed_run)
+    assert [row[0] for row in view["lane_loads"]] == list(range(12)), "every lane has loaded blocks"
+    assert sum(row[3] for row in view["lane_loads"]) == view["bytes"]["disk"], "each load is one lane's"
+    assert all(row[2] > 0 for row in view["lane_loads"])
+
+
 def test_the_events_tell_the_finding_and_what_followed(slowed_run: Path) -> None:
     events = read_events(slowed_run)
     kinds = [event["event"] for event in events]
@@ -295,6 +302,28 @@ def small_dataset(tmp_path: Path) -> Any:
         for number in range(640):
             writer.add({"x": np.full(64, number)})
     return shardkit.open(str(tmp_path / "data"))
+
+
+def test_what_a_loop_says_that_it_computed_is_counted(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dataset = small_dataset(tmp_path)
+    plan = dataset.plan(global_batch=16, lanes=4)
+    with dataset.loader(plan, run=tmp_path / "run", tensors=False) as loader:
+        for _ in loader:
+            pass
+        assert loader.telemetry.read().value("loader.computed_s") == 0.0
+        for number, _ in enumerate(loader):
+            loader.computed(0.25)
+            if number % 2:
+                loader.computed(0.5)  # of several calls the last holds
+        assert loader.telemetry.read().value("loader.computed_s") == pytest.approx(40 * 0.375)
+        assert loader.stats()["computed_s"] == pytest.approx(40 * 0.375)
+        model = torch.nn.Linear(64, 1)
+        loader.watch(model)
+        for batch in loader:
+            model(torch.from_numpy(batch["x"]).float()).sum().backward()
+        told = loader.stats()["computed_s"]
+        assert 0.0 < told < loader.stats()["elapsed_s"]
 
 
 def test_counters_grow_over_loops_and_a_loader_without_a_run_writes_nothing(tmp_path: Path) -> None:

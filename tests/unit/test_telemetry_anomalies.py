@@ -96,6 +96,30 @@ def test_a_rank_whose_cells_take_longer_is_a_straggler(world: int) -> None:
     assert anomaly.evidence["host"] == "node1"
 
 
+def test_a_loop_of_ones_own_is_judged_by_what_it_says_that_it_computed() -> None:
+    """In step all ranks take equally long: only `Loader.computed` tells the slow one from those that wait for it."""
+    loop = {"loader.steps": 10, "loader.samples": 320, "loader.cells": 20, "loader.consumer_wait_s": 0.02}
+    silent = {rank: made_series(rank, world=3, per_interval=loop) for rank in range(3)}
+    assert found(silent) == []
+    told = {
+        rank: made_series(
+            rank, world=3, per_interval={**loop, "loader.computed_s": 1.8 if rank == 2 else 0.4}
+        )
+        for rank in range(3)
+    }
+    assert found(told) == [("straggler", 2, "rebalance")]
+    bottleneck = find_bottleneck(told)
+    assert bottleneck is not None
+    assert (bottleneck.kind, bottleneck.rank) == ("compute", 2)
+    late = {
+        rank: made_series(
+            rank, world=3, per_interval={**loop, "loader.consumer_wait_s": 1.5 if rank else 0.02}
+        )
+        for rank in range(3)
+    }
+    assert found({0: late[0], 1: late[0], 2: late[2]}) == [("straggler", 2, "rebalance")]
+
+
 def test_one_hiccup_is_no_straggler() -> None:
     def hiccup(number: int) -> dict[str, float]:
         return {"trainer.compute_s": 40.0} if number == 38 else {}

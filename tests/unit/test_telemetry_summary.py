@@ -8,6 +8,7 @@ import pytest
 
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from shardkit.telemetry.charts import chart_series, lane_history, lane_moves
+from shardkit.telemetry.slow_blocks import BlockTimes
 from shardkit.testing.telemetry_series import made_series
 
 STEADY = {
@@ -85,3 +86,28 @@ def test_shards_are_summed_over_ranks() -> None:
     ]
     view = summarise(of(*([one] for one in records)), [], 5.0)
     assert view["hot_shards"] == [["bb", 1, 500], ["aa", 5, 150]]
+
+
+def test_a_lane_that_two_ranks_have_worked_is_one_lane() -> None:
+    rows: list[list[list[Any]]] = [
+        [[3, 2, 0.5, 100], [1, 1, 0.25, 50]],
+        [[3, 1, 1.0, 50], ["x", 1, 1.0, 1], [7, 1], [-1, 1, 1.0, 1], [2.0, 1, 0.125, 8]],
+    ]
+    records = [
+        Record(time=5.0, rank=rank, world=2, session=str(rank), tables={"lane_loads": rows[rank]})
+        for rank in range(2)
+    ]
+    view = summarise(of(*([one] for one in records)), [], 5.0)
+    assert view["lane_loads"] == [[1, 1, 0.25, 50], [2, 1, 0.125, 8], [3, 3, 1.5, 150]]
+
+
+def test_loads_are_counted_for_the_lane_that_needs_the_block_first() -> None:
+    times = BlockTimes(lambda shard: f"shard {shard}", lambda _: True)
+    times.expect([10, 11, 12], [0, 0, 5])
+    for number, seconds in ((10, 0.5), (11, 0.25), (12, 3.0), (13, 9.0)):  # of 13 nobody has spoken
+        times.note(0, number, seconds, 100, number=number)
+    times.note(0, 12, 1.0, 100, number=12)  # nor of the second load of 12
+    times.expect([12], [4])
+    times.note(0, 12, 0.125, 100, number=12)
+    assert times.lane_loads() == [[5, 1, 3.0, 100], [0, 2, 0.75, 200], [4, 1, 0.125, 100]]
+    assert times.hot_shards() == [["shard 0", 6, 600]]

@@ -157,6 +157,8 @@ def page_document(document: Mapping[str, Any]) -> dict[str, Any]:
     shown["cell_s_by_rank"] = {str(row["rank"]): row["cell_s"] for row in ranks}
     shown["lane_owners"] = document["lane_owners"][:_LANES]
     shown["lane_history"] = [{**row, "owners": row["owners"][:_LANES]} for row in document["lane_history"]]
+    heaviest = sorted(document["lane_loads"], key=lambda row: -row[2])[:_LANES]
+    shown["lane_loads"] = sorted(heaviest)
     shown["num_lanes"] = len(document["lane_owners"])
     shown["anomalies"] = [{**one, "text": anomaly_text(one)} for one in document["anomalies"]]
     shown["events"] = [

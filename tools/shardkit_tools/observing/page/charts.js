@@ -195,6 +195,32 @@ export function laneGrid(place, rows, costs, moved) {
   place.replaceChildren(...parts);
 }
 
+// rows: [lane, loads, seconds, bytes]; owners: rank of each lane
+export function laneBars(place, rows, owners) {
+  if (!rows.length) return nothing(place, "no block has been loaded yet");
+  const width = Math.max(280, place.clientWidth), height = 170, left = 58, right = 10, top = 8, bottom = 22;
+  const inner = width - left - right, tall = height - top - bottom;
+  const most = nice(Math.max(...rows.map((one) => one[2])), 10);
+  const room = inner / rows.length, wide = Math.max(1, Math.min(28, room - (room > 6 ? 2 : 0.5)));
+  const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, height });
+  for (const part of [0, 0.5, 1]) {
+    const at = top + tall * (1 - part);
+    drawing.append(shape("line", { x1: left, x2: width - right, y1: at, y2: at, class: "grid" }));
+    drawing.append(shape("text", { x: left - 8, y: at + 4, "text-anchor": "end", class: "axis" }, part ? seconds(part * most) : "0"));
+  }
+  const every = Math.max(1, Math.ceil(28 / room));
+  rows.forEach(([lane, loads, spent, size], i) => {
+    const high = tall * (spent / most), x = left + (i + 0.5) * room, owner = owners[lane];
+    const known = owner !== undefined && owner >= 0;
+    const bar = shape("rect", { x: x - wide / 2, y: top + tall - high, width: wide, height: high, rx: Math.min(2, wide / 4), fill: known ? colour(owner) : "var(--faint)" });
+    bar.addEventListener("mousemove", (event) => showTip(event, `lane ${lane}${known ? `, now rank ${owner}'s` : ""}\n${seconds(spent)} for ${count(loads)} blocks, ${bytes(size)}`));
+    bar.addEventListener("mouseleave", hideTip);
+    drawing.append(bar);
+    if (i % every === 0) drawing.append(shape("text", { x, y: height - 5, "text-anchor": "middle", class: "axis" }, String(lane)));
+  });
+  place.replaceChildren(drawing);
+}
+
 export function heatTiles(place, shards) {
   if (!shards.length) return nothing(place, "no shard has been read yet");
   const width = Math.max(280, place.clientWidth), columns = Math.max(2, Math.floor(width / 118));

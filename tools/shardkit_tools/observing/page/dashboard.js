@@ -1,6 +1,6 @@
 // Asks for the run's numbers every two seconds and draws them. No outside script, no markup from data.
 
-import { bytes, clock, colour, count, element, heatTiles, laneGrid, lines, nothing, percent, seconds, shareBar } from "./charts.js";
+import { bytes, clock, colour, count, element, heatTiles, laneBars, laneGrid, lines, nothing, percent, seconds, shareBar } from "./charts.js";
 
 const EVERY_MS = 2000;
 const at = (id) => document.getElementById(id);
@@ -44,6 +44,7 @@ function draw(run) {
   if (run.replication_lag_bytes !== null) lines(at("lag"), [{ name: "below policy", colour: "var(--c5)", values: series.lag_bytes }], { time, format: bytes, base: 1024, fill: true, height: 120 });
   else nothing(at("lag"), "this run watches no replication policy");
   lanes(run);
+  laneLoads(run);
   heatTiles(at("shards"), run.hot_shards);
   ranks(run);
   events(run.events);
@@ -91,8 +92,18 @@ function lanes(run) {
   const costs = run.lane_owners.map((owner) => run.cell_s_by_rank[String(owner)] || 0);
   const moves = run.lane_moves.length;
   const hidden = run.num_lanes > run.lane_owners.length ? `, the first ${run.lane_owners.length} of ${count(run.num_lanes)}` : "";
-  at("lanes-note").textContent = `columns are lanes, rows are times at which owners changed${hidden}; bars: seconds per cell of the rank that works the lane; ${moves ? `${moves} lane moves` : "no lane has moved"}`;
+  at("lanes-note").textContent = `columns are lanes, rows are times at which owners changed${hidden}; bars: seconds of own work per cell, as the rank that works the lane knows it; ${moves ? `${moves} lane moves` : "no lane has moved"}`;
   laneGrid(at("lanes"), run.lane_history.slice(-8), costs, moves > 0);
+}
+
+function laneLoads(run) {
+  const rows = run.lane_loads, told = rows.map((one) => one[2]);
+  const mean = told.reduce((sum, one) => sum + one, 0) / (told.length || 1);
+  const most = rows.reduce((best, one) => (one[2] > best[2] ? one : best), [0, 0, 0, 0]);
+  at("lane-loads-note").textContent = mean > 0 && rows.length > 1
+    ? `loading its blocks, in all; lane ${most[0]} takes ${(most[2] / mean).toFixed(1)} times the mean`
+    : "loading its blocks, in all";
+  laneBars(at("lane-loads"), rows, run.lane_owners);
 }
 
 function cells(row, values) {
