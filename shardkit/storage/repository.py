@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime as dt
 import difflib
-import importlib.metadata
 import os
-import random
-import time
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from shardkit.errors import (
-    CommitConflict,
-    FormatError,
     NotFoundError,
     ShardkitError,
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.storage.changes import Changes
 from shardkit.storage.commit_log import CommitLog
-from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, SINGLE_WRITER, Identity
+from shardkit.storage.commits import Commits
+from shardkit.storage.identity import IDENTITY_NAME, SINGLE_WRITER, Identity
 from shardkit.storage.local import LocalStore
-from shardkit.storage.locating import ROOT_NAME, Locations, locate
+from shardkit.storage.locating import Locations, locate
 from shardkit.storage.log import LogEntry, check_ref_name
 from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
-from shardkit.storage.objects import Descriptor, object_name
-from shardkit.storage.policy.opening import own_name, read_mark, recorded_locations, root_store
-from shardkit.storage.policy.table import read_table
-from shardkit.storage.reading import LocatedStore, Location, ReadSettings
-from shardkit.storage.remote import ObjectStore, check_writers
+from shardkit.storage.objects import Descriptor
+from shardkit.storage.opening import for_one_writer, over_all, read_identity, refuse_copy
+from shardkit.storage.policy.opening import recorded_locations
+from shardkit.storage.reading import ReadSettings
+from shardkit.storage.remote import check_writers
 from shardkit.storage.store import Store
 from shardkit.storage.urls import open_store
 
 __all__ = ["DEFAULT_REF", "Repository"]
 
 DEFAULT_REF: Final = "main"
-
-_ATTEMPTS: Final = 1_000
-_LONGEST_PAUSE_S: Final = 0.05
-# Forked writers must not draw the same pauses, hence the system's own source.
-_JITTER: Final = random.SystemRandom()
+"""The ref that is meant where none is named."""
 
 
 class Repository:
@@ -89,7 +77,7 @@ class Repository:
         # What lies on a store that may not keep put-if-absent is looked for before anything is put over it.
         if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:
             if single_writer:
-                store = _for_one_writer(store)
+                store = for_one_writer(store)
             elif not isinstance(store, LocalStore):
                 check_writers(store)
             features = (SINGLE_WRITER,) if single_writer else ()
@@ -130,38 +118,20 @@ class Repository:
         repository = cls._opened(store, read_only=read_only)
         if locations or read_only:
             recorded = [] if alone else recorded_locations(repository.store, repository.id, heal=heal)
-            repository._read_over(locations, recorded, settings, heal=heal)  # noqa: SLF001 - an instance of this class
+            located = over_all(repository.store, locations, recorded, settings, heal=heal)
+            base, identity = repository._base, repository._identity  # noqa: SLF001 - an instance of this class
+            repository = cls(located, identity, read_only=read_only)
+            repository._base = base
         return repository
-
-    def _read_over(
-        self,
-        given: Locations | None,
-        recorded: Sequence[Location],
-        settings: ReadSettings | None,
-        *,
-        heal: bool,
-    ) -> None:
-        """Read over all locations: those that the caller gave, and those that the root remembers."""
-        store = root_store(self._store)
-        name = own_name(store) if recorded else ROOT_NAME
-        located = locate(store, given, settings=settings, heal=heal, name=name)
-        known = located.locations if isinstance(located, LocatedStore) else ()
-        taken = {one.name for one in known} | {one.store.url for one in known} | {store.url}
-        more = [one for one in recorded if one.name not in taken and one.store.url not in taken]
-        if more:
-            located = locate(store, [*known[1:], *more], settings=settings, heal=heal, name=name)
-        self._store = located
-        self._objects = ObjectAccess(located)
-        self._log = CommitLog(located, self._identity)
 
     @classmethod
     def _opened(cls, store: Store, *, read_only: bool) -> Repository:
-        identity = _read_identity(store)
+        identity = read_identity(store)
         if SINGLE_WRITER in identity.features:
-            store = _for_one_writer(store)
+            store = for_one_writer(store)
         repository = cls(store, identity, read_only=read_only)
         if not read_only:
-            _refuse_copy(store, identity)
+            refuse_copy(store, identity)
             with contextlib.suppress(ShardkitError):  # whoever reads the log says what is wrong with it
                 repository._base = repository.head()
         return repository
@@ -313,70 +283,7 @@ class Repository:
         changes = Changes(
             dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}), dict(withdraw or {})
         )
-        base = head = self.head()
-        table = read_table(root_store(self._store), self.id)
-        try:
-            self._check_manifests(changes)
-            if table is not None and table.others:
-                from shardkit.storage.replicating.committing import copy_before_commit
-
-                copy_before_commit(self, table, sorted(changes.manifests))
-        except ShardkitError as error:
-            self._check_not_collected(self.head(), changes.manifests, error)
-            raise
-        txn = uuid.uuid4().hex
-        for attempt in range(_ATTEMPTS):
-            refs, tags = changes.apply(base, head)
-            gone = changes.withdrawn(head)
-            self._check_not_collected(head, changes.manifests)
-            entry = self._next_entry(head, txn, refs, tags, gone, message, author)
-            if self._log.append(entry):
-                if table is not None and table.others:
-                    from shardkit.storage.replicating.committing import copy_log
-
-                    copy_log(self, table)
-                return entry
-            time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
-            head = self.head()
-        raise CommitConflict(
-            f"{self.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again "
-            "later"
-        )
-
-    def _next_entry(
-        self,
-        head: LogEntry | None,
-        txn: str,
-        refs: dict[str, str],
-        tags: dict[str, str],
-        withdrawn: dict[str, str],
-        message: str,
-        author: str,
-        changed: Mapping[str, Any] | None = None,
-    ) -> LogEntry:
-        entry = LogEntry(
-            n=head.n + 1 if head else 1,
-            repository=self.id,
-            previous=sha256_digest(head.to_bytes() if head else self._identity.to_bytes()),
-            txn=txn,
-            time=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            author=author,
-            message=message,
-            refs=refs,
-            tags=tags,
-            software=f"shardkit {_version()}",
-            withdrawn=withdrawn,
-            collected=head.collected if head else 0,
-            collecting=dict(head.collecting) if head else {},
-        )
-        return self._checked(dataclasses.replace(entry, **(changed or {})))
-
-    def _checked(self, entry: LogEntry) -> LogEntry:
-        try:
-            LogEntry.from_bytes(entry.to_bytes(), "this commit")  # nobody may write what nobody will read
-        except FormatError as error:
-            raise UsageError(f"the commit cannot be written: {error}") from error
-        return entry
+        return self._commits().commit(changes, message, author)
 
     # Collections of garbage (SPEC.md, "Garbage")
 
@@ -394,16 +301,7 @@ class Repository:
             CommitUnknown, StoreError: It is not known, or known not, to have begun.
         """
         self._check_writable()
-        identity = uuid.uuid4().hex
-
-        def change(head: LogEntry | None) -> dict[str, Any] | None:
-            digest = put_list(head)
-            if digest is None:
-                return None
-            collecting = {**(head.collecting if head else {}), identity: digest}
-            return {"collected": (head.collected if head else 0) + 1, "collecting": collecting}
-
-        return identity if self._append("garbage: deleting", change) else None
+        return self._commits().begin_collection(put_list)
 
     def end_collection(self, identity: str) -> None:
         """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
@@ -412,85 +310,14 @@ class Repository:
             CommitUnknown, StoreError: It may be called again.
         """
         self._check_writable()
+        self._commits().end_collection(identity)
 
-        def change(head: LogEntry | None) -> dict[str, Any] | None:
-            if head is None or identity not in head.collecting:
-                return None
-            return {"collecting": {name: one for name, one in head.collecting.items() if name != identity}}
-
-        self._append("garbage: deleted", change)
-
-    def _append(self, message: str, change: Callable[[LogEntry | None], dict[str, Any] | None]) -> bool:
-        """Commit something that moves no ref; False where there is nothing to change."""
-        txn = uuid.uuid4().hex
-        for attempt in range(_ATTEMPTS):
-            head = self.head()
-            changed = change(head)
-            if changed is None:
-                return False
-            refs, tags = (dict(head.refs), dict(head.tags)) if head else ({}, {})
-            gone = dict(head.withdrawn) if head else {}
-            if self._log.append(self._next_entry(head, txn, refs, tags, gone, message, "", changed)):
-                return True
-            time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
-        raise CommitConflict(f"{self.url}: {_ATTEMPTS} other commits came first each time; try again later")
-
-    def _check_not_collected(
-        self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
-    ) -> None:
-        """Refuse to name what is being deleted, or was since this root was opened; or say that this may be why."""
-        began = self._base.collected if self._base else 0
-        # A collection that was under way when the root was opened may have ended since.
-        under_way = set(self._base.collecting.values()) if self._base else set[str]()
-        if head is None or not manifests or not (head.collected != began or head.collecting or under_way):
-            return
-        from shardkit.storage.collecting.commits import check_not_collected
-
-        since = under_way
-        for entry in self._log.newest_first() if head.collected != began else ():
-            if self._base is not None and entry.n <= self._base.n:
-                break
-            since |= set(entry.collecting.values())
-        going = set(head.collecting.values())
-        check_not_collected(self, manifests, going, since - going, problem)
-
-    def _check_manifests(self, changes: Changes) -> None:
-        for manifest in sorted(changes.manifests):
-            if self._store.head(object_name(manifest, "manifest")) is None:
-                raise NotFoundError(
-                    f"manifest {manifest} is not in {self.url}: expected its objects to be put before the "
-                    "commit"
-                )
+    def _commits(self) -> Commits:
+        return Commits(self, self._log, self._identity, self._base)
 
     def _check_writable(self) -> None:
         if self._read_only:
             raise StoreReadOnlyError(f"{self.url} was opened for reading only; open it for writing")
-
-
-def _for_one_writer(store: Store) -> Store:
-    """The store as one writer at a time may use it; a local directory needs no other use."""
-    return store.for_one_writer() if isinstance(store, ObjectStore) else store
-
-
-def _refuse_copy(store: Store, identity: Identity) -> None:
-    """Commits go to the root: two logs of one repository could never be joined again."""
-    mark = read_mark(root_store(store))
-    if mark is not None:
-        table = read_table(store, identity.id)
-        raise StoreReadOnlyError(
-            f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
-        )
-
-
-def _read_identity(store: Store) -> Identity:
-    try:
-        data = store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
-    except NotFoundError:
-        raise NotFoundError(
-            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit "
-            "build"
-        ) from None
-    return Identity.from_bytes(data, store.url)
 
 
 def _there_is(name: str, names: Mapping[str, str]) -> str:
@@ -498,10 +325,3 @@ def _there_is(name: str, names: Mapping[str, str]) -> str:
         return "nothing was committed yet: run shardkit build"
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(names)[:10])}"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("shardkit")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
