@@ -28,6 +28,8 @@ IN_SOURCE = 1 << 63
 """Marks the size of a payload that is not in the record: an extent stands there instead."""
 
 SIZE = IN_SOURCE - 1
+"""Takes the mark off a size: what is left is the number of bytes."""
+
 _MAX_OPEN = 128
 
 

@@ -26,6 +26,8 @@ from shardkit.storage.temporaries import writer_is_dead
 __all__ = ["FOLDER", "PartFolder", "WrittenPart", "check_part_name", "settings_of"]
 
 FOLDER = "parts"
+"""Folder of the parts, below the scratch of a root."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _RECORD = ".part"
 _CHECK_BYTES = 8

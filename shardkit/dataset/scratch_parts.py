@@ -43,6 +43,8 @@ __all__ = [
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
 NO_ROW = -1
+"""Row in the source of a sample that has no source."""
+
 _ROW_AT = struct.calcsize("<HII")  # of the row in the source, in a header
 
 

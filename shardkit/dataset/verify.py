@@ -57,7 +57,10 @@ from shardkit.storage.repairing.records import utc
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
 
 Level = Literal["list", "attested", "stored", "read", "decode"]
+"""How deep to look; `LEVELS` from the least to the most."""
+
 LEVELS: tuple[Level, ...] = ("list", "attested", "stored", "read", "decode")
+"""Listed; vouched for by a scrub; the checksum that the store keeps; every byte; every sample decoded."""
 
 _RESTORE_LOG = (
     "restore it from a copy of the root; without one, its objects are still named by the good entries"

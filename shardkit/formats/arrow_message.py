@@ -24,8 +24,14 @@ __all__ = [
 ]
 
 FILE_MAGIC = b"ARROW1"
+"""Begins and ends an Arrow IPC file (Arrow columnar format, "IPC File Format")."""
+
 CONTINUATION = b"\xff\xff\xff\xff"
+"""Stands before the length of every message."""
+
 END_OF_STREAM = CONTINUATION + bytes(4)
+"""A message of length 0."""
+
 _V5 = 4
 _RECORD_BATCH = 3
 _CODECS = {0: "lz4", 1: "zstd"}

@@ -12,6 +12,8 @@ from .schema import FieldType, Schema
 __all__ = ["KEY_FIELD", "arrow_item_type", "arrow_schema", "arrow_type"]
 
 KEY_FIELD = "__key__"
+"""Name of the column of keys."""
+
 METADATA_KEY = b"shardkit"
 
 

@@ -51,6 +51,7 @@ class VariableColumn:
 
 
 Column = FixedColumn | VariableColumn
+"""The values of a field in a block."""
 
 
 class Block:

@@ -26,6 +26,8 @@ MAGIC = b"SHRDCOL1"
 ALIGNMENT = 64
 MAX_HEADER = 16 << 20
 MAX_RAW_BYTES = 4 << 30
+"""Of the columns of one container, decompressed."""
+
 MAX_RATIO = 256  # raw bytes per byte of file; the writer stores plain columns rather than go beyond
 FREE_RAW_BYTES = 1 << 20  # small containers need no ratio
 LEVEL = 3

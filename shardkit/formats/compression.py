@@ -17,7 +17,9 @@ __all__ = [
     "zstd_level",
 ]
 
-MAX_WINDOW = 8 << 20  # zstd level 19 needs no more; RFC 8878 recommends that every decoder supports it
+MAX_WINDOW = 8 << 20
+"""Bytes of a zstd window; level 19 needs no more, and RFC 8878 recommends that every decoder supports it."""
+
 MAX_LEVEL = 19
 _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
 MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes

@@ -12,6 +12,8 @@ from shardkit.errors import FormatError
 __all__ = ["DIGEST_PREFIX", "format_digest", "parse_digest", "sha256_digest", "xxh3"]
 
 DIGEST_PREFIX = "sha256:"
+"""Stands before the hex digits of a digest in text."""
+
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_JSON_DEPTH", "decode_json", "decode_payload", "encode_value"]
 
 MAX_JSON_DEPTH = 200
+"""Of nested lists and objects in a value of a json field."""
 
 
 def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BLOCK_BYTES", "check_index"]
 
-MAX_BLOCK_BYTES = 8 << 30  # a sample of 5 GiB and its framing fit; no size in an index may ask for more
+MAX_BLOCK_BYTES = 8 << 30
+"""A sample of 5 GiB and its framing fit; no size in an index may ask for more."""
 
 
 def check_index(index: ShardIndex) -> None:

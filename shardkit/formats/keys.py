@@ -13,6 +13,8 @@ from .schema import FieldType
 __all__ = ["MAX_KEY_BYTES", "check_key", "fit_key", "is_key", "max_key_bytes"]
 
 MAX_KEY_BYTES = 80
+"""Bytes of a key in a shard; longer ones are kept beside a name that is made up."""
+
 MAX_MEMBER_NAME = 100  # the name field of a ustar header
 MAX_EXTENSION = (
     4  # the longest extension that `media.py` gives: jpeg-like names are three, flac and tiff-like four

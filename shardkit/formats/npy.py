@@ -23,7 +23,8 @@ __all__ = ["RAGGED_HEADER_BYTES", "npy_header", "npy_payload_offset"]
 
 _MAX_HEADER_BYTES = 10_000  # of a literal that is parsed; honest ones have about a hundred
 
-RAGGED_HEADER_BYTES = 128  # of any one-dimensional array: no length has enough digits for 192
+RAGGED_HEADER_BYTES = 128
+"""Of any one-dimensional array: no length has enough digits for 192."""
 
 
 @lru_cache(maxsize=4096)

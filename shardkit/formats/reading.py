@@ -19,6 +19,7 @@ from .tar_blocks import tar_column
 __all__ = ["Verify", "read_block", "verify_block"]
 
 Verify = Literal["fast", "strong"]
+"""By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
 
 
 def verify_block(

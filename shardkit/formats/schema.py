@@ -18,10 +18,16 @@ from .encoding import decode_payload, encode_value
 __all__ = ["MAX_FIELDS", "MAX_FIELD_NAME", "RESERVED_NAMES", "FieldType", "Schema"]
 
 MAX_FIELDS = 256
+"""Of a schema."""
+
 MAX_FIELD_NAME = 40
+"""Characters of a name."""
+
 MAX_DIMENSIONS = 8
 MAX_ITEM_BYTES = 2**31 - 1  # a fixed-size list of Arrow counts its items in an int32
 RESERVED_NAMES = frozenset({"step", "samples", "weight", "__key__"})
+"""What a batch and a shard hold beside the fields: no field may be called so."""
+
 OPAQUE = ("bytes", "str", "json")
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -16,8 +16,14 @@ from shardkit.errors import FormatError, SampleError
 __all__ = ["BLOCK", "MAX_MEMBER_SIZE", "TRAILER", "iter_members", "member_header", "member_headers", "padded"]
 
 BLOCK = 512
+"""Bytes: the unit of a tar (POSIX.1-1988 ustar)."""
+
 TRAILER = bytes(2 * BLOCK)
+"""Two blocks of zeros, which end a tar."""
+
 MAX_MEMBER_SIZE = 8**11 - 1  # eleven octal digits: 8 GiB - 1
+"""Bytes that fit into the eleven octal digits of a header."""
+
 _NAME = re.compile(rb"[A-Za-z0-9_-]{1,80}(?:\.[A-Za-z0-9_]+)+\Z")
 _SIZE = re.compile(rb"[0-7]{11}\x00\Z")
 _BEFORE_SIZE = b"0000644\x00" + b"0000000\x00" + b"0000000\x00"  # mode, uid, gid

@@ -27,6 +27,8 @@ from .texts import Texts
 __all__ = ["MAX_SAMPLE_BYTES", "ShardWriter", "Sink", "open_writer", "raw_row_bytes"]
 
 MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, and a sample is never cut
+"""Of one sample; it fills a shard of its own."""
+
 _MAX_UNHASHED = 4
 _ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
 

@@ -28,17 +28,30 @@ __all__ = [
 ]
 
 MAGIC: Final = b"shardkit cells 2\n"
+"""Begins every journal of cells, with its version."""
+
 HEADER: Final = struct.Struct("<24s32s32sIIIIIIQQ")
-HEAD: Final = struct.Struct("<QIIQ")  # step, kind, bytes of the body, XXH3 of these three
+"""Magic, manifest, plan, then rank, world, lanes and what else is fixed for a file (SPEC.md)."""
+
+HEAD: Final = struct.Struct("<QIIQ")
+"""Of an entry: step, kind, bytes of the body, XXH3 of these three."""
+
 CHECK: Final = struct.Struct("<Q")
+"""XXH3-64 of the body of an entry, behind it."""
+
 CELL_BYTES: Final = 24
+"""Of a cell in the body of an entry: lane, rows and digest."""
+
 FILE_NAME: Final = re.compile(r"(\d{5,})-(\d{5,})\.cells")
+"""Name of a journal: rank and number of the session."""
+
 _MAX_BODY: Final = 1 << 26
 
 CELLS, EVENT, META = 0, 1, 2
 """Kinds of entries."""
 
 xxh3 = xxhash.xxh3_64_intdigest
+"""XXH3-64 as a number."""
 
 
 class CellRecord(NamedTuple):

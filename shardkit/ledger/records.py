@@ -31,10 +31,16 @@ __all__ = [
 ]
 
 STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
+"""Begins the file of merged steps, with its version."""
+
 RECORD: Final = np.dtype(
     [("step", "<u8"), ("rows", "<u4"), ("plan", "<u4"), ("digest", "u1", 32), ("check", "<u8")]
 )
+"""A merged step: its number, rows, the plan in force, its leaf, and the XXH3-64 of all of these."""
+
 RECORD_BYTES: Final = RECORD.itemsize
+"""Of one `RECORD`."""
+
 SUBSTITUTED: Final = "substituted"
 """Kind of the event of a sample that was handed out in the place of another: `lane`, `slot`, `sample`, `by`."""
 MASKED: Final = "masked"

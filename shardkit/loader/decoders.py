@@ -17,6 +17,7 @@ from shardkit.formats import Schema
 __all__ = ["DECODERS", "Decoder", "find_decoders"]
 
 Decoder: TypeAlias = Callable[[Any], Any]
+"""Stored value → what the model takes."""
 
 _IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
@@ -62,6 +63,7 @@ DECODERS: Mapping[str, Decoder] = {
     "json": json_value,
     "text": text,
 }
+"""Those that are there, by name."""
 
 
 def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[str, Decoder]:

@@ -28,7 +28,11 @@ from shardkit.loader.transforms import (
 __all__ = ["OnError", "RowWork", "Substitutes", "Workers", "open_workers"]
 
 Workers: TypeAlias = Literal["threads", "processes"]
+"""What transforms run in."""
+
 OnError: TypeAlias = Literal["raise", "substitute", "mask"]
+"""What becomes of a verified sample that does not decode."""
+
 Substitutes: TypeAlias = Callable[[int, int, int, int], tuple[int, dict[str, Any]]]
 """(sample, step, slot, attempt) → another sample of the same stratum and its fields; `substitutes.py`."""
 

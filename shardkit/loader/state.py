@@ -11,6 +11,7 @@ from shardkit.plan import Plan
 __all__ = ["STATE_VERSION", "check_geometry", "check_state"]
 
 STATE_VERSION = 1
+"""Of what `Loader.state_dict` gives."""
 
 
 def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:

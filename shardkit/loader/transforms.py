@@ -27,7 +27,10 @@ __all__ = [
 ]
 
 SampleTransform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
+"""A sample and its own generator of random numbers → a sample."""
+
 BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
+"""A batch and the generators of its samples → a batch."""
 
 
 def sample_generator(seed: int, step: int, lane: int, slot: int) -> np.random.Generator:

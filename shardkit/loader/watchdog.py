@@ -20,6 +20,7 @@ from shardkit.storage import BlockReader, RowMap
 __all__ = ["OnStall", "Watchdog"]
 
 OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
+"""Takes what a stall waits for: rank, lane, shard, stage."""
 
 
 class Watchdog:

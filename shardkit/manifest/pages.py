@@ -16,6 +16,7 @@ from shardkit.manifest.shard_table import SEGMENT_COLUMNS, SHARD_COLUMNS, ShardT
 __all__ = ["PAGE_EXTENSION", "pack_page", "paginate", "unpack_page"]
 
 PAGE_EXTENSION: Final = "page"
+"""Of the objects that hold pages."""
 
 _KIND: Final = "page"
 # segment_shard is not stored: the number of segments of each shard says the same, is shorter, and cannot be

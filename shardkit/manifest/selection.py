@@ -21,6 +21,7 @@ from shardkit.formats.digest import sha256_digest
 __all__ = ["SELECTION_EXTENSION", "Selection", "max_selection_bytes"]
 
 SELECTION_EXTENSION: Final = "selection"
+"""Of the objects that hold selections."""
 
 _KIND: Final = "selection"
 _OVERHEAD_BYTES: Final = 4_096

@@ -21,6 +21,7 @@ from .weights import WeightsLike, resolve_weights
 __all__ = ["AnyGrid", "Change", "Leg", "amended", "natural_grid", "weighted_grid"]
 
 AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
+"""Any way of dealing samples to cells."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ __all__ = ["SHUFFLES", "Deck", "FullDeck", "Hands", "WindowDeck", "build_deck"]
 
 _BLOCKS, _WINDOWS, _STAGGER = 0, 1, 2  # what a hand's key is for
 SHUFFLES = ("window", "full", "none")
+"""Within windows of blocks, over a whole hand, or in manifest order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +149,7 @@ class FullDeck:
 
 
 Deck = WindowDeck | FullDeck
+"""How a hand is shuffled."""
 
 
 def build_deck(order: BaseOrder, hands: Hands, shuffle: str) -> Deck:

@@ -21,7 +21,9 @@ __all__ = [
     "order_rows",
 ]
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64 (Steele, Lea, Flood 2014)
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 / golden ratio: the increment of splitmix64 (Steele, Lea, Flood 2014)."""
+
 _MASK = (1 << 64) - 1
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U = np.uint64

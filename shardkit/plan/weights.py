@@ -13,6 +13,8 @@ from shardkit.errors import PlanError
 __all__ = ["MAX_WEIGHT", "WeightsLike", "resolve_stages", "resolve_weights"]
 
 WeightsLike = Mapping[str, int]
+"""Stratum → integer weight."""
+
 MAX_WEIGHT = 2**30
 """Largest sum of the weights of a plan, common factors taken out: draws of a pool times masses stay in int64."""
 

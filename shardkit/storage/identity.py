@@ -15,7 +15,10 @@ from shardkit.manifest.json_fields import read_document
 __all__ = ["IDENTITY_NAME", "MAX_IDENTITY_BYTES", "SINGLE_WRITER", "Identity"]
 
 IDENTITY_NAME: Final = "shardkit.json"
+"""Object that makes a root a repository."""
+
 MAX_IDENTITY_BYTES: Final = 64 * 1024
+"""Of it."""
 
 _FORMAT: Final = "shardkit-repository/1"
 _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -14,6 +14,7 @@ from shardkit.telemetry.records import Record
 __all__ = ["KINDS", "Anomaly", "find_anomalies"]
 
 KINDS: Final = ("stall", "straggler", "skew", "slowdown", "verification")
+"""What is recognised; a rule each (SPEC.md §6)."""
 
 STALL_S: Final = 30.0
 STALL_STEPS: Final = 20

@@ -22,10 +22,17 @@ __all__ = [
 ]
 
 WINDOW_S: Final = 60.0
+"""Seconds that rules look back."""
+
 _LEAST_INTERVALS: Final = 4
 BUSY: Final = ("data_s", "prepare_s", "compute_s", "update_s")
+"""Stages of the trainer that are the own work of a rank."""
+
 WAITING: Final = ("exchange_s", "reduce_s")
+"""Those in which it waits for other ranks."""
+
 VERIFICATION: Final = ("reads.remote_mismatches", "reads.cache_damaged", "loader.verification_failures")
+"""Counters of blocks whose bytes were wrong."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ __all__ = ["MAX_LINE_BYTES", "Record", "lanes_text", "parse_lanes", "parse_recor
 
 RECORD_VERSION: Final = 1
 MAX_LINE_BYTES: Final = 64 << 10
+"""Of a record; a longer line is skipped."""
+
 _MAX_VALUES: Final = 512
 _MAX_ROWS: Final = 64
 _MAX_TEXT: Final = 200

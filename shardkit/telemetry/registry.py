@@ -16,7 +16,10 @@ from shardkit.telemetry.records import Record
 __all__ = ["Source", "TableSource", "Telemetry"]
 
 Source: TypeAlias = Callable[[], Mapping[str, float]]
+"""Gives numbers when it is polled."""
+
 TableSource: TypeAlias = Callable[[], Sequence[Sequence[Any]]]
+"""Gives the rows of a short table when it is polled."""
 
 
 class Telemetry:

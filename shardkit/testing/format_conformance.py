@@ -58,6 +58,7 @@ FORMAT_PAIRS: tuple[tuple[str, str], ...] = (
     ("arrow", "zstd:9"),
     ("arrow", "lz4"),
 )
+"""Every (format, compression) that shards are written in."""
 
 EXAMPLE_SCHEMA = Schema.parse(
     {
@@ -77,6 +78,7 @@ EXAMPLE_SCHEMA = Schema.parse(
         "signal": "float64[*]",
     }
 )
+"""A schema with a field of every kind."""
 
 
 def example_samples(count: int) -> list[dict[str, Any]]:
@@ -156,10 +158,12 @@ class FormatConformance:
 
     @pytest.fixture
     def samples(self) -> list[dict[str, Any]]:
+        """What is written: `count` samples of `EXAMPLE_SCHEMA`."""
         return example_samples(self.count)
 
     @pytest.fixture
     def shard(self, samples: list[dict[str, Any]]) -> tuple[bytes, ShardIndex]:
+        """The bytes of a shard of them, and its index."""
         return self.write(samples)
 
     def write(self, samples: Sequence[Mapping[str, object]]) -> tuple[bytes, ShardIndex]:

@@ -43,6 +43,8 @@ SCHEMA = Schema.parse(
         "marks": "bool[*]",
     }
 )
+"""Of the shards that are attacked."""
+
 NUMBERS = (
     0,
     1,

@@ -26,7 +26,10 @@ from typing import Any, Final
 __all__ = ["ACCESS_KEY", "SECRET_KEY", "Unavailable", "localstack", "moto", "rclone", "s3_environment"]
 
 ACCESS_KEY: Final = "AKIACANARYCANARY0001"
+"""Of the servers here: a canary that no output may hold."""
+
 SECRET_KEY: Final = "canary/secret/canary/secret/canary/0001"  # noqa: S105 (a canary that must never be printed)
+"""Likewise."""
 
 _LOCALSTACK: Final = (
     "localstack-core[base-runtime]==2026.3.0",

@@ -49,6 +49,7 @@ BAD_NAMES = (
     "tmp/mine",
     "tmp",
 )
+"""What no store may take as a name."""
 
 
 class StoreConformance:

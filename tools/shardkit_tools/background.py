@@ -21,6 +21,8 @@ BandwidthOption = Annotated[
         "--bandwidth", metavar="RATE", rich_help_panel="Running", help="At most this, such as 200MB/s."
     ),
 ]
+"""How fast to copy or read at most."""
+
 BetweenOption = Annotated[
     str | None,
     typer.Option(
@@ -30,6 +32,7 @@ BetweenOption = Annotated[
         help="Only at this time of day, such as 22:00-06:00; waits until then.",
     ),
 ]
+"""At which hours to work."""
 
 _LINE_EVERY_S = 30.0
 

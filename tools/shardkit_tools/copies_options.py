@@ -38,6 +38,8 @@ LocationOption = Annotated[
         help="Another place for copies: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
     ),
 ]
+"""Places for copies."""
+
 CopiesOption = Annotated[
     int | None,
     typer.Option(
@@ -48,6 +50,8 @@ CopiesOption = Annotated[
         help="In distinct failure domains, ROOT's among them.",
     ),
 ]
+"""How many copies."""
+
 CriticalOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,6 +61,8 @@ CriticalOption = Annotated[
         help="More copies of shards with this stratum; may be repeated.",
     ),
 ]
+"""Strata with more of them."""
+
 ParityOption = Annotated[
     str | None,
     typer.Option(
@@ -66,6 +72,8 @@ ParityOption = Annotated[
         help="Sets of K shards with 2 parity objects, such as 8+2.",
     ),
 ]
+"""Parity of the policy."""
+
 ModeOption = Annotated[
     str | None,
     typer.Option(
@@ -75,6 +83,7 @@ ModeOption = Annotated[
         help="What a commit waits for: all copies; none; those of metadata and critical strata.",
     ),
 ]
+"""When a commit counts as done."""
 
 
 def begin_copies(

@@ -25,6 +25,8 @@ EngineOption = Annotated[
         help="This machine, or a Ray cluster; the result is the same.",
     ),
 ]
+"""Who does the work."""
+
 AddressOption = Annotated[
     str | None,
     typer.Option(
@@ -34,3 +36,4 @@ AddressOption = Annotated[
         help="Of a running Ray cluster, or auto; without it --engine ray starts one here.",
     ),
 ]
+"""Where the cluster is."""

@@ -27,6 +27,7 @@ __all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_worl
 START_PATIENCE = timedelta(seconds=60)  # ranks of a busy machine start seconds apart
 _joined = itertools.count()
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
+"""Of a step and of a run, as faults and telemetry name them."""
 
 
 @dataclass

@@ -20,8 +20,11 @@ from shardkit.errors import RunError
 
 __all__ = ["ADDRESS", "NAME", "Membership", "publish"]
 
-ADDRESS = "SHARDKIT_SUPERVISOR"  # host:port of the supervisor's store
-NAME = "SHARDKIT_MEMBER"  # this process among the supervisor's
+ADDRESS = "SHARDKIT_SUPERVISOR"
+"""Environment variable: host:port of the supervisor's store."""
+
+NAME = "SHARDKIT_MEMBER"
+"""Environment variable: this process among those of the supervisor."""
 
 
 def publish(store: c10d.Store, generation: int, members: list[str]) -> None:

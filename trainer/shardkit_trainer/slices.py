@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 __all__ = ["ALIGNMENT", "FlatLayout", "FlatSlice", "rectangles"]
 
-ALIGNMENT = 64  # elements. Vectorised kernels treat a tail differently: cuts at multiples leave no new tails.
+ALIGNMENT = 64
+"""Elements. Vectorised kernels treat a tail differently: cuts at multiples leave no new tails."""
 
 
 @dataclass(frozen=True)

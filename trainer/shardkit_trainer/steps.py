@@ -26,7 +26,8 @@ from .tasks import Inputs, Task, mix
 
 __all__ = ["LOSS_BITS", "Regroup", "StepResult", "Stepper"]
 
-LOSS_BITS = 20  # losses are summed as integers of this many fraction bits: the same sum in any order
+LOSS_BITS = 20
+"""Losses are summed as integers of this many fraction bits: the same sum in any order."""
 
 
 class Regroup(Exception):

@@ -36,7 +36,11 @@ __all__ = ["BLOCKS", "MARKER", "BlockCache"]
 Buffer = Any
 
 BLOCKS: Final = "blocks"
+"""Folder of the blocks in a cache."""
+
 MARKER: Final = "shardkit-cache.json"
+"""File by which a directory is known as a cache."""
+
 _PARTS: Final = "tmp"
 _FORMAT: Final = "shardkit-cache/1"
 _HEX: Final = re.compile(r"[0-9a-f]{64}")

@@ -24,6 +24,8 @@ from shardkit.storage.file_operations import Handle, active
 __all__ = ["FOLDER", "Lease", "Neighbours"]
 
 FOLDER: Final = "futures"
+"""Folder of what each process needs when."""
+
 _KIND: Final = "cache-future"
 _HEADER: Final = struct.Struct("<qdQQ")  # step now, seconds per step, clock, bytes of the table that follows
 _MAX_TABLE_BYTES: Final = 2**31

@@ -33,7 +33,11 @@ from shardkit.storage.store import Store
 __all__ = ["GRACE_S", "HISTORY_S", "Collection", "collect"]
 
 GRACE_S: Final = 7 * 86_400
+"""From the marking of an object to its deletion, by default."""
+
 HISTORY_S: Final = 30 * 86_400
+"""For how long versions stay that a ref or tag named, by default."""
+
 TAKE_OVER_S: Final = 3_600
 _CHECK_EVERY_S: Final = 1.0
 _KEEP_LISTS_S: Final = 365 * 86_400

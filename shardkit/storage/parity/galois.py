@@ -15,6 +15,8 @@ __all__ = ["MAX_MEMBERS", "recover", "sums"]
 Bytes = NDArray[np.uint8]
 
 MAX_MEMBERS: Final = 128
+"""Of a parity set."""
+
 _POLYNOMIAL: Final = 0x11D
 _REDUCTION: Final = np.uint8(_POLYNOMIAL & 0xFF)
 _ROW: Final = 1 << 16

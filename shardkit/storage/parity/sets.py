@@ -30,7 +30,11 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES: Final = 64 * 2**10
+"""Of the header of a parity object."""
+
 MAX_RECORD_BYTES: Final = 64 * 2**10
+"""Of the document that tells of a set."""
+
 MAX_MEMBER_BYTES: Final = MAX_OBJECT_BYTES - MAX_HEADER_BYTES
 """A larger object has no set: its parity would be larger than any store takes."""
 

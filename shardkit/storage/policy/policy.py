@@ -15,7 +15,10 @@ from shardkit.storage.policy.durations import duration_text, parse_duration
 __all__ = ["MODES", "Critical", "Mode", "Parity", "Policy"]
 
 Mode = Literal["sync", "async", "hybrid"]
+"""When a commit counts as done; see `MODES`."""
+
 MODES: Final[tuple[Mode, ...]] = ("sync", "async", "hybrid")
+"""After all copies; after the first; after all copies of what is critical."""
 
 MAX_COPIES: Final = 16
 _MAX_CRITICAL: Final = 100

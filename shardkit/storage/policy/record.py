@@ -24,6 +24,8 @@ ROOT_NAME: Final = "root"
 """The location where the log is: it holds every object, and is the only one that is committed to."""
 
 MAX_TABLE_BYTES: Final = 2**20
+"""Of a policy in the log."""
+
 _MAX_LOCATIONS: Final = 64
 _MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"

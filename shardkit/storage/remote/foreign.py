@@ -117,6 +117,7 @@ class ForeignFiles(FsspecStore):
 
 
 ForeignStore = ForeignBucket | ForeignFiles
+"""A place that holds objects which are not ours to name."""
 
 
 def split_url(url: str) -> tuple[Address, str]:

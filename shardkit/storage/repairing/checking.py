@@ -15,7 +15,11 @@ from shardkit.storage.store import Store
 __all__ = ["DEPTHS", "CheckAll", "Checked", "CopyCheck", "Depth", "check_copy", "check_in_threads"]
 
 Depth = Literal["list", "stored", "read"]
+"""How to look at a copy; see `DEPTHS`."""
+
 DEPTHS: Final[tuple[Depth, ...]] = ("list", "stored", "read")
+"""Size alone; the checksum that the store keeps; every byte."""
+
 _PIECE_BYTES: Final = 8 * 2**20
 
 

@@ -15,6 +15,7 @@ from shardkit.storage.store import Stage
 __all__ = ["PIECE_BYTES", "CopyAll", "CopyTask", "copy_object", "copy_task"]
 
 PIECE_BYTES: Final = 8 * 2**20
+"""Read and written at a time."""
 
 
 def copy_object(

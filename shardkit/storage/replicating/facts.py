@@ -18,6 +18,7 @@ from shardkit.storage.repository import Repository
 __all__ = ["Facts", "Missing", "State", "look", "open_all"]
 
 State = Literal["ok", "unreachable", "unprepared", "foreign"]
+"""Of a location: fit; does not answer; not set up yet; of another repository."""
 
 _OBJECTS: Final = "objects/"
 _QUESTIONS: Final = 16

@@ -16,6 +16,7 @@ from shardkit_tools.importers.source_files import list_source, open_file
 __all__ = ["BUILD_INSTEAD", "Look", "find_tars", "look_at", "place_of"]
 
 BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
+"""What to do with a tar that cannot be adopted."""
 
 _PACKED = {
     b"\x1f\x8b": "gzip",

@@ -17,6 +17,8 @@ from shardkit_tools.building import ProgressCallback, build
 __all__ = ["BLOB_BYTES", "build_contest", "build_round", "make_blobs", "make_tokens", "write_limit"]
 
 BLOB_BYTES = 100_000
+"""Of a sample of the build benchmark."""
+
 TOKENS = 2048
 _PIECE = 1 << 20
 _FULL_MEGABYTES = 1600

@@ -19,7 +19,11 @@ __all__ = ["LEAST_ROUNDS", "MOST_MARGIN", "Comparison", "Finding", "compare"]
 
 LEAST_MARGIN = 0.05
 MOST_MARGIN = 0.5
+"""A ratio that varies by more than this share says nothing."""
+
 LEAST_ROUNDS = 3
+"""Below them no range can be told."""
+
 Verdict = Literal["worse", "same", "better", "too noisy", "other conditions", "failed", "not measured", "new"]
 _COMPARED = ("worse", "same", "better")
 _MACHINE = ("machine", "processor", "cpus", "system")

@@ -17,6 +17,8 @@ from shardkit_tools.benchmarks.rounds import Contest, Entry, Round, timed
 __all__ = ["PLANNERS", "peer_resume", "plan_contest", "resume", "spread"]
 
 PLANNERS = ("mosaicml", "litdata")
+"""Peers whose planner is measured."""
+
 _NAMES = {"mosaicml": "MosaicML Streaming", "litdata": "LitData"}
 _ROWS, _BATCH, _SHARD_ROWS = 10**7, 4096, 5000
 _PATIENCE_S = 120.0

@@ -28,6 +28,8 @@ REDUCTIONS = {
     "fp64": "shardkit exact fp64",
     "int64": "shardkit exact int64",
 }
+"""Reduction → what tables call it."""
+
 _PATIENCE_S = 120.0
 _ROUND_ELEMENTS = 1 << 22  # reduced in a round: fewer are over before the clock has seen them
 

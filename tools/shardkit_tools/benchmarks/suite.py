@@ -25,7 +25,11 @@ from shardkit_tools.benchmarks.rounds import Contest, hold
 __all__ = ["PARTS", "SCALE", "measure"]
 
 PARTS = ("read", "build", "plan", "reduce")
+"""Of the suite."""
+
 SCALE = 0.02
+"""Share of the stated sizes that `shardkit bench` works on by default."""
+
 _ELEMENTS = (1 << 16, 1 << 20)
 Told = Callable[[str], None]
 

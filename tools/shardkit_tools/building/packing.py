@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 BOUNDARIES = "boundaries"
+"""Field of packed rows: where documents begin and end."""
+
 _GROUP_BYTES = 64 * 2**20
 
 

@@ -37,6 +37,7 @@ __all__ = ["SMALL_BYTES", "Passes"]
 
 # Below this a process costs more to start than it saves.
 SMALL_BYTES = 8 * 2**20
+"""Below this a process costs more to start than it saves."""
 
 
 class Passes:

@@ -43,6 +43,7 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
+"""Is told how far a build is."""
 
 
 class ProgressMeter:

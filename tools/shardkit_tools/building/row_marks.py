@@ -17,6 +17,7 @@ __all__ = ["ITEMS", "RowMarks", "first_of_equals"]
 
 _HIGH, _LOW = "unique_high", "unique_low"
 ITEMS = "items"
+"""Mark of a row: how many items its packed field has."""
 
 
 @dataclass(frozen=True, slots=True)

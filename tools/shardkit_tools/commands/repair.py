@@ -39,6 +39,7 @@ LocationOption = Annotated[
         help="A further place with copies, beside those that the root knows; may be given again.",
     ),
 ]
+"""Further places with copies."""
 
 
 class RepairLevel(StrEnum):

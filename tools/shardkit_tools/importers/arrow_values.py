@@ -37,7 +37,10 @@ __all__ = [
 ]
 
 KEY = "__key__"
+"""Column that holds keys."""
+
 RowOrError = dict[str, object] | SourceError
+"""A row, or why there is none."""
 
 
 def column_types(schema: Any, given: Mapping[str, str], where: str) -> dict[str, str]:

@@ -28,6 +28,8 @@ MEDIA = {
     "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
     "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
 }  # fmt: skip
+"""Field → file extensions that are of its kind."""
+
 _SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000

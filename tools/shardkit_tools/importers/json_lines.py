@@ -19,6 +19,7 @@ __all__ = ["SCAN_ROWS", "JsonLinesImporter", "open_json_lines"]
 
 # The schema is inferred from this many rows of the source, in source order: the same for any number of jobs.
 SCAN_ROWS = 100_000
+"""Rows of the source that the schema is inferred from."""
 
 
 @dataclass(frozen=True)

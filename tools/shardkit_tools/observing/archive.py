@@ -31,6 +31,8 @@ DECISIONS: Final = (
     "control_kept", "control_taken_back", "control_refused", "rank_lost", "regroup", "recovered", "read_failovers",
     "read_circuit_opened", "read_circuit_closed", "read_healed",
 )  # fmt: skip
+"""Events that a report lists as decisions."""
+
 _UNITS: Final = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _TAIL_BYTES: Final = 8 << 20
 _MOST_BYTES: Final = 16 << 20

@@ -17,6 +17,8 @@ from shardkit_tools.simulation.populations import BlockMap
 __all__ = ["Shuffled", "Unit", "shuffled_reads"]
 
 Unit = Literal["sample", "block"]
+"""What is fetched for a sample of a full shuffle."""
+
 Int64s = NDArray[np.int64]
 
 _ITEMS, _EPOCH = 21, 22  # what a key below the seed is for

@@ -21,6 +21,7 @@ __all__ = ["Prepared", "Reads", "Tell", "read_lanes"]
 
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
+"""Is told what is being worked out."""
 
 
 @dataclass(frozen=True, eq=False)

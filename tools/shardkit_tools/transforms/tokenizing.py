@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["TOKENS", "TextTokenizer", "find_text_field"]
 
 TOKENS = "tokens"
+"""Field that a tokenizer makes."""
+
 _MAX_FILE_BYTES = 512 * 2**20
 
 

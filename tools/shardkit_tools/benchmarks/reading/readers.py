@@ -21,6 +21,8 @@ from shardkit_tools.benchmarks.reading.workloads import Workload
 __all__ = ["OWN", "PEERS", "PEER_NAMES", "SHARES_DATA", "THREADS_ONLY", "Reader", "build_data", "spread"]
 
 OWN = ("shardkit_reader", "shardkit_compact")
+"""Readers that are shardkit."""
+
 PEER_NAMES = {
     "memmap": "memory map + gather",
     "mosaicml": "MosaicML Streaming",
@@ -33,7 +35,11 @@ PEER_NAMES = {
     "energon": "Energon",
     "spdl_reader": "SPDL over a memory map",
 }
+"""Module of a peer → what tables call it."""
+
 PEERS = tuple(PEER_NAMES)
+"""Modules of the peers."""
+
 SHARES_DATA = {"shardkit_compact": "shardkit_reader", "hf_iterable": "hf_map", "spdl_reader": "memmap"}
 """Readers that read what another one has built."""
 THREADS_ONLY = frozenset({"spdl_reader"})

@@ -34,4 +34,5 @@ class _Reader:
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    """The reader of a workload that was built."""
     return _Reader(workload, directory, workers)

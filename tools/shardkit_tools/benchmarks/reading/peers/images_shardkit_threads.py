@@ -10,4 +10,5 @@ __all__ = ["TORCH", "build", "open_reader"]
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> Images:
+    """The reader of a workload that was built."""
     return Images(directory, workload.batch, threads=max(1, workers))

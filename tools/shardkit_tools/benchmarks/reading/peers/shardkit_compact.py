@@ -12,4 +12,5 @@ __all__ = ["TORCH", "build", "open_reader"]
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    """The reader of a workload that was built."""
     return _Reader(shardkit.open(directory), workload, workers, lanes=4, window_blocks=8)

@@ -12,6 +12,7 @@ from .memmap import Rows, build
 
 __all__ = ["TORCH", "build", "open_reader"]
 TORCH = False
+"""Whether it hands out tensors."""
 
 
 class _Reader:
@@ -37,4 +38,5 @@ class _Reader:
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    """The reader of a workload that was built."""
     return _Reader(workload, directory)
