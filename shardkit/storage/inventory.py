@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, u
 from shardkit.storage.objects import Descriptor, object_name
 from shardkit.storage.repository import Repository
 
-__all__ = ["Inventory", "shards_and_indexes", "take_inventory"]
+__all__ = ["Inventory", "shards_and_indexes", "take_inventory", "walk_versions"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,37 @@ def take_inventory(repository: Repository, manifest_id: str) -> Inventory:
     return Inventory(
         manifest, tuple(shards), tuple(indexes), tuple(rest), tuple(dict.fromkeys(unsized)), tuple(rows)
     )
+
+
+def walk_versions(
+    repository: Repository, versions: Iterable[str], *, optional: bool = False
+) -> Iterator[tuple[str, Inventory]]:
+    """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business.
+
+    Args:
+        repository: that holds them.
+        versions: manifest ids.
+        optional: pass over versions that are gone.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged.
+    """
+    waiting, seen = list(versions), set[str]()
+    while waiting:
+        version = waiting.pop()
+        if version in seen:
+            continue
+        seen.add(version)
+        try:
+            inventory = take_inventory(repository, version)
+        except NotFoundError:
+            if optional:
+                continue
+            raise
+        for _, part in inventory.manifest.parts:
+            if part not in seen and repository.store.head(object_name(part, "manifest")) is not None:
+                waiting.append(part)
+        yield version, inventory
 
 
 def shards_and_indexes(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardkit.errors import CommitConflict, ShardkitError
 from shardkit.storage.collecting.documents import read_list
-from shardkit.storage.inventory import take_inventory
-from shardkit.storage.objects import object_name
+from shardkit.storage.inventory import walk_versions
 
 if TYPE_CHECKING:
     from shardkit.storage.repository import Repository
@@ -64,12 +63,4 @@ def check_not_collected(
 
 
 def _needed(repository: Repository, versions: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    waiting = list(versions)
-    while waiting:
-        inventory = take_inventory(repository, waiting.pop())
-        found.update(name for name, _ in inventory.names())
-        for _, part in inventory.manifest.parts:
-            if repository.store.head(object_name(part, "manifest")) is not None:
-                waiting.append(part)
-    return found
+    return {name for _, inventory in walk_versions(repository, versions) for name, _ in inventory.names()}

@@ -11,7 +11,7 @@ from typing import Final
 
 from shardkit.errors import IntegrityError, NotFoundError
 from shardkit.storage.collecting.documents import time_of
-from shardkit.storage.inventory import take_inventory
+from shardkit.storage.inventory import Inventory, walk_versions
 from shardkit.storage.local import LocalStore
 from shardkit.storage.log import LogEntry
 from shardkit.storage.objects import EXTENSIONS, object_name
@@ -72,31 +72,16 @@ class Marker:
             NotFoundError, IntegrityError, FormatError: a version cannot be read: nothing may be collected.
         """
         found: set[str] = set()
-        waiting, seen = list(versions), set[str]()
-        while waiting:
-            version = waiting.pop()
-            if version in seen:
-                continue
-            seen.add(version)
-            try:
-                names, parts = self._of(version)
-            except NotFoundError:
-                if optional:
-                    continue
-                raise
-            found |= names
-            waiting += parts
+        for version, inventory in walk_versions(self.repository, versions, optional=optional):
+            found |= self._names(version, inventory)
         return found
 
-    def _of(self, version: str) -> tuple[frozenset[str], list[str]]:
-        inventory = take_inventory(self.repository, version)
+    def _names(self, version: str, inventory: Inventory) -> frozenset[str]:
         names = self._marked.get(version)
         if names is None or parity_names(self.repository, version) - names:
             own = {name for name, _ in inventory.names()}
             names = self._marked[version] = frozenset(own | parity_names(self.repository, version))
-        store = self.repository.store
-        parts = [part for _, part in inventory.manifest.parts if store.head(object_name(part, "manifest"))]
-        return names, parts
+        return names
 
 
 def mark_live(repository: Repository, log: Iterable[LogEntry], since: float, marker: Marker) -> set[str]:

@@ -12,7 +12,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
 from shardkit.storage.adopted import AdoptedStore
 from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES
-from shardkit.storage.inventory import take_inventory
+from shardkit.storage.inventory import take_inventory, walk_versions
 from shardkit.storage.local import LocalStore
 from shardkit.storage.objects import Descriptor, object_name
 from shardkit.storage.parity.catalogue import (
@@ -204,20 +204,18 @@ def _version(holders: Holders, version: str, found: Survey, pace: Pace, *, mend:
 
 
 def _parity(holders: Holders, version: str, found: Survey) -> None:
-    inventory = take_inventory(holders.reader, version)
-    found.rows |= dict(zip((one.name for one in inventory.shards), inventory.shard_rows, strict=True))
-    known = (_version_record(store, version) for store in holders.stores)
-    k = next((one for one in known if one is not None), None)
-    if k is not None:
+    for one, inventory in walk_versions(holders.reader, [version]):
+        found.rows |= dict(zip((shard.name for shard in inventory.shards), inventory.shard_rows, strict=True))
+        known = (_version_record(store, one) for store in holders.stores)
+        k = next((found_k for found_k in known if found_k is not None), None)
+        if k is None:
+            continue
         try:
             unsized: tuple[Descriptor, ...] = inventory.sized(holders.reader)
         except NotFoundError:
             unsized = ()
-        for one in sets_of(inventory, k, unsized):
-            found.sets.update((member.digest, one) for member in one.members)
-    for _, part in inventory.manifest.parts:
-        if holders.reader.store.head(object_name(part, "manifest")) is not None:
-            _parity(holders, part, found)
+        for parity_set in sets_of(inventory, k, unsized):
+            found.sets.update((member.digest, parity_set) for member in parity_set.members)
 
 
 def _has_lost_its_document(holders: Holders, version: str) -> bool:

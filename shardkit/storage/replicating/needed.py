@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.manifest import MIXED, Manifest, unpack_page
-from shardkit.storage.inventory import take_inventory
-from shardkit.storage.objects import object_name, parse_object_name
+from shardkit.storage.inventory import Inventory, walk_versions
+from shardkit.storage.objects import parse_object_name
 from shardkit.storage.parity.catalogue import parity_names
 from shardkit.storage.policy import LocationTable, Placed, placement
 from shardkit.storage.repository import Repository
@@ -53,29 +53,17 @@ def find_needed(repository: Repository, table: LocationTable, versions: Iterable
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
     found: dict[str, Needed] = {}
-    seen: set[str] = set()
-    waiting = list(versions)
-    while waiting:
-        version = waiting.pop()
-        if version in seen:
-            continue
-        seen.add(version)
-        for one in _of_version(repository, table, version, waiting):
+    for version, inventory in walk_versions(repository, versions):
+        for one in _of_version(repository, table, version, inventory):
             found.setdefault(one.name, one)
-            if len(one.where) > len(
-                found[one.name].where
-            ):  # one version may know a shard as critical, another not
-                found[one.name] = one
+            if len(one.where) > len(found[one.name].where):
+                found[one.name] = one  # one version may know a shard as critical, another not
     return found
 
 
 def _of_version(
-    repository: Repository, table: LocationTable, version: str, waiting: list[str]
+    repository: Repository, table: LocationTable, version: str, inventory: Inventory
 ) -> Iterator[Needed]:
-    inventory = take_inventory(repository, version)
-    for _, part in inventory.manifest.parts:
-        if repository.store.head(object_name(part, "manifest")) is not None:
-            waiting.append(part)
     strata = _strata_of_shards(repository, inventory.manifest) if table.policy.critical else {}
     sizes = dict(inventory.names())
     sizes |= dict.fromkeys(sorted(parity_names(repository, version) - sizes.keys()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardkit.errors import NotFoundError, StoreError
-from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
+from shardkit.errors import StoreError
+from shardkit.storage.inventory import walk_versions
 from shardkit.storage.parity import encode_sets
 from shardkit.storage.policy import LocationTable
 from shardkit.storage.replicating.pacing import Pace
@@ -28,20 +28,8 @@ def encode_parity(repository: Repository, table: LocationTable, versions: Iterab
         return 0
     encoded = 0
     failed: dict[str, str] = {}
-    seen: set[str] = set()
-    waiting = list(versions)
-    while waiting:
-        version = waiting.pop()
-        if version in seen:
-            continue
-        seen.add(version)
-        try:
-            data = repository.get_object(version, "manifest", max_bytes=MAX_MANIFEST_BYTES)
-        except NotFoundError:
-            continue
-        manifest = Manifest.from_bytes(data)
-        if manifest.parts:
-            waiting += [part for _, part in manifest.parts]
+    for version, inventory in walk_versions(repository, versions, optional=True):
+        if inventory.manifest.parts:
             continue
         done = encode_sets(
             repository,
