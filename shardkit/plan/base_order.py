@@ -7,6 +7,7 @@ whatever the number of rows.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,11 @@ _MIN_CHUNK = 256
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Runs of rows inside segments, ordered by (group, base position).
+    """Runs of rows inside segments, ordered by (group, base position), or by (hand, base position).
 
     Attributes:
-        group, base: int64[n], group and position in its base order of the first row.
+        group: int64[n], group, or the hand that was asked for.
+        base: int64[n], position of the first row in the base order of its group.
         sample: int64[n], sample number of the first row.
         row: int64[n], place of the first row inside its segment.
         rows: int64[n].
@@ -44,17 +46,17 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks, or the parts of them that a hand holds, ordered by (group, base position).
+    """Blocks, or the parts of them that a hand holds, ordered by (hand, base position).
 
     Attributes:
         sample: int64[n], sample number of the first row.
         rows: int64[n].
-        per_group: int64[groups], how many of them belong to each group.
+        per_hand: int64[hands], how many of them belong to each hand.
     """
 
     sample: NDArray[np.int64]
     rows: NDArray[np.int64]
-    per_group: NDArray[np.int64]
+    per_hand: NDArray[np.int64]
 
 
 class BaseOrder:
@@ -85,29 +87,55 @@ class BaseOrder:
         # by_group[g, c]: rows of group g before chunk c; one contiguous row per group for searchsorted
         self._by_group: NDArray[np.int64] = np.ascontiguousarray(np.cumsum(table, axis=0).T)
         self._samples: NDArray[np.int64] = np.cumsum(samples)
+        self._group_rows = np.array(groups.rows, dtype=np.int64)
 
-    def pieces(self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]) -> Pieces:
-        """What base ranges [lo, hi) of groups hold; ranges of one group must not overlap."""
+    def pieces(
+        self,
+        group: NDArray[np.int64],
+        lo: NDArray[np.int64],
+        hi: NDArray[np.int64],
+        hand: NDArray[np.int64] | None = None,
+    ) -> Pieces:
+        """What base ranges [lo, hi) of groups hold.
+
+        Args:
+            group: int64[n], whose base order each range is of.
+            lo: int64[n], first position of each.
+            hi: int64[n], the position behind the last.
+            hand: int64[n], what each range belongs to, in place of its group in what comes back; the ranges of one
+                must not overlap.
+        """
         keep = hi > lo
+        hand = (group if hand is None else hand)[keep]
         group, lo, hi = group[keep], lo[keep], hi[keep]
         found = self._scan(self._needed(group, lo, hi))
-        out: list[tuple[NDArray[np.int64], ...]] = []
-        for turn in range(int(np.bincount(group, minlength=1).max(initial=0))):
-            # one range per group and turn: the ranges of a group, in ascending order
-            first, last = self._ranges(group, lo, hi, turn)
-            begin = np.maximum(found.base, first[found.group])
-            end = np.minimum(found.base + found.rows, last[found.group])
-            hit = np.flatnonzero(end > begin)
-            skip = begin[hit] - found.base[hit]
-            out.append((found.group[hit], begin[hit], found.sample[hit] + skip, skip, end[hit] - begin[hit],
-                        found.shard[hit]))  # fmt: skip
-        columns = [np.concatenate(c) for c in zip(*out, strict=True)] if out else [np.empty(0, np.int64)] * 6
-        ranks = np.lexsort((columns[1], columns[0]))
-        return Pieces(*(c[ranks] for c in columns))
+        # the base orders of all groups end to end: there one bisection finds what a range overlaps
+        offset = np.cumsum(self._group_rows) - self._group_rows
+        at = offset[found.group] + found.base
+        ranks = np.argsort(at)
+        begins, ends = at[ranks], at[ranks] + found.rows[ranks]
+        first = np.searchsorted(ends, offset[group] + lo, side="right")
+        count = np.searchsorted(begins, offset[group] + hi, side="left") - first
+        of = np.repeat(np.arange(len(lo)), count)
+        segment = ranks[ragged(first, count)]
+        base = found.base[segment]
+        begin = np.maximum(base, lo[of])
+        end = np.minimum(base + found.rows[segment], hi[of])
+        skip = begin - base
+        ranks = np.lexsort((begin, hand[of]))
+        columns = (hand[of], begin, found.sample[segment] + skip, skip, end - begin, found.shard[segment])
+        return Pieces(*(column[ranks] for column in columns))
 
-    def blocks(self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]) -> Blocks:
-        """`pieces` cut at block borders; a block restarts at every segment border."""
-        pieces = self.pieces(group, lo, hi)
+    def blocks(
+        self,
+        group: NDArray[np.int64],
+        lo: NDArray[np.int64],
+        hi: NDArray[np.int64],
+        hand: NDArray[np.int64],
+        hands: int,
+    ) -> Blocks:
+        """`pieces` of so many hands, cut at block borders; a block restarts at every segment border."""
+        pieces = self.pieces(group, lo, hi, hand)
         size = self.population.shard_block_rows[pieces.shard].astype(np.int64)
         first = pieces.row // size
         count = (pieces.row + pieces.rows - 1) // size + 1 - first
@@ -118,7 +146,7 @@ class BaseOrder:
         return Blocks(
             pieces.sample[at] + start - pieces.row[at],
             stop - start,
-            np.bincount(pieces.group[at], minlength=len(self.groups)),
+            np.bincount(pieces.group[at], minlength=hands),
         )
 
     def find(self, sample: int) -> tuple[int, int] | None:
@@ -174,27 +202,18 @@ class BaseOrder:
         """The stratum of each sample."""
         return self.population.segment_stratum[self.segments_of(samples)].astype(np.int64)
 
-    def _ranges(
-        self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64], turn: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        first = np.zeros(len(self.groups), dtype=np.int64)
-        last = np.zeros(len(self.groups), dtype=np.int64)
-        ranks = np.lexsort((lo, group))
-        ordered = group[ranks]
-        place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered, side="left")
-        chosen = ranks[place == turn]
-        first[group[chosen]], last[group[chosen]] = lo[chosen], hi[chosen]
-        return first, last
-
     def _needed(
         self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]
     ) -> list[tuple[int, int]]:
         """Runs of chunks that hold the ranges."""
         mark = np.zeros(self._by_group.shape[1] + 1, dtype=np.int64)
-        for g, a, b in zip(group.tolist(), lo.tolist(), hi.tolist(), strict=True):
-            row = self._by_group[g]
-            mark[np.searchsorted(row, a, side="right") - 1] += 1
-            mark[np.searchsorted(row, b, side="left")] -= 1
+        ranks = np.argsort(group, kind="stable")
+        group = group[ranks]
+        borders = np.flatnonzero(np.diff(group, prepend=-1, append=-1)).tolist()
+        for a, b in itertools.pairwise(borders):
+            row, here = self._by_group[group[a]], ranks[a:b]
+            np.add.at(mark, np.searchsorted(row, lo[here], side="right") - 1, 1)
+            np.subtract.at(mark, np.searchsorted(row, hi[here], side="left"), 1)
         inside = np.cumsum(mark) > 0
         edges = np.flatnonzero(np.diff(np.concatenate(([False], inside, [False])).astype(np.int8)))
         return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

@@ -19,20 +19,23 @@ def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> 
     """Deal draws over steps.
 
     Args:
-        draws: int64[sum(counts)], group after group, each group's in drawing order.
-        counts: int64[steps, groups], how many of each group every step takes.
+        draws: int64[sum(counts)], lane after lane, group after group, each group's in drawing order.
+        counts: int64[lanes, steps, groups], how many of each group every step of a lane takes.
         size: m, slots of a cell.
 
     Returns:
-        int64[steps, m]: the step's draws, group after group; -1 in the slots that are left.
+        int64[lanes, steps, m]: the step's draws, group after group; -1 in the slots that are left.
     """
-    steps = len(counts)
-    out = np.full(steps * size, -1, dtype=np.int64)
-    slot = np.cumsum(counts, axis=1) - counts + np.arange(steps, dtype=np.int64)[:, None] * size
-    lengths = counts.T.ravel()
+    lanes, steps = counts.shape[:2]
+    out = np.full(lanes * steps * size, -1, dtype=np.int64)
+    first = np.arange(lanes * steps, dtype=np.int64).reshape(lanes, steps, 1) * size
+    slot = np.cumsum(counts, axis=2) - counts + first
+    lengths = counts.transpose(0, 2, 1).ravel()
     ends = np.cumsum(lengths)
-    out[np.arange(len(draws)) + np.repeat(slot.T.ravel() - (ends - lengths), lengths)] = draws
-    return out.reshape(steps, size)
+    place = np.repeat(slot.transpose(0, 2, 1).ravel() - (ends - lengths), lengths)
+    place += np.arange(len(draws), dtype=np.int64)
+    out[place] = draws
+    return out.reshape(lanes, steps, size)
 
 
 def permute_cells(cells: NDArray[np.int64], keys: NDArray[np.uint64], filled: int) -> NDArray[np.int64]:

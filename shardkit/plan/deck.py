@@ -1,4 +1,4 @@
-"""Decks: a lane's hands of one pass in drawing order (SPEC.md §4).
+"""Decks: hands of one pass in drawing order, of one lane or of several (SPEC.md §4).
 
 `WindowDeck` shuffles windows of blocks; `FullDeck` permutes each hand as a whole, in O(1) per sample.
 """
@@ -23,28 +23,30 @@ SHUFFLES = ("window", "full", "none")
 
 @dataclass(frozen=True, eq=False)
 class Hands:
-    """Which base ranges a lane holds, and under which keys they are shuffled.
+    """Which base ranges some hands hold, of one lane or of several, and under which keys they are shuffled.
 
     Attributes:
-        group, lo, hi: int64[n], ranges [lo, hi) of base positions; a group may have several, in its order of
+        group, lo, hi: int64[n], ranges [lo, hi) of base positions; a hand may have several, in its order of
             play.
-        keys: uint64[groups], one key per hand.
-        window: int64[groups], blocks per window.
+        hand: int64[n], whose each range is.
+        keys: uint64[hands], one key per hand.
+        window: int64[hands], blocks per window.
     """
 
     group: NDArray[np.int64]
     lo: NDArray[np.int64]
     hi: NDArray[np.int64]
+    hand: NDArray[np.int64]
     keys: NDArray[np.uint64]
     window: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class WindowDeck:
-    """Hands in drawing order. Positions run through all groups: group g's hand starts at ``start[g]``.
+    """Hands in drawing order. Positions run through all hands: hand h starts at ``start[h]``.
 
     Attributes:
-        start: int64[groups + 1].
+        start: int64[hands + 1].
         sample: int64[blocks], first sample number of each block, in drawing order.
         rows: int64[blocks].
         window_row: int64[windows + 1], position at which each window starts.
@@ -86,9 +88,9 @@ class WindowDeck:
         whole = self.window_row[last] - self.window_row[first]
         return rows[ragged(np.cumsum(whole) - whole + lo - self.window_row[first], hi - lo)]
 
-    def place(self, sample: int, group: int) -> int:
-        """Position of a sample that is in the hand of ``group``."""
-        first, last = self.windows(self.start[group : group + 1], self.start[group + 1 : group + 2])
+    def place(self, sample: int, hand: int) -> int:
+        """Position of a sample that is in this hand."""
+        first, last = self.windows(self.start[hand : hand + 1], self.start[hand + 1 : hand + 2])
         begin, end = int(self.window_block[first[0]]), int(self.window_block[last[0]])
         inside = (self.sample[begin:end] <= sample) & (sample < self.sample[begin:end] + self.rows[begin:end])
         block = begin + int(np.flatnonzero(inside)[0])
@@ -113,10 +115,10 @@ class FullDeck:
     """Hands of which every row may come next; nothing is shuffled before it is asked for.
 
     Attributes:
-        start: int64[groups + 1], position at which each hand starts.
+        start: int64[hands + 1], position at which each hand starts.
         sample: int64[pieces], first sample number of each run of rows, in base order.
         begin: int64[pieces + 1], position of each run before shuffling.
-        keys: uint64[groups].
+        keys: uint64[hands].
     """
 
     start: NDArray[np.int64]
@@ -128,24 +130,24 @@ class FullDeck:
         """Sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
         parts = []
         for a, b in zip(lo.tolist(), hi.tolist(), strict=True):
-            group = int(np.searchsorted(self.start, a, side="right")) - 1
-            first, last = int(self.start[group]), int(self.start[group + 1])
-            shuffle = Feistel(int(self.keys[group]), last - first)
+            hand = int(np.searchsorted(self.start, a, side="right")) - 1
+            first, last = int(self.start[hand]), int(self.start[hand + 1])
+            shuffle = Feistel(int(self.keys[hand]), last - first)
             parts.append(shuffle(np.arange(a - first, b - first, dtype=np.int64)) + first)
         position = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         piece = np.searchsorted(self.begin, position, side="right") - 1
         return self.sample[piece] + position - self.begin[piece]
 
-    def place(self, sample: int, group: int) -> int:
-        """Position of a sample that is in the hand of ``group``."""
-        first, last = int(self.start[group]), int(self.start[group + 1])
+    def place(self, sample: int, hand: int) -> int:
+        """Position of a sample that is in this hand."""
+        first, last = int(self.start[hand]), int(self.start[hand + 1])
         begin, end = np.searchsorted(self.begin, [first, last])
         inside = (self.sample[begin:end] <= sample) & (
             sample < self.sample[begin:end] + np.diff(self.begin[begin : end + 1])
         )
         piece = int(begin) + int(np.flatnonzero(inside)[0])
         before = np.array([int(self.begin[piece]) + sample - int(self.sample[piece]) - first])
-        return first + int(Feistel(int(self.keys[group]), last - first).inverse(before)[0])
+        return first + int(Feistel(int(self.keys[hand]), last - first).inverse(before)[0])
 
 
 Deck = WindowDeck | FullDeck
@@ -161,39 +163,39 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str) -> Deck:
     """
     if shuffle == "full":
         return _full_deck(order, hands)
-    groups = len(hands.keys)
-    blocks = order.blocks(hands.group, hands.lo, hands.hi)
+    num_hands = len(hands.keys)
+    blocks = order.blocks(hands.group, hands.lo, hands.hi, hands.hand, num_hands)
     if shuffle == "window":
         ranks = grouped_order(
-            derive_each(hands.keys, np.full(groups, _BLOCKS, dtype=np.int64)), blocks.per_group
+            derive_each(hands.keys, np.full(num_hands, _BLOCKS, dtype=np.int64)), blocks.per_hand
         )
-        blocks = Blocks(blocks.sample[ranks], blocks.rows[ranks], blocks.per_group)
-    ends = np.cumsum(blocks.per_group)
-    firsts = ends - blocks.per_group
-    stagger = derive_each(hands.keys, np.full(groups, _STAGGER, dtype=np.int64)) % hands.window.astype(
+        blocks = Blocks(blocks.sample[ranks], blocks.rows[ranks], blocks.per_hand)
+    ends = np.cumsum(blocks.per_hand)
+    firsts = ends - blocks.per_hand
+    stagger = derive_each(hands.keys, np.full(num_hands, _STAGGER, dtype=np.int64)) % hands.window.astype(
         np.uint64
     )
     head = hands.window - stagger.astype(np.int64)  # blocks of the first window: 1 .. window
-    num = np.where(blocks.per_group > 0, 1 + np.maximum(0, -((head - blocks.per_group) // hands.window)), 0)
-    group = np.repeat(np.arange(groups), num)
-    place = ragged(np.zeros(groups, dtype=np.int64), num)
-    begin = firsts[group] + np.where(place > 0, head[group] + (place - 1) * hands.window[group], 0)
+    num = np.where(blocks.per_hand > 0, 1 + np.maximum(0, -((head - blocks.per_hand) // hands.window)), 0)
+    hand = np.repeat(np.arange(num_hands), num)
+    place = ragged(np.zeros(num_hands, dtype=np.int64), num)
+    begin = firsts[hand] + np.where(place > 0, head[hand] + (place - 1) * hands.window[hand], 0)
     position = np.concatenate(([0], np.cumsum(blocks.rows)))
     window_block = np.append(begin, len(blocks.rows))
-    keys = derive_each(hands.keys, np.full(groups, _WINDOWS, dtype=np.int64))
+    keys = derive_each(hands.keys, np.full(num_hands, _WINDOWS, dtype=np.int64))
     return WindowDeck(
         np.append(position[firsts], position[-1]),
         blocks.sample,
         blocks.rows,
         position[window_block],
         window_block,
-        derive_each(keys[group], place) if shuffle == "window" else np.empty(0, dtype=np.uint64),
+        derive_each(keys[hand], place) if shuffle == "window" else np.empty(0, dtype=np.uint64),
     )
 
 
 def _full_deck(order: BaseOrder, hands: Hands) -> FullDeck:
-    pieces = order.pieces(hands.group, hands.lo, hands.hi)
+    pieces = order.pieces(hands.group, hands.lo, hands.hi, hands.hand)
     position = np.concatenate(([0], np.cumsum(pieces.rows)))
     sizes = np.zeros(len(hands.keys), dtype=np.int64)
-    np.add.at(sizes, hands.group, np.maximum(0, hands.hi - hands.lo))
+    np.add.at(sizes, hands.hand, np.maximum(0, hands.hi - hands.lo))
     return FullDeck(np.concatenate(([0], np.cumsum(sizes))), pieces.sample, position, hands.keys)

@@ -57,7 +57,7 @@ class NaturalLeftover(_BySource):
         self.starts = _starts(hands - self.drawn)
 
     def _rest(self, source: int, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        deck = self.grid.deck(self.epoch, source)
+        deck = self.grid.deck(self.epoch, (source,))
         at = deck.start[columns] + self.drawn[source, columns]
         return deck.take(at + lo, at + hi)
 

@@ -49,7 +49,7 @@ def _grid_shards(grid: AnyGrid, lane: int, epoch: int) -> Numbers:
     if isinstance(grid, (RestGrid, JoinedGrid)):
         return _grid_shards(grid.after if isinstance(grid, RestGrid) else grid.inner, lane, epoch)
     if isinstance(grid, NaturalGrid):
-        hand = grid.hand(epoch, lane)
+        hand = grid.hands(epoch, (lane,))
         return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)
     strata = np.flatnonzero((grid.rows > 0) & ~grid.shared)
     lo, hi = grid.tapes.hands(lane, strata, np.full(len(strata), epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,12 @@ from .strata import Groups
 
 __all__ = ["Epoch", "NaturalGrid"]
 
+Lanes = tuple[int, ...]
+_Key = tuple[int, Lanes, int]  # epoch, lanes, number of the chunk or first step of the part
+
 _LARGE_CHUNK = 1 << 13  # samples
+_TOGETHER = 1 << 17  # samples: a draw of so many holds nobody up
+_FEW_GROUPS = 32
 _HANDS, _CELLS, _DROPS = 1, 2, 3  # what a key below the seed is for
 
 
@@ -79,9 +85,12 @@ class NaturalGrid:
         # a part is worth its own draw where it saves many samples
         self._part = max(1, self._chunk // 8) if self._chunk * self.cell_size >= _LARGE_CHUNK else 0
         self._epochs: Recent[int, Epoch] = Recent(4)
-        self._decks: Recent[tuple[int, int], Deck] = Recent(2 * lanes)
-        self._cells: Recent[tuple[int, int, int], NDArray[np.int64]] = Recent(3 * lanes)
-        self._parts: Recent[tuple[int, int, int], NDArray[np.int64]] = Recent(lanes)
+        # lanes that are drawn together cost little more than one of them; with many groups each costs its own anyway
+        together = _TOGETHER // (self._chunk * self.cell_size) if len(groups) <= _FEW_GROUPS else 1
+        self._together = max(1, min(lanes, together))
+        self._decks: Recent[tuple[int, Lanes], Deck] = Recent(2 * lanes)
+        self._cells: Recent[_Key, NDArray[np.int64]] = Recent(3 * lanes)
+        self._parts: Recent[_Key, NDArray[np.int64]] = Recent(lanes)
 
     def epoch(self, number: int) -> Epoch:
         """Tables of one epoch: O(L x groups)."""
@@ -113,10 +122,14 @@ class NaturalGrid:
             last = total
         return np.array(sums, dtype=np.int64)
 
-    def hand(self, number: int, lane: int) -> Hands:
-        """The base ranges of a lane's hands in an epoch: at most two per group, around the dropped rows."""
-        epoch = self.epoch(number)
-        lo, hi = epoch.cut[lane], epoch.cut[lane + 1]
+    def hands(self, number: int, lanes: Lanes) -> Hands:
+        """The base ranges of some lanes' hands in an epoch: at most two per hand, around the dropped rows.
+
+        Hand i * groups + g is that of group g and lane ``lanes[i]``.
+        """
+        epoch, num = self.epoch(number), len(lanes)
+        of = np.array(lanes, dtype=np.int64)
+        lo, hi = epoch.cut[of], epoch.cut[of + 1]  # (lanes, groups)
         at, gone = epoch.drop_at, epoch.dropped
         rows = np.array(self.groups.rows, dtype=np.int64)
         wraps = np.maximum(0, at + gone - rows)  # dropped rows at the front of the base order
@@ -124,19 +137,24 @@ class NaturalGrid:
             (wraps > 0) | (gone == 0), rows, at
         )  # reduced positions from here on lie behind the dropped rows
         skip = np.where(wraps > 0, wraps, 0)
-        group = np.arange(len(rows), dtype=np.int64)
+        group = np.tile(np.arange(len(rows), dtype=np.int64), num)
+        hand = np.arange(len(group), dtype=np.int64)
+        keys = derive_each(derive(self.seed, _HANDS, number), of)
+        lows = (np.minimum(lo, middle) + skip, np.maximum(lo, middle) + gone)
+        highs = (np.minimum(hi, middle) + skip, np.maximum(hi, middle) + gone)
         return Hands(
             np.concatenate((group, group)),
-            np.concatenate((np.minimum(lo, middle) + skip, np.maximum(lo, middle) + gone)),
-            np.concatenate((np.minimum(hi, middle) + skip, np.maximum(hi, middle) + gone)),
-            derive_each(derive(self.seed, _HANDS, number, lane), group),
-            self.windows,
+            np.concatenate([one.ravel() for one in lows]),
+            np.concatenate([one.ravel() for one in highs]),
+            np.concatenate((hand, hand)),
+            derive_each(np.repeat(keys, len(rows)), group),
+            np.tile(self.windows, num),
         )
 
-    def deck(self, number: int, lane: int) -> Deck:
-        """A lane's hands of an epoch, shuffled: O(segments / L) once, then kept."""
+    def deck(self, number: int, lanes: Lanes) -> Deck:
+        """Some lanes' hands of an epoch, shuffled: O(segments / L) per lane once, then kept."""
         return self._decks.get(
-            (number, lane), lambda key: build_deck(self.order, self.hand(*key), self.shuffle)
+            (number, lanes), lambda key: build_deck(self.order, self.hands(*key), self.shuffle)
         )
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
@@ -144,75 +162,98 @@ class NaturalGrid:
 
         A view of kept memory where it can be.
         """
+        cells: NDArray[np.int64] = self._walk(start, stop, (lane,))[0]
+        return cells
+
+    def steps(self, start: int, stop: int, lanes: Sequence[int]) -> NDArray[np.int64]:
+        """Cells of some lanes for steps [start, stop): (steps, lanes, m) int64."""
+        out = np.empty((stop - start, len(lanes), self.cell_size), dtype=np.int64)
+        for first in range(0, len(lanes), self._together):
+            some = tuple(lanes[first : first + self._together])
+            out[:, first : first + len(some)] = self._walk(start, stop, some).transpose(1, 0, 2)
+        return out
+
+    def _walk(self, start: int, stop: int, lanes: Lanes) -> NDArray[np.int64]:
+        """(lanes, steps, m)."""
         parts = []
         while start < stop:
             epoch, step = divmod(start, self.steps_per_epoch)
-            first, last, cells = self._cells_at(epoch, step, step + stop - start, lane)
+            first, last, cells = self._cells_at(epoch, step, step + stop - start, lanes)
             count = min(stop - start, last - step)
-            parts.append(cells[step - first : step - first + count])
+            parts.append(cells[:, step - first : step - first + count])
             start += count
-        return (
-            parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.cell_size), np.int64), *parts])
-        )
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([np.empty((len(lanes), 0, self.cell_size), np.int64), *parts], axis=1)
 
     def draw(self, epoch: int, lane: int, first: int, last: int) -> NDArray[np.int64]:
         """Cells of full steps [first, last) of an epoch, drawn for this call and not kept.
 
         For walks of few lanes through whole epochs, where the chunks that `cells` keeps for all lanes are short.
         """
-        return self._draw(epoch, lane, first, last)
+        cells: NDArray[np.int64] = self._draw(epoch, (lane,), first, last)[0]
+        return cells
 
-    def _cells_at(self, epoch: int, step: int, stop: int, lane: int) -> tuple[int, int, NDArray[np.int64]]:
+    def _cells_at(self, epoch: int, step: int, stop: int, lanes: Lanes) -> tuple[int, int, NDArray[np.int64]]:
         """Some steps of an epoch around a step, drawn at once: the first, the end, and their cells.
 
         Which ones is a matter of cost only: cells are the same however many are drawn together.
         """
         if step == self.full_steps:
-            return step, step + 1, self._cells.get((epoch, lane, -1), self._short_cell)
+            return step, step + 1, self._cells.get((epoch, lanes, -1), self._short_cells)
         # chunk borders are staggered over lanes, so that a walk over all lanes never draws all of them at
         # once; where a chunk holds the epoch there is no border
-        shift = lane * self._chunk // self.lanes if self._chunk < self.full_steps else 0
+        shift = lanes[0] * self._chunk // self.lanes if self._chunk < self.full_steps else 0
         number = (step + shift) // self._chunk
-        if stop - step <= self._part and self._is_landing((epoch, lane, number), step):
+        if stop - step <= self._part and self._is_landing((epoch, lanes, number), step):
             first = step - step % self._part
             last = min(self.full_steps, first + self._part)
-            kept, key = self._parts, (epoch, lane, first)
+            kept, key = self._parts, (epoch, lanes, first)
         else:
             first = max(0, number * self._chunk - shift)
             last = min(self.full_steps, (number + 1) * self._chunk - shift)
-            kept, key = self._cells, (epoch, lane, number)
-        return first, last, kept.get(key, lambda _: self._draw(epoch, lane, first, last))
+            kept, key = self._cells, (epoch, lanes, number)
+        return first, last, kept.get(key, lambda _: self._draw(epoch, lanes, first, last))
 
-    def _is_landing(self, chunk: tuple[int, int, int], step: int) -> bool:
+    def _is_landing(self, chunk: _Key, step: int) -> bool:
         """Whether a step was jumped to: then a part of its chunk will do, and resuming costs no more than that.
 
         A walk goes over to whole chunks at the second part.
         """
-        epoch, lane, number = chunk
-        walking = (epoch, lane, step - step % self._part - self._part) in self._parts
-        return not (walking or chunk in self._cells or (epoch, lane, number - 1) in self._cells)
+        epoch, lanes, number = chunk
+        walking = (epoch, lanes, step - step % self._part - self._part) in self._parts
+        return not (walking or chunk in self._cells or (epoch, lanes, number - 1) in self._cells)
 
-    def _draw(self, epoch: int, lane: int, first: int, last: int) -> NDArray[np.int64]:
-        deal, deck = self.epoch(epoch).deal, self.deck(epoch, lane)
-        ends = np.diff(deal.lane_prefix(np.array([first, last]), lane), axis=1, prepend=0)
-        active = np.flatnonzero(ends[1] > ends[0])  # with many strata a lane draws from few at a time
-        before = deal.lane_counts(np.arange(first, last + 1, dtype=np.int64), lane, active)
-        offset = deck.start[active]
-        draws = deck.take(offset + ends[0, active], offset + ends[1, active])
-        cells = assemble(draws, np.diff(before, axis=0), self.cell_size)
-        return self._finish(cells, epoch, lane, first, self.cell_size)
+    def _draw(self, epoch: int, lanes: Lanes, first: int, last: int) -> NDArray[np.int64]:
+        """(lanes, last - first, m)."""
+        deal, deck, of = self.epoch(epoch).deal, self.deck(epoch, lanes), np.array(lanes, dtype=np.int64)
+        num, groups = len(lanes), len(self.groups)
+        ends = deal.lane_prefix(np.repeat([first, last], num), np.tile(of, 2))
+        begin, end = np.diff(ends, axis=1, prepend=0).reshape(2, num, groups)
+        active = np.flatnonzero((end > begin).any(axis=0))  # with many strata a lane draws from few at a time
+        steps = np.arange(first, last + 1, dtype=np.int64)
+        before = deal.lane_counts(np.tile(steps, num), np.repeat(of, len(steps)), active)
+        counts = np.diff(before.reshape(num, len(steps), len(active)), axis=1)
+        offset = deck.start[:-1].reshape(num, groups)[:, active]
+        lo, hi = (offset + begin[:, active]).ravel(), (offset + end[:, active]).ravel()
+        some = hi > lo
+        cells = assemble(deck.take(lo[some], hi[some]), counts, self.cell_size)
+        return self._finish(cells, epoch, of, first, self.cell_size)
 
-    def _short_cell(self, key: tuple[int, int, int]) -> NDArray[np.int64]:
-        epoch, lane, _ = key
-        tables, deck = self.epoch(epoch), self.deck(epoch, lane)
+    def _short_cells(self, key: _Key) -> NDArray[np.int64]:
+        epoch, lanes, _ = key
+        return np.concatenate([self._short_cell(epoch, lane) for lane in lanes])
+
+    def _short_cell(self, epoch: int, lane: int) -> NDArray[np.int64]:
+        tables, deck = self.epoch(epoch), self.deck(epoch, (lane,))
         drawn = tables.deal.lane_prefix(np.array([self.full_steps]), lane)
         drawn = np.diff(drawn, axis=1, prepend=0)[0]
         hand = tables.cut[lane + 1] - tables.cut[lane]
         active = np.flatnonzero(hand > drawn)
         offset = deck.start[active]
         draws = deck.take(offset + drawn[active], offset + hand[active])
-        cells = assemble(draws, (hand - drawn)[None, active], self.cell_size)
-        return self._finish(cells, epoch, lane, self.full_steps, len(draws))
+        cells = assemble(draws, (hand - drawn)[None, None, active], self.cell_size)
+        return self._finish(cells, epoch, np.array([lane]), self.full_steps, len(draws))
 
     def locate(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
         """(step, lane, slot) of a sample in an epoch.
@@ -224,8 +265,8 @@ class NaturalGrid:
             return None
         group, lane, number = place
         step = self._step_of(self.epoch(epoch).deal, lane, group, number)
-        first, _, cells = self._cells_at(epoch, step, step + 1, lane)
-        slot = int(np.flatnonzero(cells[step - first] == sample)[0])
+        first, _, cells = self._cells_at(epoch, step, step + 1, (lane,))
+        slot = int(np.flatnonzero(cells[0, step - first] == sample)[0])
         return epoch * self.steps_per_epoch + step, lane, slot
 
     def place(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
@@ -242,7 +283,7 @@ class NaturalGrid:
         wraps = max(0, int(tables.drop_at[group]) + gone - rows)
         reduced = base - wraps if wraps or base < int(tables.drop_at[group]) else base - gone
         lane = int(np.searchsorted(tables.cut[:, group], reduced, side="right")) - 1
-        deck = self.deck(epoch, lane)
+        deck = self.deck(epoch, (lane,))
         return group, lane, deck.place(sample, group) - int(deck.start[group])
 
     def bounds(self, step: int) -> tuple[int, int]:
@@ -266,11 +307,15 @@ class NaturalGrid:
         return low
 
     def _finish(
-        self, cells: NDArray[np.int64], epoch: int, lane: int, first: int, filled: int
+        self, cells: NDArray[np.int64], epoch: int, lanes: NDArray[np.int64], first: int, filled: int
     ) -> NDArray[np.int64]:
+        """Cells (lanes, steps, m), each permuted under its key; read-only."""
         if self.shuffle != "none":
-            steps = epoch * self.steps_per_epoch + np.arange(first, first + len(cells), dtype=np.int64)
-            cells = permute_cells(cells, derive_each(derive(self.seed, _CELLS, lane), steps), filled)
+            num, steps, size = cells.shape
+            numbers = epoch * self.steps_per_epoch + np.arange(first, first + steps, dtype=np.int64)
+            of_lane = derive_each(derive(self.seed, _CELLS), lanes)
+            keys = derive_each(np.repeat(of_lane, steps), np.tile(numbers, num))
+            cells = permute_cells(cells.reshape(num * steps, size), keys, filled).reshape(cells.shape)
         cells.flags.writeable = False
         return cells
 

@@ -170,10 +170,17 @@ class Plan:
         if self.parent is not None and stop <= self.from_step:
             return self.parent.steps(start, stop, lanes)
         chosen = range(self.lanes) if lanes is None else lanes
+        grid, origin = self._leg.grid, self._leg.origin
+        whole = self.parent is None or start >= self.from_step
+        if isinstance(grid, NaturalGrid) and whole and 0 <= start <= stop and self._has_lanes(chosen):
+            return grid.steps(start - origin, stop - origin, chosen)
         out = np.empty((max(0, stop - start), len(chosen), self.cell_size), dtype=np.int64)
         for place, lane in enumerate(chosen):
             out[:, place] = self.cells(start, stop, lane)
         return out
+
+    def _has_lanes(self, lanes: Sequence[int]) -> bool:
+        return not lanes or (min(lanes) >= 0 and max(lanes) < self.lanes)
 
     def blocks(self, start: int, stop: int, lanes: Sequence[int] | None = None) -> NDArray[np.int64]:
         """What steps [start, stop) read: distinct (shard, block in the shard), (n, 2) int64, in order.

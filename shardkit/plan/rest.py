@@ -95,7 +95,7 @@ class RestGrid:
         begin = self._cut[lane] + low
         draws = np.concatenate([self._take(g, int(a), int(a + n)) for g, (a, n) in
                                 enumerate(zip(begin, counts.sum(axis=0), strict=True))])  # fmt: skip
-        cells = assemble(draws, counts, self.cell_size)
+        cells: Numbers = assemble(draws, counts[None], self.cell_size)[0]
         if self.after.shuffle != "none":
             steps = np.arange(first, first + len(cells), dtype=np.int64)
             base = derive(self.after.seed, _REST, self.epoch, lane)

@@ -174,7 +174,7 @@ class Tapes:
         keys = np.zeros(len(self.rows), dtype=np.uint64)
         of_pass = derive_each(derive(self.seed, _HANDS), passes + self.first_pass)
         keys[strata] = derive_each(derive_each(of_pass, np.full(len(strata), lane)), strata)
-        return build_deck(self.order, Hands(strata, lo, hi, keys, self.windows), self.shuffle)
+        return build_deck(self.order, Hands(strata, lo, hi, strata, keys, self.windows), self.shuffle)
 
     def take_shared(self, stratum: int, position: Numbers) -> Numbers:
         """Sample numbers at positions of a shared tape, in any order."""

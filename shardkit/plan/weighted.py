@@ -229,7 +229,7 @@ class WeightedGrid:
             if draws[i] is None:
                 draws[i] = self._pool(leg, g, lane, steps[:-1], np.arange(lo[i], hi[i], dtype=np.int64))
         size = stage.batch // self.lanes
-        cells = assemble(np.concatenate([d for d in draws if d is not None]), counts, size)
+        cells: Numbers = assemble(np.concatenate([d for d in draws if d is not None]), counts[None], size)[0]
         if self.shuffle != "none":
             keys = derive_each(derive(self.seed, _CELLS, lane), np.arange(first, last, dtype=np.int64))
             cells = permute_cells(cells, keys, size)

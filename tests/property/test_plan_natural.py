@@ -224,3 +224,19 @@ def test_jumping_gives_the_cells_of_walking() -> None:
         assert (
             make_plan(population, global_batch=512, lanes=4).steps(start, stop) == cells[start:stop]
         ).all()
+
+
+@few
+@given(populations(), grids(), remainders, shuffles, st.integers(0, 2**40), st.data())
+def test_lanes_drawn_together_have_the_cells_of_each_alone(  # type: ignore[no-untyped-def]
+    population, shape, remainder, shuffle, epoch, data
+):
+    plan = planned(population, shape, remainder, shuffle=shuffle)
+    lanes = data.draw(st.lists(st.integers(0, plan.lanes - 1), unique=True, min_size=1))
+    assert plan.steps_per_epoch is not None
+    first = epoch * plan.steps_per_epoch + data.draw(st.integers(0, plan.steps_per_epoch))
+    last = first + data.draw(st.integers(0, 2 * plan.steps_per_epoch))
+    together = plan.steps(first, last, lanes)
+    alone = planned(population, shape, remainder, shuffle=shuffle)
+    for place, lane in enumerate(lanes):
+        np.testing.assert_array_equal(together[:, place], alone.cells(first, last, lane))
