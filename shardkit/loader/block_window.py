@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -112,7 +113,7 @@ class BlockWindow:
     def __init__(self, source: BlockSource, budget: int, threads: int) -> None:
         self._source, self._budget, self._threads = source, budget, threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-blocks")
-        self._entries: dict[int, _Entry] = {}  # insertion order is the order of last use
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
         self._leases = 0
         self._bytes = 0
@@ -142,9 +143,17 @@ class BlockWindow:
         entry = self._entries.get(block)
         return entry is not None and entry.future.done()
 
-    def holds(self, blocks: Sequence[int]) -> bool:
-        """Whether all these blocks together fit into a third of the budget: three groups are under way at a time."""
-        return sum(map(self._source.size_of, blocks)) <= self._budget // 3
+    def measure(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """Bytes of these blocks, and of those among them that are not in memory."""
+        held = missing = 0
+        find, size_of = self._entries.get, self._source.size_of
+        for block in blocks:
+            entry = find(block)
+            if entry is None:
+                missing += size_of(block)
+            else:
+                held += entry.size
+        return held + missing, missing
 
     def lease(self, blocks: Sequence[int], stopped: Callable[[], bool]) -> Lease:
         """Pin blocks and start loading those that are missing, in their order.
@@ -152,16 +161,7 @@ class BlockWindow:
         Waits while the budget is exhausted and other leases are out, whose release will make room.
         """
         with self._changed:
-            held = {}
-            for block in blocks:  # pinned first, so that making room does not drop them
-                entry = self._entries.get(block)
-                if entry is not None and entry.stale:
-                    self._remove(block, entry)
-                elif entry is not None:
-                    del self._entries[block]
-                    entry.pins += 1
-                    held[block] = self._entries[block] = entry
-            missing = [block for block in blocks if block not in held]
+            missing = self._pin(blocks)
             sizes = [self._source.size_of(block) for block in missing]
             need = sum(sizes)
             self._make_room(need)
@@ -171,11 +171,28 @@ class BlockWindow:
             self._leases += 1
             for block, entry in zip(missing, self._submit(missing, sizes), strict=True):
                 entry.pins = 1
-                held[block] = self._entries[block] = entry
+                self._entries[block] = entry
             self._bytes += need
             self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
             self.counts.block_uses += len(blocks)
-            return Lease(self, blocks, [held[block] for block in blocks])
+            entries = self._entries
+            return Lease(self, blocks, [entries[block] for block in blocks])
+
+    def _pin(self, blocks: Sequence[int]) -> list[int]:
+        """Hold those that are there, so that making room does not drop them; the others."""
+        missing = []
+        find, used = self._entries.get, self._entries.move_to_end
+        for block in blocks:
+            entry = find(block)
+            if entry is None:
+                missing.append(block)
+            elif entry.stale:
+                self._remove(block, entry)
+                missing.append(block)
+            else:
+                entry.pins += 1
+                used(block)
+        return missing
 
     def wake(self) -> None:
         """Let a waiting `lease` look whether it was stopped."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**
 _FREE_ITEMS = 501
 _MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
 _LARGE_PAYLOAD = 1 << 12  # bytes; an object costs some 50 beside them
+_FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
 _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
 
 
@@ -55,55 +57,56 @@ class GatherColumns:
         is_copy: nothing here is a view of the block's bytes any more.
     """
 
-    __slots__ = ("_keep", "addresses", "is_copy", "payloads", "pitches", "rows", "views")
+    __slots__ = ("_keep", "facts", "is_copy", "payloads", "rows", "views")
 
     def __init__(self, block: Block, fields: Sequence[str], copied: frozenset[str] = frozenset()) -> None:
         self.rows = block.rows
-        self.addresses: list[tuple[int, ...]] = []
-        self.pitches: list[int] = []
         self._keep: list[Any] = []
         self.views: list[memoryview | None] = []  # of variable fields: their bytes
         self.payloads: list[list[bytes] | None] = []  # of fields that were copied: a payload per row
         self.is_copy = bool(copied)
+        facts = array("q", (block.rows,))
         for name in fields:
             column = block.column(name)
             if isinstance(column, FixedColumn):
-                self._add_fixed(column.values.copy() if copied else column.values)
+                facts.extend(self._add_fixed(column.values.copy() if copied else column.values))
+                continue
+            starts, ends = _checked_spans(column)
+            view = np.asarray(column.data).data
+            if name in copied:
+                facts.extend(self._add_payloads(view, starts, ends))
+            elif copied:
+                facts.extend(self._add_variable(*_compact(view, starts, ends)))
             else:
-                starts, ends = _checked_spans(column)
-                view = np.asarray(column.data).data
-                if name in copied:
-                    self._add_payloads(view, starts, ends)
-                else:
-                    self._add_variable(
-                        *(_compact(view, starts, ends) if copied else (column.data, starts, ends))
-                    )
+                facts.extend(self._add_variable(column.data, starts, ends))
         if not copied:
             self._keep.append(block)
+        self.facts = facts.tobytes()  # thousands of blocks at a time are put into one table
 
-    def _add_fixed(self, values: NDArray[Any]) -> None:
+    def _add_fixed(self, values: NDArray[Any]) -> tuple[int, int, int, int]:
         if values.size and not values[0].flags.c_contiguous:
             values = np.ascontiguousarray(values)
         self._keep.append(values)
         self.views.append(None)
         self.payloads.append(None)
-        self.addresses.append((values.__array_interface__["data"][0],))
-        self.pitches.append(values.strides[0] if values.ndim and len(values) > 1 else values[:1].nbytes)
+        pitch = values.strides[0] if values.ndim and len(values) > 1 else values[:1].nbytes
+        return values.__array_interface__["data"][0], 0, 0, pitch
 
-    def _add_variable(self, data: NDArray[np.uint8], starts: Int64s, ends: Int64s) -> None:
+    def _add_variable(
+        self, data: NDArray[np.uint8], starts: Int64s, ends: Int64s
+    ) -> tuple[int, int, int, int]:
         data = np.asarray(data)
         self._keep.append((starts, ends, data))
         self.views.append(data.data)
         self.payloads.append(None)
-        self.addresses.append(tuple(a.__array_interface__["data"][0] for a in (starts, ends, data)))
-        self.pitches.append(8)
+        first, second, third = (one.__array_interface__["data"][0] for one in (starts, ends, data))
+        return first, second, third, 8
 
-    def _add_payloads(self, view: memoryview, starts: Int64s, ends: Int64s) -> None:
+    def _add_payloads(self, view: memoryview, starts: Int64s, ends: Int64s) -> tuple[int, int, int, int]:
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
         self.payloads.append([bytes(view[start:end]) for start, end in spans])
         self.views.append(None)
-        self.addresses.append((0, 0, 0))
-        self.pitches.append(8)
+        return 0, 0, 0, 8
 
 
 def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
@@ -142,6 +145,17 @@ def fields_to_copy(
     )
 
 
+class _FieldAddresses(NamedTuple):
+    """Where the rows of a group lie, for one field."""
+
+    name: str
+    field: FieldType
+    addresses: Int64s  # of bytes and text: where they begin in the view of their block
+    sizes: Int64s | None  # bytes; None where all are equal
+    views: list[memoryview | None]  # by block
+    pieces: dict[int, Int64s]  # places of so many pieces per row in the address space, once they are known
+
+
 class RowAddresses:
     """Where the rows of a group of steps lie; `take` copies some of them into a buffer of their own.
 
@@ -167,32 +181,33 @@ class RowAddresses:
         which: Int64s,
         row: Int64s,
     ) -> None:
-        limits = np.array([one.rows for one in blocks], dtype=np.int64)
-        if row.size and (int(row.min()) < 0 or bool((row >= limits[which]).any())):
+        table = np.frombuffer(b"".join([one.facts for one in blocks]), np.int64)
+        table = (
+            table.reshape(len(blocks), -1) if blocks else np.empty((0, 1 + _FACTS * len(fields)), np.int64)
+        )
+        if row.size and (int(row.min()) < 0 or bool((row >= table[:, 0][which]).any())):
             raise FormatError(
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
         self._blocks = list(blocks)
         self._which, self._row, self._names = which, row, list(fields)
         self._copied: dict[str, list[list[bytes]]] = {}
-        self._fields: list[tuple[str, FieldType, Int64s, Int64s | None, list[memoryview | None]]] = []
+        self._fields: list[_FieldAddresses] = []
         for position, name in enumerate(fields):
             field = schema[name]
-            payloads = [part for one in blocks if (part := one.payloads[position]) is not None]
-            if payloads:
-                self._copied[name] = payloads
+            if blocks and blocks[0].payloads[position] is not None:
+                self._copied[name] = [one.payloads[position] or [] for one in blocks]
                 continue
-            columns = 1 if field.kind in ("scalar", "array") else 3
-            bases = np.array([one.addresses[position] for one in blocks], dtype=np.int64).reshape(-1, columns)
-            pitches = np.array([one.pitches[position] for one in blocks], dtype=np.int64)
-            offsets = row * pitches[which]
-            addresses, sizes = bases[which, 0] + offsets, None
-            if columns == 3:
+            first, second, third, pitch = table[:, 1 + _FACTS * position : 1 + _FACTS * (position + 1)].T
+            offsets = row * pitch[which]
+            addresses, sizes, views = first[which] + offsets, None, []
+            if field.kind not in ("scalar", "array"):
                 starts = _items(np.dtype(np.int64), addresses)
-                sizes = _items(np.dtype(np.int64), bases[which, 1] + offsets) - starts
+                sizes = _items(np.dtype(np.int64), second[which] + offsets) - starts
                 # only ragged fields are copied by address; of the others a slice of the block's view is enough
-                addresses = bases[which, 2] + starts if field.kind == "ragged" else starts
-            self._fields.append((name, field, addresses, sizes, [one.views[position] for one in blocks]))
+                addresses = third[which] + starts if field.kind == "ragged" else starts
+                views = [one.views[position] for one in blocks]
+            self._fields.append(_FieldAddresses(name, field, addresses, sizes, views, {}))
 
     def take(self, first: int, last: int) -> dict[str, Any]:
         """Rows `first` … `last - 1`, in order.
@@ -202,9 +217,10 @@ class RowAddresses:
             all rows end to end and (n + 1,) int64 borders.
         """
         columns: dict[str, Any] = {}
-        for name, field, addresses, sizes, views in self._fields:
+        for one in self._fields:
+            name, field, addresses, sizes, views, _ = one
             if sizes is None:
-                columns[name] = _fixed(field, addresses[first:last])
+                columns[name] = _fixed(one, first, last)
             elif field.kind == "ragged":
                 columns[name] = _ragged(field, addresses[first:last], sizes[first:last])
             else:
@@ -225,24 +241,28 @@ def _address_space(item: int) -> NDArray[np.void]:
     return np.ndarray((count,), dtype=np.dtype((np.void, item)), buffer=memoryview(space), strides=(1,))
 
 
-def _items(dtype: np.dtype[Any], addresses: Int64s, size: int | None = None) -> NDArray[Any]:
-    """`size` bytes (one item by default) at each address, end to end, as `dtype`."""
-    return _address_space(size or dtype.itemsize)[addresses - _FIRST_ADDRESS].view(dtype)
+def _items(dtype: np.dtype[Any], addresses: Int64s) -> NDArray[Any]:
+    """The item at each address."""
+    return _address_space(dtype.itemsize)[addresses - _FIRST_ADDRESS].view(dtype)
 
 
-def _fixed(field: FieldType, addresses: Int64s) -> NDArray[Any]:
+def _fixed(one: _FieldAddresses, first: int, last: int) -> NDArray[Any]:
+    field, rows = one.field, last - first
     dtype = np.dtype(field.dtype)
     item = dtype.itemsize * prod(field.shape)
-    shape = (len(addresses), *field.shape)
-    if item == 0 or not len(addresses):
+    shape = (rows, *field.shape)
+    if item == 0 or not rows:
         return np.empty(shape, dtype=dtype)
-    pieces = _pieces_per_row(item, len(addresses))
+    pieces = _pieces_per_row(item, rows)
     if not pieces:
-        return _one_by_one(np.empty(shape, dtype=dtype), addresses, item)
-    if pieces > 1:
-        addresses = (addresses[:, None] + _piece_offsets(item // pieces, pieces)).ravel()
+        return _one_by_one(np.empty(shape, dtype=dtype), one.addresses[first:last], item)
+    found = one.pieces.get(pieces)
+    if found is None:  # for the whole group: all of its steps ask for the same, but for a short one
+        found = one.addresses[:, None] + _piece_offsets(item // pieces, pieces)
+        found = one.pieces[pieces] = (found - _FIRST_ADDRESS).ravel()
     # a piece need not be a multiple of an item of `dtype`, all of them together are
-    return _items(np.dtype(np.uint8), addresses, item // pieces).view(dtype).reshape(shape)
+    copied = _address_space(item // pieces)[found[first * pieces : last * pieces]]
+    return copied.view(np.uint8).view(dtype).reshape(shape)
 
 
 def _one_by_one(out: NDArray[Any], addresses: Int64s, item: int) -> NDArray[Any]:
@@ -275,16 +295,12 @@ def _opaque(
     field: FieldType, views: Sequence[Any], which: Int64s, starts: Int64s, sizes: Int64s
 ) -> list[Any]:
     """bytes, str or parsed JSON of each row; one copy each, out of the block."""
-    ends = (starts + sizes).tolist()
-    parts = [
-        views[block][start:end]
-        for block, start, end in zip(which.tolist(), starts.tolist(), ends, strict=True)
-    ]
+    spans = zip(which.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
     if field.kind == "bytes":
-        return [bytes(part) for part in parts]
+        return [bytes(views[block][start:end]) for block, start, end in spans]
     if field.kind == "str":
-        return [str(part, "utf-8") for part in parts]
-    return [json.loads(bytes(part)) for part in parts]
+        return [str(views[block][start:end], "utf-8") for block, start, end in spans]
+    return [json.loads(bytes(views[block][start:end])) for block, start, end in spans]
 
 
 def _ragged(field: FieldType, addresses: Int64s, sizes: Int64s) -> tuple[NDArray[Any], Int64s]:

@@ -233,14 +233,16 @@ class Loader:
             machinery.remote.start(numbers.start, machinery.window.is_loaded)
         work = machinery.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
+        watchdog = Watchdog(self.topology, plan, sources.rows, sources.reader, machinery.window, work, self._events,
+                            self._config.on_stall)  # fmt: skip
         settings = PipelineSettings(
             rows_per_step=rows,
             bytes_per_step=rows * sources.row_bytes(self._fields),
             prefetch=self._prefetch(rows, work, machinery.copied),
             stall_s=self._config.stall_s,
-            report=Watchdog(self.topology, plan, sources.rows, sources.reader, machinery.window, work, self._events,
-                            self._config.on_stall),
-        )  # fmt: skip
+            report=watchdog,
+            over_memory=watchdog.over_memory,
+        )
         assembler = Assembler(
             plan,
             sources.schema,

@@ -155,6 +155,10 @@ def _keep_freed_memory() -> None:
 
 
 def default_threads() -> int:
-    """Block readers where none are asked for: the processors that this process may use, but one, at most 8."""
+    """Block readers where none are asked for: as many as processors that this process may use, at most 8.
+
+    Not one less: nothing is handed out before the first blocks are there, and a trainer that computes keeps what it
+    needs of the processors, for readers wait as soon as the window is full.
+    """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, usable - 1))
+    return max(1, min(8, usable))

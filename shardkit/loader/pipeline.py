@@ -23,6 +23,9 @@ from shardkit.loader.statistics import LoaderCounts
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
+# Groups share most of their blocks. What is missing of one is loaded before its first step is handed out: at most this
+# part of the budget, so that no step waits long for what it does not need.
+_LOADED_AT_ONCE = 12
 _GROUPS_AHEAD = 1  # leased beside the one that is gathered and the one that is planned
 
 
@@ -35,6 +38,7 @@ class PipelineSettings:
         prefetch: how many finished steps may wait; 0 gathers in the trainer's own `next`.
         stall_s: the watchdog speaks after so many seconds without a batch.
         report: what it calls: (seconds, stage, the group that is waited for).
+        over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
     """
 
     rows_per_step: int
@@ -42,6 +46,7 @@ class PipelineSettings:
     prefetch: int
     stall_s: float
     report: Callable[[float, str, StepGroup | None], None]
+    over_memory: Callable[[int, int], None]
 
 
 class Pipeline:
@@ -165,9 +170,16 @@ class Pipeline:
         while left and not self._stopping.is_set():
             started = time.perf_counter()
             group = self._plan_group(left[:size])
-            while len(group.numbers) > 1 and not self._window.holds(group.blocks):
-                most = size = len(group.numbers) // 2
-                group = self._plan_group(left[:size])
+            needed, missing = self._window.measure(group.blocks)
+            while (size := len(group.numbers)) > 1:
+                if needed > self._window.budget * 2 // 3:
+                    most = size // 2  # nor would those that follow leave room for what is beside them
+                elif missing <= self._window.budget // _LOADED_AT_ONCE:
+                    break
+                group = self._plan_group(left[: size // 2])
+                needed, missing = self._window.measure(group.blocks)
+            if needed > self._window.budget:
+                settings.over_memory(group.numbers[0], needed)
             left = left[len(group.numbers) :]
             size = min(most, size * 4)
             self._counts.plan_s += time.perf_counter() - started

@@ -50,6 +50,7 @@ class Watchdog:
     ) -> None:
         self._topology, self._plan, self._rows, self._reader = topology, plan, rows, reader
         self._window, self._work, self._events, self._on_stall = window, work, events, on_stall
+        self._told_over_memory = False
 
     def __call__(self, waited: float, stage: str, group: StepGroup | None) -> None:
         """Report a wait of `waited` seconds in `stage` of `group`."""
@@ -67,6 +68,21 @@ class Watchdog:
         elif group is not None:
             facts["step"] = group.numbers[0]
         self._tell(facts)
+
+    def over_memory(self, step: int, needed: int) -> None:
+        """A step's blocks alone exceed the memory bound: said once, for it will not be the only one."""
+        if self._told_over_memory:
+            return
+        self._told_over_memory = True
+        budget = self._window.budget
+        self._events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
+        warnings.warn(
+            f"shardkit: the blocks of step {step} take {needed / 2**20:.1f} MiB, memory={budget / 2**20:.1f} MiB; they "
+            "are loaded all the same. Give the loader more memory, the plan fewer lanes, or the dataset smaller blocks "
+            "(shardkit rebuild --block-size)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _needed_by(self, block: int, group: StepGroup | None) -> dict[str, Any]:
         if group is None or block not in group.blocks:
