@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import CLASS_AXIS, SOURCE_PREFIX, RowEncoder, split_value
-from shardkit.dataset.extents import IN_SOURCE, ExtentColumn
+from shardkit.dataset.extents import IN_SOURCE, WATCHED, ExtentColumn
 from shardkit.dataset.layout import MAX_SHARD_BYTES
 
 __all__ = ["EncodedRows", "encode_columns"]
@@ -75,7 +75,7 @@ def encode_columns(
             if column.size != kind.item_bytes or len(column) != rows:
                 return None
             payloads.append(column.packed())
-            sizes.append(column.size | IN_SOURCE)
+            sizes.append(column.size | IN_SOURCE | WATCHED)
             continue
         if kind.item_bytes is None or column.dtype != kind.numpy_dtype or column.shape != (rows, *kind.shape):
             return None

@@ -1,6 +1,8 @@
 """Payloads that stay where the source has them: scratch holds where that is, and the shard is read from there.
 
-An extent is a run of bytes of a source file that is the canonical payload of a field as it stands.
+An extent is a run of bytes of a source file that is the canonical payload of a field as it stands. It is verified by
+the XXH3-64 of its bytes, where they were read before; otherwise its file is watched: what the file system says of it
+must be the same before its first row was noted and after its last was written.
 """
 
 from __future__ import annotations
@@ -18,17 +20,30 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 
-__all__ = ["EXTENT_BYTES", "IN_SOURCE", "SIZE", "Extent", "ExtentColumn", "ExtentReader"]
+__all__ = [
+    "EXTENT_BYTES",
+    "IN_SOURCE",
+    "SIZE",
+    "WATCHED",
+    "Extent",
+    "ExtentColumn",
+    "ExtentReader",
+    "changed_source",
+    "file_state",
+]
 
 _PACKED = struct.Struct("<QQQ")
 EXTENT_BYTES = _PACKED.size
-"""Of an extent in a scratch record: file, offset, XXH3-64 of the bytes; each of 8 bytes."""
+"""Of an extent in a scratch record: file, offset, XXH3-64 of the bytes or state of the file; each of 8 bytes."""
 
 IN_SOURCE = 1 << 63
 """Marks the size of a payload that is not in the record: an extent stands there instead."""
 
-SIZE = IN_SOURCE - 1
-"""Takes the mark off a size: what is left is the number of bytes."""
+WATCHED = 1 << 62
+"""Marks the size of an extent that has the state of its file in the place of a hash of its bytes."""
+
+SIZE = WATCHED - 1
+"""Takes the marks off a size: what is left is the number of bytes."""
 
 _MAX_OPEN = 128
 
@@ -57,13 +72,14 @@ class ExtentColumn:
     """The payloads of one field of many rows, equally long, in one source file.
 
     Attributes:
-        file: as in `Extent`. offset: int64[n]. size: of each of them. check: uint64[n].
+        file: as in `Extent`. offset: int64[n]. size: of each of them.
+        state: of the file, see `file_state`.
     """
 
     file: int
     offset: NDArray[np.int64]
     size: int
-    check: NDArray[np.uint64]
+    state: int
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -73,8 +89,24 @@ class ExtentColumn:
         words = np.empty((len(self), 3), "<u8")
         words[:, 0] = self.file
         words[:, 1] = self.offset
-        words[:, 2] = self.check
+        words[:, 2] = self.state
         return words.view(np.uint8)
+
+
+def file_state(path: str) -> int:
+    """A number that is another one after any write to a file, also by somebody who sets its times back.
+
+    Raises:
+        SourceError: the file is gone.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise SourceError(
+            f"{path}: cannot be read ({error.strerror}); put it back, then run the build again"
+        ) from error
+    text = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 class ExtentReader:
@@ -86,21 +118,23 @@ class ExtentReader:
 
     def __init__(self, files: Mapping[int, Sequence[str]]) -> None:
         self._files = files
-        self._open: dict[tuple[int, int], int] = {}
+        self._open: dict[str, int] = {}
 
     def read(
         self,
         part: NDArray[np.int32],
         packed: NDArray[np.uint64],
+        watched: NDArray[np.bool_],
         begin: NDArray[np.int64],
         size: NDArray[np.int64],
         view: memoryview,
     ) -> None:
-        """Fill a buffer with payloads, verified.
+        """Fill a buffer with payloads.
 
         Args:
             part: of each row.
             packed: uint64 (n, 3), the extents as scratch has them.
+            watched: of which rows the files are watched; the others are verified.
             begin: of each payload in ``view``.
             size: of each payload.
             view: the buffer.
@@ -108,29 +142,25 @@ class ExtentReader:
         Raises:
             SourceError: a file cannot be read, or does not hold any more what it held when its row was noted.
         """
-        opened, preadv, hashed = self._open, os.preadv, xxhash.xxh3_64_intdigest
-        places = zip(begin.tolist(), (begin + size).tolist(), strict=True)
-        for number, (file, offset, check), (start, stop) in zip(
-            part.tolist(), packed.tolist(), places, strict=True
+        opened, files, preadv, hashed = self._open, self._files, os.preadv, xxhash.xxh3_64_intdigest
+        for number, (file, offset, check), is_watched, start, wanted in zip(
+            part.tolist(), packed.tolist(), watched.tolist(), begin.tolist(), size.tolist(), strict=True
         ):
-            payload, wanted = view[start:stop], stop - start
-            descriptor = opened.get((number, file))
+            path = files[number][file]
+            descriptor = opened.get(path)
             if descriptor is None:
-                descriptor = self._opened(number, file)
+                descriptor = self._opened(path)
+            payload = view[start : start + wanted]
             try:
                 found = preadv(descriptor, (payload,), offset)
-                while 0 < found < wanted:  # a read may end early, at the latest after 2 GiB
-                    more = preadv(descriptor, (payload[found:],), offset + found)
-                    found = found + more if more else -1
+                if found != wanted:
+                    found = _read_on(descriptor, payload, found, offset)
             except OSError as error:
                 raise SourceError(
-                    f"{self._files[number][file]}: cannot be read ({error.strerror}); run the build again"
+                    f"{path}: cannot be read ({error.strerror}); run the build again"
                 ) from error
-            if found != wanted or hashed(payload) != check:
-                raise SourceError(
-                    f"{self._files[number][file]}: changed while the build was at work; build from a source that "
-                    "nobody writes to"
-                )
+            if found != wanted or not (is_watched or hashed(payload) == check):
+                raise changed_source(path)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -138,10 +168,9 @@ class ExtentReader:
             os.close(descriptor)
         self._open.clear()
 
-    def _opened(self, part: int, file: int) -> int:
+    def _opened(self, path: str) -> int:
         if len(self._open) >= _MAX_OPEN:
             self.close()
-        path = self._files[part][file]
         try:
             # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -152,5 +181,22 @@ class ExtentReader:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise SourceError(f"{path}: no file any more; put it back, then run the build again")
-        self._open[part, file] = descriptor
+        self._open[path] = descriptor
         return descriptor
+
+
+def changed_source(path: str) -> SourceError:
+    """What to raise where a file is not what it was."""
+    return SourceError(
+        f"{path}: changed while the build was at work; build from a source that nobody writes to"
+    )
+
+
+def _read_on(descriptor: int, payload: memoryview, found: int, offset: int) -> int:
+    """The bytes that there are: a read may end early, at the latest after 2 GiB."""
+    while 0 < found < len(payload):
+        more = os.preadv(descriptor, (payload[found:],), offset + found)
+        if not more:
+            break
+        found += more
+    return found

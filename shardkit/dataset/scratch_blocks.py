@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import generated_key
-from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, ExtentReader
+from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
 from shardkit.dataset.scratch_parts import NO_ROW, Parts, changed_record, read_ranges, record_header
 from shardkit.formats import RowBlock, Schema
 
@@ -91,8 +91,7 @@ class SourceContents:
         place: int,
         part: NDArray[np.int32],
         held: tuple[NDArray[np.uint8], NDArray[np.int64]],
-        is_extent: NDArray[np.bool_],
-        size: NDArray[np.int64],
+        words: NDArray[np.uint64],
     ) -> NDArray[np.uint8]:
         """The payloads of a field, one behind the other.
 
@@ -100,12 +99,14 @@ class SourceContents:
             place: of the field.
             part: of each row.
             held: records, and where in them the payload, or its extent, begins.
-            is_extent: of each row.
-            size: of each payload.
+            words: size of each payload, marked where it is in the source.
 
         Raises:
             SourceError: see `ExtentReader.read`.
         """
+        is_extent = (words & np.uint64(IN_SOURCE)) != 0
+        watched = (words[is_extent] & np.uint64(WATCHED)) != 0
+        size = (words & np.uint64(SIZE)).astype(np.int64)
         stop = np.cumsum(size)
         total = int(stop[-1])
         buffer = self._buffers.get(place)
@@ -116,7 +117,7 @@ class SourceContents:
         data, at = held
         assert self._extents is not None, "records with extents are read with the source at hand"
         packed = _runs(data, at[is_extent], EXTENT_BYTES).view("<u8")
-        self._extents.read(part[is_extent], packed, begin[is_extent], size[is_extent], buffer.data)
+        self._extents.read(part[is_extent], packed, watched, begin[is_extent], size[is_extent], buffer.data)
         for row in np.flatnonzero(~is_extent).tolist():  # of an earlier run, which had spooled them
             buffer[begin[row] : stop[row]] = data[at[row] : at[row] + size[row]]
         return buffer[:total]
@@ -161,9 +162,9 @@ class HeldRecords:
         self._schema = schema
         self._header = _runs(data, begin, header.size).view(layout)[:, 0]
         self._texts = begin + header.size  # key, original key and source name
-        words = self._header["size"]
-        self._is_extent = (words & np.uint64(IN_SOURCE)) != 0
-        self._size = (words & np.uint64(SIZE)).astype(np.int64)
+        self._words = self._header["size"]
+        self._is_extent = (self._words & np.uint64(IN_SOURCE)) != 0
+        self._size = (self._words & np.uint64(SIZE)).astype(np.int64)
         sizes = np.where(self._is_extent, EXTENT_BYTES, self._size)
         before = self._texts + self._header["key"] + self._header["original"] + self._header["source"]
         # (rows, fields): where each payload, or its extent, begins
@@ -193,10 +194,10 @@ class HeldRecords:
         begin, size = self._start[start:stop, place], self._size[start:stop, place]
         fixed = list(self._schema.values())[place].item_bytes
         is_fixed = fixed is not None and bool((size == fixed).all())
-        is_extent = self._is_extent[start:stop, place]
         view = self._view
-        if is_extent.any():
-            found = self._contents.read(place, self._part[start:stop], (self._data, begin), is_extent, size)
+        if self._is_extent[start:stop, place].any():
+            words = self._words[start:stop, place]
+            found = self._contents.read(place, self._part[start:stop], (self._data, begin), words)
             if is_fixed:
                 return found.reshape(stop - start, -1)
             view, begin = found.data, np.cumsum(size) - size

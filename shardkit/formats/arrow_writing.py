@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class ArrowEncoder:
 
     def encode(self, block: RowBlock) -> tuple[bytes, int, None, None]:
         """Stored message of a block and its raw size; Arrow needs no field offsets."""
-        keys = _variable_array(pa.large_string(), [key.encode() for key in block.keys])
+        keys = _key_array(block.keys)
         arrays = [keys]
         for (name, kind), column in zip(self._kinds, block.columns, strict=True):
             arrays.append(_to_array(kind, column, name))
@@ -91,6 +92,14 @@ class ArrowEncoder:
         written = self._chunks.take()
         begun, self._begun = self._begun, True
         return written if begun else written[len(self._head) :]
+
+
+def _key_array(keys: Sequence[str]) -> Any:
+    """Keys have a byte for every character: `check_keys`."""
+    borders = np.zeros(len(keys) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys)), out=borders[1:])
+    buffers = [None, pa.py_buffer(borders), pa.py_buffer("".join(keys).encode("ascii"))]
+    return pa.Array.from_buffers(pa.large_string(), len(keys), buffers, null_count=0)
 
 
 def _variable_array(kind: Any, payloads: PayloadColumn) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardkit.errors import SampleError, UsageError
 
 from .schema import FieldType
 
-__all__ = ["MAX_KEY_BYTES", "check_key", "fit_key", "is_key", "max_key_bytes"]
+__all__ = ["MAX_KEY_BYTES", "check_key", "check_keys", "fit_key", "is_key", "max_key_bytes"]
 
 MAX_KEY_BYTES = 80
 """Bytes of a key in a shard; longer ones are kept beside a name that is made up."""
@@ -20,6 +20,7 @@ MAX_EXTENSION = (
     4  # the longest extension that `media.py` gives: jpeg-like names are three, flac and tiff-like four
 )
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}\Z")
+_KEYS = re.compile(r"[A-Za-z0-9_-]+(?:,[A-Za-z0-9_-]+)*")
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 _HASH_DIGITS = 16
 
@@ -37,6 +38,24 @@ def check_key(key: object, limit: int) -> None:
     """
     if not isinstance(key, str) or not _KEY.match(key) or len(key) > limit:
         raise SampleError(f"key {key!r:.120}: expected 1 to {limit} of A-Z a-z 0-9 _ -; use fit_key")
+
+
+def check_keys(keys: Sequence[str], limit: int) -> None:
+    """`check_key` of many keys, at once where they are all good.
+
+    Raises:
+        SampleError: the first key that a shard cannot hold.
+    """
+    try:
+        joined = ",".join(keys)
+    except TypeError:
+        joined = ""
+    # A key with a comma in it would pass for two.
+    is_good = joined.count(",") == len(keys) - 1 and _KEYS.fullmatch(joined) is not None
+    if is_good and max(map(len, keys)) <= min(limit, MAX_KEY_BYTES):
+        return
+    for key in keys:
+        check_key(key, limit)
 
 
 def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:

@@ -24,8 +24,12 @@ class Texts:
     @classmethod
     def pack(cls, texts: Sequence[str]) -> Texts:
         """Texts as one buffer; lone surrogates (of undecodable file names) survive."""
+        joined = "".join(texts)
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        if joined.isascii():  # keys are: a byte for every character
+            np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
+            return cls(np.frombuffer(joined.encode("ascii"), np.uint8), offsets)
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-        offsets = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum([len(text) for text in encoded], out=offsets[1:])
         return cls(np.frombuffer(b"".join(encoded), np.uint8), offsets)
 

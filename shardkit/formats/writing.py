@@ -17,7 +17,7 @@ from .arrow_writing import ArrowEncoder
 from .compression import extension, normalise_compression
 from .digest import xxh3
 from .index import ShardIndex
-from .keys import check_key, max_key_bytes
+from .keys import check_keys, max_key_bytes
 from .row_block import RowBlock, sizes_of
 from .rows import Row
 from .schema import Schema
@@ -236,8 +236,7 @@ class ShardWriter:
             view = view[len(view) if taken is None else taken :]
 
     def _check(self, block: RowBlock) -> None:
-        for key in block.keys:
-            check_key(key, self._key_limit)
+        check_keys(block.keys, self._key_limit)
         before = len(self._seen)
         self._seen.update(block.keys)
         if len(self._seen) != before + len(block):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardkit.dataset.column_encoding import encode_columns
 from shardkit.dataset.encoding import EncodedRow, RowEncoder
-from shardkit.dataset.extents import Extent, ExtentColumn, ExtentReader
+from shardkit.dataset.extents import Extent, ExtentColumn, ExtentReader, file_state
 from shardkit.dataset.scratch import RowColumns, RowSpool
 from shardkit.dataset.scratch_blocks import HeldRecords, ScratchReader
 from shardkit.dataset.scratch_parts import Part, read_rows
@@ -93,8 +93,7 @@ def test_columns_of_extents_are_rows_of_them(tmp_path: Path) -> None:
     encoder = RowEncoder(schema, "arrow", stratify=["label"])
     tokens = np.arange(80, dtype=np.int32).reshape(10, 8)
     (tmp_path / "file").write_bytes(b"before" + tokens.tobytes())
-    check = np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in tokens], np.uint64)
-    column = ExtentColumn(0, 6 + 32 * np.arange(10), 32, check)
+    column = ExtentColumn(0, 6 + 32 * np.arange(10), 32, file_state(str(tmp_path / "file")))
     labels = np.arange(10) % 3
     by_extent = encode_columns(encoder, {"tokens": column, "label": labels}, "file", 0)
     by_value = encode_columns(encoder, {"tokens": tokens, "label": labels}, "file", 0)
@@ -154,11 +153,32 @@ def test_only_so_many_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest
     buffer = bytearray(3)
     for n in [*range(10), 0, 9, 5, 5]:
         one = np.frombuffer(extent(n, 1, bytes([n]) * 3).packed(), "<u8").reshape(1, 3)
-        reader.read(np.array([4], np.int32), one, np.array([0]), np.array([3]), memoryview(buffer))
+        reader.read(
+            np.array([4], np.int32), one, np.array([False]), np.array([0]), np.array([3]), memoryview(buffer)
+        )
         assert bytes(buffer) == bytes([n]) * 3
         assert len(reader._open) <= 3
     reader.close()
     assert not reader._open
+
+
+def test_any_write_changes_the_state_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"0123456789")
+    states = {file_state(str(path))}
+    assert states == {file_state(str(path))}
+    before = path.stat().st_mtime_ns
+    while len(states) == 1:  # the clock of the file system may be a coarse one
+        path.write_bytes(b"012345678x")
+        os.utime(path, ns=(before, before))
+        states.add(file_state(str(path)))
+    (tmp_path / "b").write_bytes(b"0123456789")
+    os.utime(tmp_path / "b", ns=(before, before))
+    os.replace(tmp_path / "b", path)
+    assert file_state(str(path)) not in states
+    path.unlink()
+    with pytest.raises(SourceError, match="put it back"):
+        file_state(str(path))
 
 
 def test_an_extent_is_encoded_like_its_bytes() -> None:

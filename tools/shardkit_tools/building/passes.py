@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.extents import changed_source, file_state
 from shardkit.dataset.row_table import AllRows, join_parts, rows_of_shards
 from shardkit.dataset.scratch import RowColumns, sized_run
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard
@@ -186,8 +187,21 @@ class Passes:
         try:
             for shard in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
                 written[shard.number] = shard
+            _check_watched(plan.parts, tasks)
         except (IntegrityError, SourceError):
             job.discard()  # damaged scratch, or what was noted of a source that has changed, must not be used again
             raise
         self._meter.end()
         return [written[number] for number in range(plan.layout.shards)], reused
+
+
+def _check_watched(parts: Sequence[TaskFacts], tasks: Sequence[SourceTask]) -> None:
+    """Files from which rows were read without being verified are what they were when the rows were noted."""
+    now: dict[str, int] = {}
+    for part in parts:
+        files = tasks[part.number].files if part.states else ()
+        for file, state in zip(files, part.states, strict=True):
+            if file.path not in now:
+                now[file.path] = file_state(file.path)
+            if now[file.path] != state:
+                raise changed_source(file.path)

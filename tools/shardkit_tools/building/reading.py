@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import xxhash
 
 from shardkit.dataset.column_encoding import encode_columns
 from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.extents import ExtentColumn
+from shardkit.dataset.extents import ExtentColumn, file_state
 from shardkit.dataset.scratch import RowColumns, RowSpool, RunBuffer
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import SampleError, ShardkitError, SourceError
@@ -79,6 +79,7 @@ class TaskFacts:
         files: digests of the task's files, where it made them.
         skipped: rows left out.
         extents: whether payloads are in the task's files instead of in the part.
+        states: of these files, see `file_state`, where they are watched until the rows are written.
     """
 
     number: int
@@ -87,6 +88,7 @@ class TaskFacts:
     files: tuple[SourceDigest, ...]
     skipped: tuple[SkippedRow, ...]
     extents: bool = False
+    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +163,8 @@ class ReadWorker:
 
     def _work(self, item: ReadTask, report: Report, *, extents: bool) -> TaskRows:
         part = self._folder.new_part("part")
+        is_watched = extents and isinstance(self._importer, ExtentImporter)
+        states = tuple(file_state(file.path) for file in item.task.files) if is_watched else ()
         spool = RowSpool(
             self._folder.path,
             part,
@@ -173,7 +177,7 @@ class ReadWorker:
             with ThreadPoolExecutor(1, "digest") as digesting:
                 whole = isinstance(self._importer, WholeFileImporter)
                 digests = TaskDigests(item.task.files if item.digests else (), digesting, whole=whole)
-                found = self._rows(item.task, digests, extents=extents)
+                found = self._rows(item.task, digests, states, extents=extents)
                 skipped = self._read(item.task, found, spool, _Throttle(report, item.task.size))
                 files = digests.results()
             for file in item.task.files:
@@ -185,7 +189,7 @@ class ReadWorker:
             spool.drop()
             raise
         size = self._folder.keep(part)
-        rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped), extents), columns)
+        rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped), extents, states), columns)
         if part:
             write_record(self._folder, record_name(item.task), encode_task(rows))
         return rows
@@ -240,15 +244,15 @@ class ReadWorker:
             throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
 
     def _rows(
-        self, task: SourceTask, digests: TaskDigests, *, extents: bool
+        self, task: SourceTask, digests: TaskDigests, states: Sequence[int], *, extents: bool
     ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
         """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
         importer = self._importer
         try:
             if isinstance(importer, WholeFileImporter):
                 yield from importer.read_files(task, digests.add, extents=extents)
-            elif extents and isinstance(importer, ExtentImporter):
-                yield from importer.read_extents(task)
+            elif states and isinstance(importer, ExtentImporter):
+                yield from importer.read_extents(task, states)
             elif isinstance(importer, ColumnImporter):
                 yield from importer.read_columns(task)
             else:
@@ -323,6 +327,7 @@ def decode_task(number: int, data: bytes) -> TaskRows:
     columns, meta = RowColumns.from_bytes(data)
     files: Any = meta["files"]
     skipped: Any = meta["skipped"]
+    states: Any = meta["states"]
     facts = TaskFacts(
         number=number,
         part=str(meta["part"]),
@@ -330,6 +335,7 @@ def decode_task(number: int, data: bytes) -> TaskRows:
         files=tuple(SourceDigest(*entry) for entry in files),
         skipped=tuple(SkippedRow(*entry) for entry in skipped),
         extents=bool(meta["extents"]),
+        states=tuple(int(state, 16) for state in states),
     )
     return TaskRows(facts, columns)
 
@@ -342,6 +348,7 @@ def encode_task(rows: TaskRows) -> bytes:
             "part_bytes": rows.facts.part_bytes,
             "files": [[file.name, file.size, file.sha256] for file in rows.facts.files],
             "extents": rows.facts.extents,
+            "states": [f"{state:x}" for state in rows.facts.states],
             "skipped": [[s.source_name, s.source_row, s.kind, s.message] for s in rows.facts.skipped],
         }
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
+from shardkit.dataset.extents import file_state
 from shardkit.dataset.scratch_parts import FilePart
 from shardkit.errors import FormatError, StoreError
 from shardkit_tools.building.job_directory import JobDirectory
@@ -28,7 +29,7 @@ def finished_tasks(
     for number, task in enumerate(tasks):
         name = record_name(task)
         rows = finished_rows(job, number, name)
-        if rows is not None:
+        if rows is not None and _is_watched_well(task, rows):
             finished[number] = rows
             keep |= {name, rows.facts.part}
     for name in job.names():
@@ -68,3 +69,9 @@ def _is_whole(job: JobDirectory, rows: TaskRows) -> bool:
     finally:
         part.close()
     return True
+
+
+def _is_watched_well(task: SourceTask, rows: TaskRows) -> bool:
+    """Whether the files that rows are still to be read from are what they were."""
+    states = rows.facts.states
+    return not states or states == tuple(file_state(file.path) for file in task.files)

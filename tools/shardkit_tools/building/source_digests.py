@@ -23,7 +23,7 @@ __all__ = ["SourceDigests", "TaskDigests", "check_unchanged", "digest_file", "di
 
 _PIECE_BYTES = 2**20
 _MAX_RECORD_BYTES = 10_000
-_MAX_UNHASHED = 4
+_MAX_UNHASHED = 2
 
 
 class SourceDigests:
@@ -92,6 +92,7 @@ class TaskDigests:
         self._pending: list[tuple[SourceFile, bytes]] = []
         self._pending_bytes = 0
         self._hashed: list[Future[list[SourceDigest]]] = []
+        self._made: list[SourceDigest] = []
 
     def add(self, file: SourceFile, data: bytes) -> None:
         """All bytes of a file."""
@@ -109,14 +110,18 @@ class TaskDigests:
         if self._read is not None:
             return tuple(self._read.result())
         self._submit()
-        found: Mapping[str, SourceDigest] = {one.name: one for part in self._hashed for one in part.result()}
+        found: Mapping[str, SourceDigest] = {
+            one.name: one for part in (self._made, *(part.result() for part in self._hashed)) for one in part
+        }
         return tuple(found.get(file.name) or digest_file(file) for file in self._files)
 
     def _submit(self) -> None:
-        if len(self._hashed) >= _MAX_UNHASHED:  # they hold their files in memory
-            self._hashed[-_MAX_UNHASHED].result()
-        self._hashed.append(self._executor.submit(_hashed, self._pending))
-        self._pending, self._pending_bytes = [], 0
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        behind = self._hashed[-_MAX_UNHASHED:]
+        if len(behind) == _MAX_UNHASHED and not behind[0].done():  # they hold their files in memory
+            self._made += _hashed(pending)  # rather than wait
+            return
+        self._hashed.append(self._executor.submit(_hashed, pending))
 
 
 def _hashed(files: list[tuple[SourceFile, bytes]]) -> list[SourceDigest]:

@@ -8,12 +8,12 @@ any size takes the memory of one range of rows.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
@@ -36,6 +36,7 @@ __all__ = ["NumpyImporter", "open_numpy"]
 
 _TASK_BYTES = 64 << 20
 _MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
+_PIECE_ROWS = 1 << 14
 _PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read and being encoded
 
 
@@ -76,18 +77,6 @@ class ArrayFile:
             else:
                 whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
             return np.array(whole[start:stop], order="C")
-        data = self._bytes(start, stop)
-        return np.frombuffer(data, np.dtype(self.dtype)).reshape(stop - start, *self.shape[1:])
-
-    def extents(self, place: int, start: int, stop: int) -> ExtentColumn:
-        """Where rows start … stop − 1 are; the file is the ``place``-th of its task."""
-        size = self.row_bytes
-        data = self._bytes(start, stop)
-        check = [xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]
-        offset = self.offset + size * np.arange(start, stop, dtype=np.int64)
-        return ExtentColumn(place, offset, size, np.array(check, np.uint64))
-
-    def _bytes(self, start: int, stop: int) -> memoryview:
         with open_file(self.file) as stream:
             stream.seek(self.offset + start * self.row_bytes)
             data = stream.read((stop - start) * self.row_bytes)
@@ -95,7 +84,12 @@ class ArrayFile:
             raise SourceError(
                 f"{self.file.path} rows {start}:{stop}: the file ends inside them; write it again"
             )
-        return memoryview(data)
+        return np.frombuffer(data, np.dtype(self.dtype)).reshape(stop - start, *self.shape[1:])
+
+    def extents(self, place: int, state: int, start: int, stop: int) -> ExtentColumn:
+        """Where rows start … stop − 1 are; the file is the ``place``-th of its task."""
+        offset = self.offset + self.row_bytes * np.arange(start, stop, dtype=np.int64)
+        return ExtentColumn(place, offset, self.row_bytes, state)
 
 
 @dataclass(frozen=True)
@@ -127,26 +121,33 @@ class NumpyImporter:
 
     def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
         """Some MiB of rows at a time."""
-        return self._columns(task, extents=False)
+        return self._columns(task, ())
 
     def bytes_in_place(self, task: SourceTask) -> int:
         """See `ExtentImporter`."""
         stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
         return sum(array.row_bytes for array in self.arrays if self._is_in_place(array)) * (stop - task.start)
 
-    def read_extents(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
-        """Some MiB of rows at a time; large ones that need no conversion stay where they are."""
-        return self._columns(task, extents=True)
+    def read_extents(
+        self, task: SourceTask, states: Sequence[int]
+    ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """Many rows at a time; large ones that need no conversion stay where they are."""
+        for array in self.arrays:
+            if self._is_in_place(array):
+                _read_ahead(array, task.start, task.stop)
+        return self._columns(task, states)
 
-    def _columns(self, task: SourceTask, *, extents: bool) -> Iterator[SampleColumns]:
+    def _columns(self, task: SourceTask, states: Sequence[int]) -> Iterator[SampleColumns]:
         stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
         name = self.arrays[0].file.name
-        step = max(1, _PIECE_BYTES // max(1, sum(array.row_bytes for array in self.arrays)))
+        in_place = {array.field for array in self.arrays if states and self._is_in_place(array)}
+        read = sum(array.row_bytes for array in self.arrays if array.field not in in_place)
+        step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, read)))
         for start in range(task.start, stop, step):
             end = min(stop, start + step)
             columns = {
-                array.field: array.extents(place, start, end)
-                if extents and self._is_in_place(array)
+                array.field: array.extents(place, states[place], start, end)
+                if array.field in in_place
                 else array.rows(start, end)
                 for place, array in enumerate(self.arrays)
             }
@@ -168,6 +169,16 @@ class NumpyImporter:
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""
         return {"importer": "npy"}
+
+
+def _read_ahead(array: ArrayFile, start: int, stop: int | None) -> None:
+    """Ask the system for rows of a local file that will be wanted in another order."""
+    length = ((array.shape[0] if stop is None else stop) - start) * array.row_bytes
+    if hasattr(os, "posix_fadvise"):
+        with open_file(array.file) as stream:
+            os.posix_fadvise(
+                stream.fileno(), array.offset + start * array.row_bytes, length, os.POSIX_FADV_WILLNEED
+            )
 
 
 def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:

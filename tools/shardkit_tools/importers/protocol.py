@@ -176,8 +176,15 @@ class ExtentImporter(Importer, Protocol):
     def bytes_in_place(self, task: SourceTask) -> int:
         """Bytes of a task that `read_extents` leaves where they are."""
 
-    def read_extents(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
-        """What `Importer.read` gives, in the same order, with extents in the place of large payloads."""
+    def read_extents(
+        self, task: SourceTask, states: Sequence[int]
+    ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """What `Importer.read` gives, in the same order, with extents in the place of large payloads.
+
+        Args:
+            task: to be read.
+            states: of its files, see `file_state`.
+        """
 
 
 @runtime_checkable

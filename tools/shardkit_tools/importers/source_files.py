@@ -120,34 +120,57 @@ def open_file(file: SourceFile) -> BinaryIO:
     """
     if is_url(file.path):
         return open_url(file)
+    return os.fdopen(_opened(file), "rb", buffering=1 << 18)
+
+
+def _opened(file: SourceFile) -> int:
+    """Descriptor of a local file that is as large as it was when it was listed."""
     try:
         # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(file.path, error) from error
-    stream = os.fdopen(descriptor, "rb", buffering=1 << 18)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
-        stream.close()
+        os.close(descriptor)
         raise SourceError(
             f"{file.path}: changed since it was listed ({file.size} bytes then, {found.st_size} now); build "
             "from a source that nobody writes to"
         )
-    return stream
+    return descriptor
 
 
 def read_file(file: SourceFile) -> bytes:
     """All bytes of a file; errors as for `open_file`."""
-    with open_file(file) as stream:
-        try:
-            data = stream.read()
-        except OSError as error:
-            raise _unreadable(file.path, error) from error
+    if is_url(file.path):
+        with open_url(file) as stream:
+            try:
+                data = stream.read()
+            except OSError as error:
+                raise _unreadable(file.path, error) from error
+    else:
+        data = _read_local(file)
     if len(data) != file.size:
         raise SourceError(
             f"{file.path}: {file.size} bytes when listed, {len(data)} when read; it changed meanwhile"
         )
     return data
+
+
+def _read_local(file: SourceFile) -> bytes:
+    """Without a stream: of small files that is most of what reading them costs."""
+    descriptor = _opened(file)
+    pieces = []
+    left = file.size
+    try:
+        while left and (piece := os.read(descriptor, left)):
+            pieces.append(piece)
+            left -= len(piece)
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+    finally:
+        os.close(descriptor)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def open_plain(file: SourceFile) -> BinaryIO:
