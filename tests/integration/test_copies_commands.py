@@ -292,3 +292,21 @@ def test_sets_that_are_left_without_parity_are_told(tmp_path: Path, shell: Shell
     told = shell("place", root, "--parity", "4+2", code=1)
     assert "parity set" in told
     assert "shardkit repair" in told
+
+
+def test_a_critical_stratum_that_there_is_not_is_named_with_those_that_there_are(
+    tmp_path: Path, source: Path, shell: Shell
+) -> None:
+    root = tmp_path / "root"
+    copies = ["--location", f"a={tmp_path / 'a'}", "--location", f"b={tmp_path / 'b'}", "--copies", "2"]
+    told = shell(
+        "build", source, root, "--stratify", "label", *copies, "--critical", "gold=3", "--mode", "sync"
+    )
+    assert "critical stratum 'gold' is in no version; there are '0', '1'" in " ".join(told.split())
+    told = shell("place", root, "--critical", "gold=2", "--critical", "2=3", code=2)
+    assert "critical stratum '2': no version of" in told
+    assert "there are '0', '1'" in told
+    shell("place", root, "--critical", "1=3")
+    told = shell("build", source, root, "--stratify", "label", "--ref", "again")
+    assert "is in no version" not in told
+    shell("place", root, "--undo")

@@ -10,8 +10,9 @@ import typer
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
 from shardkit.storage.policy import LocationRecord, Policy, read_table
+from shardkit.storage.policy.opening import root_store
 from shardkit.storage.replicating import Pace, place, replicate
-from shardkit.storage.replicating.needed import live_versions
+from shardkit.storage.replicating.needed import live_versions, unknown_strata
 from shardkit.storage.replicating.placing import Change
 from shardkit.storage.replicating.protecting import encode_parity
 from shardkit_tools.console import bytes_text, print_line
@@ -135,8 +136,18 @@ def finish_copies(root: str) -> int | None:
 
 
 def print_copies(root: str, lag: int | None) -> None:
-    """What is left to be copied."""
+    """What is left to be copied, and critical strata that are in no version: nothing is protected by them."""
+    if lag is None:
+        return
     if lag:
         print_line(f"copies: {bytes_text(lag)} below policy; run: shardkit replicate {root}")
-    elif lag == 0:
+    else:
         print_line("copies: the policy is met")
+    repository = Repository.open(root, read_only=True)
+    table = read_table(root_store(repository.store), repository.id)
+    for name, hint in (unknown_strata(repository, table) if table else {}).items():
+        print_line(
+            f"critical stratum {name!r} is in no version; {hint}; to name another: shardkit place {root} "
+            "--critical NAME=N",
+            "yellow",
+        )

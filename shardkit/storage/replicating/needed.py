@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from shardkit.storage.parity.catalogue import parity_names
 from shardkit.storage.policy import LocationTable, Placed, placement
 from shardkit.storage.repository import Repository
 
-__all__ = ["Needed", "find_needed", "live_versions"]
+__all__ = ["Needed", "find_needed", "live_versions", "strata_of", "there_are", "unknown_strata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,42 @@ def find_needed(repository: Repository, table: LocationTable, versions: Iterable
             if len(one.where) > len(found[one.name].where):
                 found[one.name] = one  # one version may know a shard as critical, another not
     return found
+
+
+def strata_of(repository: Repository, versions: Iterable[str]) -> set[str]:
+    """Names by which a policy may call the strata of some versions and of their parts in this root.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
+    """
+    found: set[str] = set()
+    for _, inventory in walk_versions(repository, versions):
+        found.update(*_names_of_strata(inventory.manifest))
+    return found
+
+
+def unknown_strata(repository: Repository, table: LocationTable) -> dict[str, str]:
+    """Critical strata of the policy that no version has → which there are; empty while there is no version.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
+    """
+    versions = live_versions(repository)
+    if not versions or not table.policy.critical:
+        return {}
+    known = strata_of(repository, versions)
+    names = [one.stratum for one in table.policy.critical]
+    return {name: there_are(name, known) for name in names if name not in known}
+
+
+def there_are(name: str, known: Iterable[str]) -> str:
+    """For a message: the stratum that was meant, or some of those that there are."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"there are {', '.join(map(repr, names[:10]))}{more}"
 
 
 def _of_version(

@@ -24,7 +24,7 @@ from shardkit.storage.policy.opening import prepare_copy, root_store
 from shardkit.storage.policy.table import first_root
 from shardkit.storage.replicating.dropping import Drops, drop_surplus, surplus
 from shardkit.storage.replicating.facts import Facts, look
-from shardkit.storage.replicating.needed import Needed, find_needed, live_versions
+from shardkit.storage.replicating.needed import Needed, find_needed, live_versions, strata_of, there_are
 from shardkit.storage.replicating.pacing import Pace
 from shardkit.storage.replicating.protecting import encode_parity
 from shardkit.storage.replicating.replicating import (
@@ -54,6 +54,7 @@ class Change:
         forget: names of locations that are gone, or shall not be looked at any more.
         refill: names of locations that are empty, because their disk was replaced, and shall be filled again.
         policy: makes the new policy of the old one.
+        is_undo: it goes back to what was there: strata that have gone since are no mistake.
     """
 
     locations: tuple[LocationRecord, ...] = ()
@@ -61,6 +62,7 @@ class Change:
     forget: tuple[str, ...] = ()
     refill: tuple[str, ...] = ()
     policy: Callable[[Policy], Policy] | None = None
+    is_undo: bool = False
 
 
 @dataclass(slots=True)
@@ -178,48 +180,76 @@ def place(
     """
     pace = pace or Pace()
     base = read_table(root_store(repository.store), repository.id)
-    policy, records = changed_table(repository, base, change)
+    table = _table_after(repository, base, change)
     placing = Placing(base, base)
-    if base is not None and policy == base.policy and records == base.locations:
-        table = base
-    elif base is None and len(records) == 1 and policy == Policy():
+    if table is None:
         return placing
-    else:
-        table = _draft(repository, base, policy, records)
     if not dry_run:
         new = [
-            one for one in records if base is None or base.find(one.name) is None or one.name in change.refill
+            one
+            for one in table.locations
+            if base is None or base.find(one.name) is None or one.name in change.refill
         ]
         prepare(repository, new)
         encode_parity(repository, table, live_versions(repository), pace)
-    reading = over_all(repository)
-    needed = find_needed(reading, table, live_versions(repository))
+    needed = find_needed(over_all(repository), table, live_versions(repository))
     facts = look(repository, table, needed)
     placing.copies = begun(table, facts)
     if dry_run:
         _mark_new(placing.copies, base)
-    if table is not base:
-        if not dry_run:
+        placing.table = table
+    else:
+        if table is not base or change.refill:
             _copy(repository, facts, placing.copies, pace, report)
-            placing.table = commit_table(
-                root_store(repository.store),
-                repository.id,
-                base,
-                policy,
-                records,
-                message=message or _told(base, records),
-                author=author,
-            )
+        if table is not base:
+            placing.table = _commit(repository, base, table, message, author)
             placing.committed = True
-        else:
-            placing.table = table
-    elif change.refill and not dry_run:
-        _copy(repository, facts, placing.copies, pace, report)
     finished(facts, placing.copies)
     _delete_due(placing, facts, needed, pace, grace_s, clock, dry_run=dry_run)
     if not dry_run:
         mirror(repository, facts, placing.copies)
     return placing
+
+
+def _table_after(repository: Repository, base: LocationTable | None, change: Change) -> LocationTable | None:
+    """The table that a change asks for: the one that holds where it changes nothing, else one to place by."""
+    policy, records = changed_table(repository, base, change)
+    if base is not None and policy == base.policy and records == base.locations:
+        return base
+    if base is None and len(records) == 1 and policy == Policy():
+        return None
+    if not change.is_undo:
+        _check_strata(repository, base, policy)
+    return _draft(repository, base, policy, records)
+
+
+def _check_strata(repository: Repository, base: LocationTable | None, policy: Policy) -> None:
+    """Refuse a critical stratum that no version has: it would protect nothing, and nobody would be told."""
+    before = {one.stratum for one in base.policy.critical} if base else set[str]()
+    new = sorted({one.stratum for one in policy.critical} - before)
+    versions = live_versions(repository)
+    if not new or not versions:
+        return
+    known = strata_of(over_all(repository), versions)
+    for name in new:
+        if name not in known:
+            raise ConfigurationError(
+                f"critical stratum {name!r}: no version of {repository.url} has it; {there_are(name, known)}"
+            )
+
+
+def _commit(
+    repository: Repository, base: LocationTable | None, table: LocationTable, message: str, author: str
+) -> LocationTable:
+    return commit_table(
+        root_store(repository.store),
+        repository.id,
+        base,
+        table.policy,
+        table.locations,
+        message=message or _told(base, table.locations),
+        author=author,
+    )
 
 
 def undo(repository: Repository, **options: Any) -> Placing:
@@ -242,6 +272,7 @@ def undo(repository: Repository, **options: Any) -> Placing:
         forget=tuple(one.name for one in now.others if one.name not in back),
         refill=(),
         policy=lambda _: before.policy,
+        is_undo=True,
     )
     return place(repository, change, **{"message": f"undo of placement {now.n}", **options})
 
