@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -271,6 +272,20 @@ def test_a_tiny_memory_bound_is_kept_and_changes_nothing(dataset: shardkit.Datas
     narrow = dataset.loader(plan, tensors=False, memory="1MiB")
     assert list(_stream(narrow)) == wide
     assert narrow.stats()["peak_bytes"] <= 1 << 20
+
+
+def test_a_step_that_needs_more_than_the_memory_bound_is_said_and_loaded(tmp_path: Path) -> None:
+    with shardkit.create(str(tmp_path / "data"), {"x": "int64[2048]"}, block_size="256KiB") as writer:
+        for number in range(256):
+            writer.add({"x": np.full(2048, number)})
+    dataset = shardkit.open(tmp_path / "data")
+    plan = dataset.plan(global_batch=16, lanes=16)
+    with dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", run=tmp_path / "run") as loader:
+        with pytest.warns(RuntimeWarning, match=r"blocks of step 0 take [0-9.]+ MiB, memory=1.0 MiB"):
+            seen = [int(x) for batch in loader for x in batch["x"][:, 0]]
+    assert sorted(seen) == list(range(256))
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("over_memory") == 1
 
 
 def test_batches_pickle(dataset: shardkit.Dataset) -> None:
