@@ -280,9 +280,11 @@ def test_a_step_that_needs_more_than_the_memory_bound_is_said_and_loaded(tmp_pat
             writer.add({"x": np.full(2048, number)})
     dataset = shardkit.open(tmp_path / "data")
     plan = dataset.plan(global_batch=16, lanes=16)
-    with dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", run=tmp_path / "run") as loader:
-        with pytest.warns(RuntimeWarning, match=r"blocks of step 0 take [0-9.]+ MiB, memory=1.0 MiB"):
-            seen = [int(x) for batch in loader for x in batch["x"][:, 0]]
+    with (
+        dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", run=tmp_path / "run") as loader,
+        pytest.warns(RuntimeWarning, match=r"blocks of step 0 take [0-9.]+ MiB, memory=1.0 MiB"),
+    ):
+        seen = [int(x) for batch in loader for x in batch["x"][:, 0]]
     assert sorted(seen) == list(range(256))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("over_memory") == 1
