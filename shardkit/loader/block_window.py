@@ -238,14 +238,17 @@ class BlockWindow:
         wanted = self._bytes + need - self._budget
         if wanted <= 0:
             return
-        for block, entry in list(self._entries.items()):
+        dropped = []
+        for block, entry in self._entries.items():
             if wanted <= 0:
-                return
+                break
             if not entry.pins and entry.future.done():
                 wanted -= entry.size
-                self._remove(block, entry)
-                self.counts.evictions += 1
-                self._source.forget(block)
+                dropped.append((block, entry))
+        for block, entry in dropped:
+            self._remove(block, entry)
+            self.counts.evictions += 1
+            self._source.forget(block)
 
     def _remove(self, block: int, entry: _Entry) -> None:
         del self._entries[block]
