@@ -75,10 +75,13 @@ class RayEngine:
         """
         if not self._ray.is_initialized():
             self._start()
-        slots = int(self._ray.cluster_resources().get("CPU", 1))
-        self._slots = max(1, min(slots, self._jobs or slots))
         self._tally = self._ray.remote(num_cpus=0, max_restarts=-1)(_Tally).remote()
         return self
+
+    def _slots(self) -> int:
+        """Tasks at a time: nodes may come and go while a build goes on."""
+        processors = int(self._ray.cluster_resources().get("CPU", 1))
+        return max(1, min(processors, self._jobs or processors))
 
     def __exit__(self, *_: object) -> None:
         self._cancel()
@@ -139,10 +142,10 @@ class RayEngine:
         given = _Given(platform.node(), _own_versions(), self._tally)
         counted = _Counted(report)
         numbered = enumerate(iter(items))
-        asked = time.monotonic()
+        asked, slots = time.monotonic(), self._slots()
         try:
             while True:
-                for number, item in itertools.islice(numbered, self._slots - len(self._running)):
+                for number, item in itertools.islice(numbered, max(0, slots - len(self._running))):
                     reference = task.options(name=f"shardkit {type(item).__name__}").remote(
                         key, made, item, number, given
                     )
@@ -151,7 +154,7 @@ class RayEngine:
                     return
                 ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=_POLL_S)
                 if time.monotonic() - asked > _POLL_S:
-                    asked = time.monotonic()
+                    asked, slots = time.monotonic(), self._slots()
                     counted.add(self._counts())
                 for reference in ready:
                     number, item = self._running.pop(reference)
