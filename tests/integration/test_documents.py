@@ -202,4 +202,8 @@ def test_the_image_is_made_of_what_is_there() -> None:
     extras = re.search(r'"\.\[([a-z0-9,]+)\]"', text)
     assert extras is not None
     assert set(extras[1].split(",")) <= set(project["project"]["optional-dependencies"])
+    run = tomllib.loads((DEPLOYMENT / "run.toml").read_text())
+    needed = {"train", "s3"} | ({"metrics"} if "listen" in run["log"] else set())
+    needed |= {"images"} if run["model"]["kind"] == "classifier" else set()
+    assert needed <= set(extras[1].split(",")), "what the run beside it uses"
     assert re.search(r"^USER 1000", text, re.MULTILINE), "a container does not run as root"
