@@ -112,27 +112,32 @@ def write_shard(
         StoreError: the store or the scratch disk fails; nothing torn is published.
         IntegrityError: a scratch record changed.
     """
-    with repository.stage_object(extension(format, compression)) as staged:
-        with WriteBehind(staged, staged.sync, is_small=rows.raw_bytes < _SMALL_BYTES) as behind:
-            writer = open_writer(
-                behind,
-                format=format,
-                compression=compression,
-                schema=schema,
-                block_rows=rows.block_rows,
-                executor=behind.hashing,
-            )
-            for block, size in _blocks(reader, rows, gather_bytes):
-                writer.write_block(block)
-                if on_block is not None:
-                    on_block(len(block), size)
-            index = writer.finish()
-            behind.flush()
+    with (
+        repository.stage_object(extension(format, compression)) as staged,
+        WriteBehind(staged, staged.sync, is_small=rows.raw_bytes < _SMALL_BYTES) as behind,
+    ):
+        writer = open_writer(
+            behind,
+            format=format,
+            compression=compression,
+            schema=schema,
+            block_rows=rows.block_rows,
+            executor=behind.hashing,
+        )
+        for block, size in _blocks(reader, rows, gather_bytes):
+            writer.write_block(block)
+            if on_block is not None:
+                on_block(len(block), size)
+        index = writer.finish()
+        behind.flush()
+        # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
+        put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
         shard = staged.finish()
+        index_descriptor = put_index()
     return WrittenShard(
         number=rows.number,
         shard=shard,
-        index=repository.put_object(index.to_bytes(), "index"),
+        index=index_descriptor,
         rows=len(rows.ordinal),
         block_rows=rows.block_rows,
         largest_block=int(index.block_raw_size.max()),

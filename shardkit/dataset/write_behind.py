@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import TypeVar
 
 from shardkit.formats import Sink
 
 __all__ = ["WriteBehind"]
 
+T = TypeVar("T")
 _MAX_UNWRITTEN = 4
 _SYNC_BYTES = 32 * 2**20
 
@@ -54,6 +56,12 @@ class WriteBehind:
             self._unwritten.popleft().result()
         self._unwritten.append(self._writing.submit(self._put, data))
         self._begin_sync(len(data))
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin other work, in a thread where there are any; what is returned waits for it, and raises what it does."""
+        if self.hashing is None:
+            return work
+        return self.hashing.submit(work).result
 
     def flush(self) -> None:
         """Wait until everything is with the sink.

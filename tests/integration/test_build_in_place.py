@@ -15,7 +15,7 @@ import shardkit_tools
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
 from shardkit.storage import Repository
-from shardkit_tools.building import build_run, page_cache, passes, reading, source_digests
+from shardkit_tools.building import build_run, engines, page_cache, passes, reading, source_digests
 from shardkit_tools.building.page_cache import fits_page_cache, page_cache_bytes
 from shardkit_tools.importers import folder, numpy_rows, source_files
 from shardkit_tools.importers.protocol import SourceFile
@@ -203,6 +203,28 @@ def test_a_file_that_cannot_be_hashed_stops_the_build(
     with pytest.raises(SourceError, match="changed while it was read"):
         shardkit_tools.build(source, tmp_path / "root", **SETTINGS)
     assert Repository.open(tmp_path / "root").head() is None
+
+
+@pytest.mark.parametrize(("compression", "processes"), [("none", 0), ("zstd", 2)])
+def test_no_process_is_started_for_what_threads_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, processes: int
+) -> None:
+    monkeypatch.setattr(passes, "SMALL_BYTES", 100_000)
+    monkeypatch.setattr(numpy_rows, "_TASK_BYTES", 1_000_000)
+    np.save(tmp_path / "a.npy", np.zeros((1000, 1024), np.int32))
+    started = []
+    real = engines.LocalEngine._free
+
+    def free(self: engines.LocalEngine) -> Any:
+        one = real(self)
+        started.append(one.process.pid)
+        return one
+
+    monkeypatch.setattr(engines.LocalEngine, "_free", free)
+    named: dict[str, Any] = {"shard_size": "1MiB", "format": "arrow", "compression": compression}
+    result = shardkit_tools.build(tmp_path / "a.npy", tmp_path / "root", **named, jobs=2)
+    assert result.shards == 4
+    assert len(set(started)) == processes
 
 
 def test_what_the_page_cache_holds() -> None:

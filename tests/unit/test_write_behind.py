@@ -47,6 +47,20 @@ def test_everything_arrives_in_order(is_small: bool) -> None:
     assert (threading.current_thread().name in sink.threads) == is_small
 
 
+@pytest.mark.parametrize("is_small", [False, True])
+def test_what_is_done_beside_is_waited_for_and_fails_where_it_is_asked_for(is_small: bool) -> None:
+    def fails() -> int:
+        raise StoreError("no room for the index")
+
+    with WriteBehind(Sink(), lambda: None, is_small=is_small) as behind:
+        good, bad = behind.beside(lambda: 7), behind.beside(fails)
+        behind.write(b"x")
+        behind.flush()
+        assert good() == 7
+        with pytest.raises(StoreError, match="the index"):
+            bad()
+
+
 def test_the_disk_is_asked_to_sync_while_there_is_more_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "_SYNC_BYTES", 100)
     syncs: list[int] = []

@@ -174,10 +174,12 @@ class BuildRun:
             self._base = None  # its rows are these rows: they are counted by themselves
             return self._result(found, self._plan(found, columns, job), made, None, None, reused_tasks, 0)
         plan = self._plan(found, columns, job)
+        final = digests.beside(
+            lambda: self._final_version(repository, sources or self._sources(found, skipped, digests))
+        )
         shards, reused_shards = self._passes.write(repository, job, plan, self._tasks)
         self._meter.begin("commit")
-        sources = sources or self._sources(found, skipped, digests)
-        version = self._final_version(repository, sources)
+        version = final()
         made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
         listed = self._list_skipped(parent, skipped)
         entry = self._commit(repository, made)

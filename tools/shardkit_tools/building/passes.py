@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Iterator, Sequence
 
 from shardkit.dataset.committing import NewVersion
@@ -15,7 +16,7 @@ from shardkit.dataset.splits import split_of
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.storage import Repository
 from shardkit_tools.building.build_plan import BuildPlan
-from shardkit_tools.building.engines import Engine
+from shardkit_tools.building.engines import Engine, LocalEngine
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
 from shardkit_tools.building.outcome import BuildSettings
@@ -36,9 +37,14 @@ from shardkit_tools.importers.protocol import Importer, SourceTask
 
 __all__ = ["SMALL_BYTES", "Passes"]
 
-# Below this a process costs more to start than it saves.
 SMALL_BYTES = 8 * 2**20
 """Below this a process costs more to start than it saves."""
+
+# Copying and hashing is done by threads that do not wait for the interpreter: one process keeps some two processors
+# busy with it, and has done so many times as much before another one has started.
+_LIGHT = 64
+_FEW_PROCESSORS = 4
+_LIGHT_ROW_BYTES = 4096
 
 
 class Passes:
@@ -107,7 +113,10 @@ class Passes:
             marks=self._settings.marks,
             extents=in_place > 0,
         )
-        for rows in self._engine.run(make, todo, self._meter.add, here=left < SMALL_BYTES):
+        is_light = in_place > total // 2
+        for rows in self._engine.run(
+            make, todo, self._meter.add, here=self._is_small(left, is_light=is_light)
+        ):
             found[rows.facts.number] = rows
         self._meter.end()
         read = [found.pop(number) for number in range(len(tasks))]
@@ -185,7 +194,9 @@ class Passes:
             self._settings.gather_bytes,
         )
         try:
-            for shard in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
+            is_light = self._version.compression == "none" and total >= _LIGHT_ROW_BYTES * len(plan.rows)
+            here = self._is_small(total, is_light=is_light)
+            for shard in self._engine.run(make, unfinished(), self._meter.add, here=here):
                 written[shard.number] = shard
             _check_watched(plan.parts, tasks)
         except (IntegrityError, SourceError):
@@ -193,6 +204,19 @@ class Passes:
             raise
         self._meter.end()
         return [written[number] for number in range(plan.layout.shards)], reused
+
+    def _is_small(self, size: int, *, is_light: bool) -> bool:
+        """Whether work is done sooner in this process than when others are started for it."""
+        if not is_light or not isinstance(self._engine, LocalEngine):
+            return size < SMALL_BYTES
+        return size < SMALL_BYTES * _LIGHT or (SMALL_BYTES > 0 and _processors() < _FEW_PROCESSORS)
+
+
+def _processors() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _check_watched(parts: Sequence[TaskFacts], tasks: Sequence[SourceTask]) -> None:

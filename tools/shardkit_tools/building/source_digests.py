@@ -6,9 +6,9 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Self
+from typing import Self, TypeVar
 
 import xxhash
 
@@ -21,6 +21,7 @@ from shardkit_tools.importers.source_files import open_file
 
 __all__ = ["SourceDigests", "TaskDigests", "check_unchanged", "digest_file", "digest_record", "shared_files"]
 
+T = TypeVar("T")
 _PIECE_BYTES = 2**20
 _MAX_RECORD_BYTES = 10_000
 _MAX_UNHASHED = 2
@@ -43,6 +44,7 @@ class SourceDigests:
         self._stopped = threading.Event()
         self._threads = ThreadPoolExecutor(max(1, threads), "digest")
         self._found: list[Future[SourceDigest]] = []
+        self._waiting = ThreadPoolExecutor(1, "sources")
 
     def __enter__(self) -> Self:
         self._found = [self._threads.submit(self._digest, file) for file in self.files]
@@ -51,6 +53,16 @@ class SourceDigests:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._waiting.shutdown(wait=True, cancel_futures=True)
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin work that waits for `results`, in a thread unless they are there.
+
+        What is returned waits for it, and raises what it raises.
+        """
+        if not self._found:
+            return work
+        return self._waiting.submit(work).result
 
     def results(self) -> list[SourceDigest]:
         """Wait for all of them, in the order of the files.
