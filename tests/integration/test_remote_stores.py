@@ -20,13 +20,18 @@ from shardkit.storage import LocalStore, Repository, Store, open_store
 from shardkit.storage.remote import ObjectStore, Patience, parse_address, probe
 from shardkit.testing.servers import (
     ACCESS_KEY,
+    AZURE_ACCOUNT,
+    AZURE_KEY,
     SECRET_KEY,
     Unavailable,
+    azure_environment,
+    azurite,
     localstack,
     moto,
     rclone,
     s3_environment,
 )
+from shardkit.testing.sftp_server import sftp
 from shardkit.testing.store_conformance import StoreConformance
 
 BUCKET = "shards"
@@ -54,6 +59,15 @@ def localstack_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 def rclone_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         with rclone(tmp_path_factory.mktemp("rclone"), BUCKET) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def azurite_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    try:
+        with azurite(tmp_path_factory.mktemp("azurite"), BUCKET) as endpoint:
             yield endpoint
     except Unavailable as reason:
         pytest.skip(str(reason))
@@ -97,6 +111,57 @@ class TestLocalStack(StoreConformance):
             stat = store.head(name)
             assert stat is not None
             assert stat == (len(data), digest)
+
+
+class TestAzure(StoreConformance):
+    """Azure's blobs through obstore, against Microsoft's emulator."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, monkeypatch: pytest.MonkeyPatch, azurite_endpoint: str) -> None:
+        for name, value in azure_environment(azurite_endpoint).items():
+            monkeypatch.setenv(name, value)
+
+    def new_store(self, tmp_path: Path) -> Store:
+        return open_store(f"az://{BUCKET}/{uuid.uuid4().hex}/deep")
+
+    def test_a_root_for_several_writers(self) -> None:
+        url = f"az://{BUCKET}/{uuid.uuid4().hex}"
+        first = Repository.create(url)
+        manifest = first.put_object(b"manifest", "manifest").digest
+        Repository.open(url).commit({"main": manifest}, message="first")
+        assert first.resolve() == manifest
+        assert probe(open_store(f"az://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
+
+    def test_errors_hold_no_credential(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:9/{AZURE_ACCOUNT}")
+        address = parse_address(f"az://{BUCKET}/x")
+        dead = ObjectStore(address, patience=Patience(deadline_s=0.2, attempt_s=1))
+        with pytest.raises(StoreError, match=r"no connection|no answer|timed out") as caught:
+            dead.get("x", max_bytes=1)
+        assert AZURE_KEY not in "".join(traceback.format_exception(caught.value))
+
+    def test_a_missing_container_is_no_empty_one(self) -> None:
+        store = open_store("az://never-made/x")
+        with pytest.raises(StoreError, match="ContainerNotFound"):
+            store.get("shardkit.json", max_bytes=10)
+        with pytest.raises(StoreError, match="ContainerNotFound"):
+            store.put_new("shardkit.json", b"")
+
+
+class TestSftp(StoreConformance):
+    """A server of SFTP behind fsspec; where paramiko is installed."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        folder, home = tmp_path / "served", tmp_path / "home"
+        folder.mkdir()
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+        try:
+            with sftp(folder, home) as url:
+                yield open_store(f"{url}deep")
+        except Unavailable as reason:
+            pytest.skip(str(reason))
 
 
 class TestFsspecMemory(StoreConformance):

@@ -27,8 +27,9 @@ _Result = TypeVar("_Result")
 Buffer = Any
 """Bytes, or whatever has them behind the buffer protocol."""
 
-WRITE_ID: Final = "shardkit-write"
-"""Metadata key under which a put notes which call made the object."""
+WRITE_ID: Final = "shardkitwrite"
+"""Metadata key under which a put notes which call made the object; Azure takes letters, digits and _ only, and some
+proxies drop headers with _."""
 
 _TOKEN_LIFE: Final = timedelta(
     minutes=6

@@ -44,6 +44,8 @@ _BY_STATUS: Final[dict[int, Kind]] = {
     429: "throttled",
     503: "throttled",
 }
+_PAST_THE_END: Final = "Wanted range starting at"
+"""What obstore says of a range where the server answered it with bytes that do not begin there (Azure)."""
 _ADVICE: Final[dict[Kind, str]] = {
     "throttled": "it asks for fewer requests; lower the concurrency or wait",
     "no-answer": "look at the network and the endpoint, then run it again",
@@ -85,6 +87,8 @@ def classify(error: BaseException) -> Failure:
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
     status = int(next(filter(None, status_match.groups()))) if status_match else None
     code = next(filter(None, code_match.groups())) if code_match else ""
+    if status is None and _PAST_THE_END in text:
+        return Failure("range", "past the end")
     reason = " ".join(filter(None, (f"HTTP {status}" if status else "", code))) or _short(error, text)
     return Failure(_kind(type(error).__name__, status, code), reason)
 

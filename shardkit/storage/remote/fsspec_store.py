@@ -207,9 +207,13 @@ class FsspecStore:
             fsspec = importlib.import_module("fsspec")
 
             def make() -> tuple[Any, str]:
-                system, root = fsspec.core.url_to_fs(
-                    self._address.url, skip_instance_cache=True, use_listings_cache=False
-                )
+                address = self._address.url
+                try:
+                    system, root = fsspec.core.url_to_fs(
+                        address, skip_instance_cache=True, use_listings_cache=False
+                    )
+                except TypeError:  # some hand what they do not know to their client: sftp
+                    system, root = fsspec.core.url_to_fs(address, skip_instance_cache=True)
                 return system, root.rstrip("/")
 
             found = self._systems.setdefault(os.getpid(), self._told("the root", "open", make))
