@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn
 
-__all__ = ["GatherColumns", "RowAddresses", "fields_to_copy"]
+__all__ = ["GatherColumns", "RowAddresses"]
 
 Int64s = NDArray[np.int64]
 
@@ -35,7 +35,6 @@ _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**
 # holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed.
 _FREE_ITEMS = 501
 _MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
-_LARGE_PAYLOAD = 1 << 12  # bytes; an object costs some 50 beside them
 _FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
 _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
 
@@ -43,44 +42,26 @@ _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
 class GatherColumns:
     """Where the columns of one loaded block lie: start address and row pitch per fixed field.
 
-    Holds the block, so that the addresses stay valid while this object is alive. Large payloads of bytes fields are
-    made into objects at once: here they come from a core's cache, verified a moment ago, on a thread that nobody waits
-    for row by row.
+    Holds the block, so that the addresses stay valid while this object is alive.
 
     Args:
         block: verified.
         fields: which of its fields to gather.
-        copied: bytes fields whose payloads are made at once; the same for all blocks that are gathered together
-            (`fields_to_copy`).
-
-    Attributes:
-        is_copy: nothing here is a view of the block's bytes any more.
     """
 
-    __slots__ = ("_keep", "facts", "is_copy", "payloads", "rows", "views")
+    __slots__ = ("_keep", "facts", "rows", "views")
 
-    def __init__(self, block: Block, fields: Sequence[str], copied: frozenset[str] = frozenset()) -> None:
+    def __init__(self, block: Block, fields: Sequence[str]) -> None:
         self.rows = block.rows
-        self._keep: list[Any] = []
+        self._keep: list[Any] = [block]
         self.views: list[memoryview | None] = []  # of variable fields: their bytes
-        self.payloads: list[list[bytes] | None] = []  # of fields that were copied: a payload per row
-        self.is_copy = bool(copied)
         facts = array("q", (block.rows,))
         for name in fields:
             column = block.column(name)
             if isinstance(column, FixedColumn):
-                facts.extend(self._add_fixed(column.values.copy() if copied else column.values))
-                continue
-            starts, ends = _checked_spans(column)
-            view = np.asarray(column.data).data
-            if name in copied:
-                facts.extend(self._add_payloads(view, starts, ends))
-            elif copied:
-                facts.extend(self._add_variable(*_compact(view, starts, ends)))
+                facts.extend(self._add_fixed(column.values))
             else:
-                facts.extend(self._add_variable(column.data, starts, ends))
-        if not copied:
-            self._keep.append(block)
+                facts.extend(self._add_variable(column))
         self.facts = facts.tobytes()  # thousands of blocks at a time are put into one table
 
     def _add_fixed(self, values: NDArray[Any]) -> tuple[int, int, int, int]:
@@ -88,25 +69,16 @@ class GatherColumns:
             values = np.ascontiguousarray(values)
         self._keep.append(values)
         self.views.append(None)
-        self.payloads.append(None)
         pitch = values.strides[0] if values.ndim and len(values) > 1 else values[:1].nbytes
         return values.__array_interface__["data"][0], 0, 0, pitch
 
-    def _add_variable(
-        self, data: NDArray[np.uint8], starts: Int64s, ends: Int64s
-    ) -> tuple[int, int, int, int]:
-        data = np.asarray(data)
+    def _add_variable(self, column: VariableColumn) -> tuple[int, int, int, int]:
+        starts, ends = _checked_spans(column)
+        data = np.asarray(column.data)
         self._keep.append((starts, ends, data))
         self.views.append(data.data)
-        self.payloads.append(None)
         first, second, third = (one.__array_interface__["data"][0] for one in (starts, ends, data))
         return first, second, third, 8
-
-    def _add_payloads(self, view: memoryview, starts: Int64s, ends: Int64s) -> tuple[int, int, int, int]:
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        self.payloads.append([bytes(view[start:end]) for start, end in spans])
-        self.views.append(None)
-        return 0, 0, 0, 8
 
 
 def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
@@ -120,29 +92,6 @@ def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
     ):
         raise FormatError("a variable-size column points outside its block; rebuild the shard it came from")
     return starts, ends
-
-
-def _compact(view: memoryview, starts: Int64s, ends: Int64s) -> tuple[NDArray[np.uint8], Int64s, Int64s]:
-    """The rows end to end, without what lies between them in the block."""
-    spans = zip(starts.tolist(), ends.tolist(), strict=True)
-    data = np.frombuffer(b"".join([view[start:end] for start, end in spans]), np.uint8)
-    borders = np.cumsum(ends - starts)
-    return data, borders - (ends - starts), borders
-
-
-def fields_to_copy(
-    schema: Schema, fields: Sequence[str], typical_bytes: Callable[[Sequence[str]], int]
-) -> frozenset[str]:
-    """Bytes fields so large that what an object costs beside its payload does not count against the memory bound.
-
-    Args:
-        schema: types of the fields.
-        fields: which of them are gathered.
-        typical_bytes: of some fields of a row.
-    """
-    return frozenset(
-        name for name in fields if schema[name].kind == "bytes" and typical_bytes([name]) >= _LARGE_PAYLOAD
-    )
 
 
 class _FieldAddresses(NamedTuple):
@@ -190,14 +139,10 @@ class RowAddresses:
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
         self._blocks = list(blocks)
-        self._which, self._row, self._names = which, row, list(fields)
-        self._copied: dict[str, list[list[bytes]]] = {}
+        self._which = which
         self._fields: list[_FieldAddresses] = []
         for position, name in enumerate(fields):
             field = schema[name]
-            if blocks and blocks[0].payloads[position] is not None:
-                self._copied[name] = [one.payloads[position] or [] for one in blocks]
-                continue
             first, second, third, pitch = table[:, 1 + _FACTS * position : 1 + _FACTS * (position + 1)].T
             offsets = row * pitch[which]
             addresses, sizes, views = first[which] + offsets, None, []
@@ -226,11 +171,7 @@ class RowAddresses:
             else:
                 which = self._which[first:last]
                 columns[name] = _opaque(field, views, which, addresses[first:last], sizes[first:last])
-        if self._copied:
-            which, row = self._which[first:last].tolist(), self._row[first:last].tolist()
-            for name, payloads in self._copied.items():
-                columns[name] = [payloads[block][place] for block, place in zip(which, row, strict=True)]
-        return {name: columns[name] for name in self._names}
+        return columns
 
 
 @lru_cache(maxsize=64)

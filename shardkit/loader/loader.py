@@ -238,7 +238,7 @@ class Loader:
         settings = PipelineSettings(
             rows_per_step=rows,
             bytes_per_step=rows * sources.row_bytes(self._fields),
-            prefetch=self._prefetch(rows, work, machinery.copied),
+            prefetch=self._prefetch(rows, work),
             stall_s=self._config.stall_s,
             report=watchdog,
             over_memory=watchdog.over_memory,
@@ -262,15 +262,12 @@ class Loader:
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         return bool(self._tensors and cuda is not None and cuda.is_initialized())
 
-    def _prefetch(self, rows: int, work: RowWork, copied: frozenset[str]) -> int:
+    def _prefetch(self, rows: int, work: RowWork) -> int:
         if self._config.prefetch is not None:
             return (self._config.prefetch and self._prefetch_now) or self._config.prefetch
         schema, row_bytes = self._sources.schema, self._sources.row_bytes
-        rest = [
-            name for name in self._fields if name not in copied
-        ]  # a step copies these, and refers to the others
-        fixed = all(schema[name].item_bytes is not None for name in rest)
-        small = not rest or rows * row_bytes(rest) <= _INLINE_BYTES
+        fixed = all(schema[name].item_bytes is not None for name in self._fields)
+        small = rows * row_bytes(self._fields) <= _INLINE_BYTES
         return (
             0
             if fixed and small and not work and not self._pins()

@@ -15,7 +15,7 @@ from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
-from shardkit.loader.gather import GatherColumns, fields_to_copy
+from shardkit.loader.gather import GatherColumns
 from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
@@ -61,23 +61,15 @@ class Machinery:
                 lambda shard: reader.shard_name(shard)[18:30], lru_cache(maxsize=None)(reader.has_file)
             )
         times = self.times
-        # where rows are selected, most payloads of a block may never be asked for
-        self.copied = copied = (
-            frozenset[str]()
-            if rows.has_selections
-            else fields_to_copy(sources.schema, fields, sources.row_bytes)
-        )
 
         def load(block: int) -> GatherColumns:
             shard, inside = rows.shard_of_block(block)
             started = time.perf_counter()
             try:
-                found = GatherColumns(reader.read(shard, inside), fields, copied)
+                found = GatherColumns(reader.read(shard, inside), fields)
             except IntegrityError:
                 self.verification_failures += 1
                 raise
-            if found.is_copy:
-                reader.forget(shard, inside)
             if times is not None:
                 times.note(
                     shard, inside, time.perf_counter() - started, sources.block_bytes(block), number=block

@@ -1,4 +1,4 @@
-"""The short cuts of the gather: payloads made at load, rows cut into pieces. Each gives what the plain way gives."""
+"""Rows of all kinds out of any blocks in any order, and rows that are copied in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats import Row, Schema, open_writer, read_block
-from shardkit.loader.gather import GatherColumns, RowAddresses, fields_to_copy
+from shardkit.loader.gather import GatherColumns, RowAddresses
 
 MIXED = Schema.parse(
     {
@@ -91,59 +91,24 @@ def _expect(got: Any, schema: Schema, name: str, samples: Sequence[dict[str, Any
 )
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_payloads_made_at_load_equal_those_made_at_gather(
+def test_rows_of_every_kind_are_gathered_from_any_block(
     format: str, compression: str, data: st.DataObject
 ) -> None:
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     samples = [_mixed(n) for n in range(sum(sizes))]
     stored, index = _stored(MIXED, samples, sizes, format, compression)
-    copied = frozenset(data.draw(st.sampled_from([["blob"], ["blob", "small"]])))
-    loaded = [read_block(block, index, number) for number, block in enumerate(stored)]
-    views = [GatherColumns(block, list(MIXED)) for block in loaded]
-    copies = [GatherColumns(block, list(MIXED), copied) for block in loaded]
-    assert not any(block.is_copy for block in views)
+    blocks = [
+        GatherColumns(read_block(block, index, number), list(MIXED)) for number, block in enumerate(stored)
+    ]
     wanted = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=12)), dtype=np.int64)
     cut = data.draw(st.integers(0, len(wanted)))
     expected = [samples[n] for n in wanted.tolist()]
-    for blocks in (views, copies):
-        rows = _rows(MIXED, blocks, sizes, wanted)
-        parts = (0, cut, expected[:cut]), (cut, len(wanted), expected[cut:])
-        for first, last, part in parts:
-            got = rows.take(first, last)
-            assert list(got) == list(MIXED)
-            for name in MIXED:
-                _expect(got[name], MIXED, name, part)
-
-
-@pytest.mark.parametrize("format", ["tar", "arrow"])
-def test_a_copied_block_does_not_look_at_its_bytes_again(format: str) -> None:
-    """What the loader relies on when it gives their pages back to the system."""
-    samples = [_mixed(n) for n in range(7)]
-    stored, index = _stored(MIXED, samples, [4, 3], format, "none")
-    copies = [
-        GatherColumns(read_block(block, index, number), list(MIXED), frozenset(["blob"]))
-        for number, block in enumerate(stored)
-    ]
-    rows = _rows(MIXED, copies, [4, 3], np.array([6, 0, 3, 4, 1]))
-    for block in stored:
-        block[:] = b"\xff" * len(block)
-    got = rows.take(0, 5)
-    assert all(block.is_copy for block in copies)
-    for name in MIXED:
-        _expect(got[name], MIXED, name, [samples[n] for n in (6, 0, 3, 4, 1)])
-
-
-def test_only_large_bytes_fields_are_made_at_load() -> None:
-    typical = {
-        "blob": 100_000,
-        "small": 4095,
-        "text": 50_000,
-        "meta": 50_000,
-        "tokens": 80_000,
-        "wide": 32_800,
-    }
-    assert fields_to_copy(MIXED, list(typical), lambda names: typical[names[0]]) == {"blob"}
-    assert fields_to_copy(MIXED, ["text", "wide"], lambda names: typical[names[0]]) == frozenset()
+    rows = _rows(MIXED, blocks, sizes, wanted)
+    for first, last in ((0, cut), (cut, len(wanted))):
+        got = rows.take(first, last)
+        assert list(got) == list(MIXED)
+        for name in MIXED:
+            _expect(got[name], MIXED, name, expected[first:last])
 
 
 # Bytes of a row: one piece, many, odd ones, prime ones, primes beyond the largest piece and twice such a prime.
