@@ -227,6 +227,31 @@ def test_no_process_is_started_for_what_threads_do(
     assert len(set(started)) == processes
 
 
+def test_every_file_is_hashed_once_and_none_by_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = arrays(tmp_path / "source")
+    hashed: list[str] = []
+    real = source_digests.digest_file
+
+    def counting(file: SourceFile, *rest: Any) -> Any:
+        hashed.append(file.name)
+        return real(file, *rest)
+
+    monkeypatch.setattr(source_digests, "digest_file", counting)
+    monkeypatch.setattr(build_run, "digest_file", counting)
+    shardkit_tools.build(source, tmp_path / "root", **SETTINGS, dry_run=True)
+    assert hashed == []
+    for least in (0, 3000, 10**9):
+        monkeypatch.setattr(build_run, "_DIGESTED_BESIDE_BYTES", least)
+        shardkit_tools.build(source, tmp_path / str(least), **SETTINGS)
+        assert sorted(hashed) == ["few.npy", "label.npy", "tokens.npy"]
+        hashed.clear()
+    no_room(monkeypatch)
+    shardkit_tools.build(source, tmp_path / "scratch", **SETTINGS)
+    assert sorted(hashed) == ["few.npy", "label.npy", "tokens.npy"]
+
+
 def test_what_the_page_cache_holds() -> None:
     local = [SourceFile(str(n), f"/data/{n}", 100, "1") for n in range(5)]
     assert fits_page_cache(local, 1000)

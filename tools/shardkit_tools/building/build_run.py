@@ -87,7 +87,8 @@ class BuildRun:
         if self._settings.append:
             self._load_base(Repository.open(self._settings.root, read_only=True))
         with self._engine:
-            found, columns = self._passes.read(self._importer, self._encoder, NO_FOLDER, {})
+            every = {file.name for file in self._importer.files()}  # nobody asks for digests
+            found, columns = self._passes.read(self._importer, self._encoder, NO_FOLDER, {}, digested=every)
             plan = self._plan(found, columns, None)
         result = self._result(found, plan, None, None, None, 0, 0)
         root = None if "://" in self._settings.root else self._settings.root
@@ -144,7 +145,12 @@ class BuildRun:
         """The files that no task makes the digest of, because it would have to wait for that."""
         files = shared_files(self._tasks)
         if self._is_cached and not isinstance(self._importer, WholeFileImporter):
-            files = [file for file in self._importer.files() if file.size >= _DIGESTED_BESIDE_BYTES] or files
+            shared = {file.name for file in files}
+            files = [
+                file
+                for file in self._importer.files()
+                if file.name in shared or file.size >= _DIGESTED_BESIDE_BYTES
+            ]
         known = {file.name for rows in reused.values() for file in rows.facts.files}
         return [file for file in files if file.name not in known]
 
@@ -165,6 +171,7 @@ class BuildRun:
             in_place=self._in_place,
             digested={file.name for file in digests.files},
         )
+        digests.check()
         skipped = _skipped(found)
         sources = self._sources(found, skipped, digests) if self._base is not None else None
         if self._base is not None and sources is not None and self._is_appended(self._base, sources):

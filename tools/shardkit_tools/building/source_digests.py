@@ -64,6 +64,16 @@ class SourceDigests:
             return work
         return self._waiting.submit(work).result
 
+    def check(self) -> None:
+        """Do not go on where one has failed already.
+
+        Raises:
+            SourceError, StoreError: see `results`.
+        """
+        for one in self._found:
+            if one.done():
+                one.result()
+
     def results(self) -> list[SourceDigest]:
         """Wait for all of them, in the order of the files.
 
