@@ -18,6 +18,7 @@ __all__ = [
     "EncodedRow",
     "RowEncoder",
     "generated_key",
+    "generated_keys",
     "key_identity",
     "ordinal_identity",
     "part_identity",
@@ -217,6 +218,11 @@ def split_value(text: str) -> int:
 def generated_key(ordinal: int) -> str:
     """The key of a row that came without one."""
     return f"{ordinal:010d}"
+
+
+def generated_keys(ordinals: Sequence[int]) -> list[str]:
+    """`generated_key` of many ordinals."""
+    return [f"{ordinal:010d}" for ordinal in ordinals]  # a call for each would take as long again
 
 
 def _check_source(source: object, where: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import generated_key
+from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
 from shardkit.dataset.scratch_parts import NO_ROW, Parts, changed_record, read_ranges, record_header
 from shardkit.formats import RowBlock, Schema
@@ -208,7 +208,7 @@ class HeldRecords:
     def _keys(self, start: int, header: NDArray[np.void]) -> tuple[list[str], list[tuple[int, str]]]:
         ordinals = self._ordinal[start : start + len(header)].tolist()
         if not header["key"].any() and not header["original"].any():
-            return [generated_key(ordinal) for ordinal in ordinals], []
+            return generated_keys(ordinals), []
         keys = []
         originals = []
         texts = self._texts[start : start + len(header)].tolist()

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.dataset.column_encoding import encode_columns
-from shardkit.dataset.encoding import EncodedRow, RowEncoder
+from shardkit.dataset.encoding import EncodedRow, RowEncoder, generated_key, generated_keys
 from shardkit.dataset.extents import Extent, ExtentColumn, ExtentReader, file_state
 from shardkit.dataset.scratch import RowColumns, RowSpool
 from shardkit.dataset.scratch_blocks import HeldRecords, ScratchReader
@@ -160,6 +160,11 @@ def test_only_so_many_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest
         assert len(reader._open) <= 3
     reader.close()
     assert not reader._open
+
+
+@given(st.lists(st.integers(0, 10**12), max_size=5))
+def test_generated_keys_are_those_of_single_rows(ordinals: list[int]) -> None:
+    assert generated_keys(ordinals) == [generated_key(ordinal) for ordinal in ordinals]
 
 
 def test_any_write_changes_the_state_of_a_file(tmp_path: Path) -> None:
