@@ -1,0 +1,127 @@
+"""What telemetry costs: the CPU time of a step that is watched, beside a step of 10 ms.
+
+::
+
+    python tools/bench/telemetry.py            # prints Markdown
+
+Three parts: what the trainer adds to a step, what a record costs (one every two seconds), and what the loader does for
+its tables when it loads a block. The whole is also seen from outside: the CPU time of an epoch with records every 50 ms,
+less that of one without telemetry. CPU time, for the clock of a shared machine says little; medians of rounds that take
+turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shardkit
+from shardkit.telemetry import TelemetrySettings
+from shardkit.telemetry.recorder import Recorder
+from shardkit.telemetry.slow_blocks import BlockTimes
+from shardkit_trainer.metering import StageMeter
+from shardkit_trainer.reporting import Timeline
+
+STEP_S = 0.010
+LANES = 64
+DENSE_S = 0.05
+
+
+def cpu_of(work: Callable[[], None], times: int) -> float:
+    """CPU seconds of one call."""
+    began = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - began) / times
+
+
+def make_dataset(folder: Path, rows: int) -> Any:
+    """Rows of 1 KiB in blocks of 16 KiB."""
+    with shardkit.create(folder, {"x": "int64[128]"}, shard_size="1MiB", block_size="16KiB") as writer:
+        for number in range(rows):
+            writer.add({"x": np.full(128, number)})
+    return shardkit.open(str(folder))
+
+
+def parts(dataset: Any, folder: Path) -> tuple[float, float, float]:
+    """CPU seconds of a step of the trainer, of a record, of noting a block."""
+    plan = dataset.plan(global_batch=LANES * 4, lanes=LANES)
+    loader = dataset.loader(plan, run=folder / "run", tensors=False)
+    for _ in loader:
+        pass
+    meter, timeline = StageMeter(100, lambda: "compute"), Timeline()
+    for name in ("data", "prepare", "exchange", "compute", "reduce", "update"):
+        timeline.seconds[name] = 0.001
+    loader.telemetry.add_source("trainer", meter.numbers)
+    recorder = Recorder(loader.telemetry, folder / "records", TelemetrySettings(interval_s=1000))
+    step_s = cpu_of(
+        lambda: meter.step(timeline, computed_s=0.001, cells=4, loss=1.0, moved_bytes=1.0), 20_000
+    )
+    record_s = cpu_of(lambda: recorder._record("running"), 300)  # noqa: SLF001 (what its thread does)
+    times = BlockTimes(str, lambda _: True)
+
+    def note() -> None:
+        times.expect((1,), (1,))
+        times.note(0, 1, 0.001, 16_384, number=1)
+
+    block_s = cpu_of(note, 20_000)
+    recorder.close()
+    loader.close()
+    return step_s, record_s, block_s
+
+
+def epoch_s(dataset: Any, run: Path, telemetry: TelemetrySettings | None) -> float:
+    """CPU seconds of an epoch."""
+    plan = dataset.plan(global_batch=LANES * 4, lanes=LANES)
+    with dataset.loader(plan, run=run, tensors=False, telemetry=telemetry) as loader:
+        began = time.process_time()
+        for _ in loader:
+            pass
+        return time.process_time() - began
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rows", type=int, default=40_000)
+    arguments.add_argument("--rounds", type=int, default=7)
+    chosen = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dataset = make_dataset(folder / "data", chosen.rows)
+        step_s, record_s, block_s = parts(dataset, folder)
+        pairs = [
+            (epoch_s(dataset, folder / f"with-{n}", TelemetrySettings(interval_s=DENSE_S)),
+             epoch_s(dataset, folder / f"without-{n}", None))
+            for n in range(chosen.rounds)
+        ]  # fmt: skip
+    steps = chosen.rows // (LANES * 4)
+    added_s = statistics.median(a - b for a, b in pairs) / steps
+    share = step_s / STEP_S + record_s / TelemetrySettings().interval_s
+    load = os.getloadavg()[0]
+    print(f"# What telemetry costs, {dt.datetime.now(dt.UTC).date()}\n")
+    print(f"{platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}, "
+          f"shardkit {shardkit.__version__}; load average {load:.1f}.\n")  # fmt: skip
+    print("| part | CPU time | of a step of 10 ms |\n|---|---|---|")
+    print(f"| the trainer, each step | {1e6 * step_s:.1f} µs | {step_s / STEP_S:.3%} |")
+    print(
+        f"| a record, every 2 s ({LANES} lanes, all tables) | {1e3 * record_s:.2f} ms | {record_s / 2.0:.3%} |"
+    )
+    print(f"| a block that is loaded | {1e6 * block_s:.2f} µs | |")
+    print(f"| **in all** | | **{share:.2%}** (bound: 1 %) |\n")
+    print(f"From outside, records every {1e3 * DENSE_S:.0f} ms instead of 2 s: {1e6 * added_s:.0f} µs more a step of "
+          f"{LANES * 4} samples, median of {chosen.rounds} pairs of epochs.")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
