@@ -5,6 +5,7 @@
 A run is files. Everything below works from any machine that sees the run directory, during the run and after it.
 
     while it runs       shardkit top RUN · shardkit dashboard RUN · /metrics, /healthz (log.listen) · RUN/control.toml
+                        in a loop of your own call loader.watch(model) once: then slow ranks are told from waiting ones
     before it breaks    shardkit rehearse RUN --kill-node node-7 · shardkit place ROOT --copies 2 · shardkit scrub ROOT
     when it broke       shardkit report RUN --since 2h · shardkit audit RUN · shardkit repair ROOT --from-run RUN
     every week          shardkit gc ROOT --delete · shardkit bench --against before.json
