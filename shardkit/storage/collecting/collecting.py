@@ -183,7 +183,7 @@ def _collect(
     identity = repository.begin_collection(put)
     if identity is not None and _sweep(repository, identity, facts, names, done, report):
         repository.end_collection(identity)
-        _mirror(repository, facts)
+        _mirror(repository, facts, done)
 
 
 def _finish_killed(
@@ -294,9 +294,11 @@ def _bytes(store: Store, names: Iterable[str]) -> int:
     return total
 
 
-def _mirror(repository: Repository, facts: Facts) -> None:
+def _mirror(repository: Repository, facts: Facts, done: Collection) -> None:
     root = root_store(repository.store)
     for name, location in facts.stores.items():
         if name != ROOT_NAME:
-            with contextlib.suppress(ShardkitError):
+            try:
                 mirror_log(root, location.store)
+            except ShardkitError as error:
+                done.unreachable.setdefault(name, str(error))

@@ -34,6 +34,13 @@ _ERRNO: Final = {
     "denied": errno.EACCES,
 }
 """What kind of failure it was, for whoever decides whether to ask again or elsewhere."""
+_S3_RIGHTS: Final = {
+    "read": "s3:GetObject",
+    "look at": "s3:GetObject",
+    "list": "s3:ListBucket",
+    "write": "s3:PutObject",
+    "delete": "s3:DeleteObject",
+}
 _PARALLEL_RANGES: Final = 16
 _MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time that one more request takes
 _MAX_JOINED_BYTES: Final = 8 * 2**20
@@ -307,12 +314,19 @@ class ObjectStore:
             raise IntegrityError(
                 f"{name} in {self.url}: it is shorter than expected; run: shardkit repair {self.url}"
             )
-        text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {failure.advice}"
+        advice = failure.advice
+        if failure.kind == "denied":
+            advice = f"get the right {self._right(doing)}, or set other credentials in the environment"
+        text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {advice}"
         if failure.kind == "denied" and doing in ("write", "delete"):
             raise StoreReadOnlyError(text)
         error = StoreError(text)
         error.errno = _ERRNO.get(failure.kind, errno.EINVAL)
         raise error
+
+    def _right(self, doing: str) -> str:
+        """What the credentials lack, in the words of the store's own policies where we know them."""
+        return _S3_RIGHTS.get(doing, doing) if self._address.scheme == "s3" else f"to {doing}"
 
     def _empty_range(self, name: str, offset: int) -> bytes:
         stat = self.head(name)

@@ -1,0 +1,315 @@
+"""Every command with the least rights that the storage SPEC's table says ("Rights"), and with one of them less.
+
+The server behind the proxy would allow everything: the proxy is the policy. It knows the buckets of the root and of its
+copy, and answers 403 AccessDenied to whatever is not allowed there, as S3 does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import shardkit
+from shardkit.storage import Repository, open_store
+from shardkit.storage.collecting import collect
+from shardkit.storage.reading import ReadSettings
+from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit_tools.main import run
+
+ROOT, COPY = "the-root", "the-copy"
+READ = frozenset({"s3:GetObject", "s3:ListBucket"})
+PUT = frozenset({"s3:PutObject"})
+DELETE = frozenset({"s3:DeleteObject"})
+NAMES = {"read": READ, "put": PUT, "delete": DELETE}
+
+
+def right_of(request: Request) -> str:
+    query = urlsplit(request.path).query
+    if request.method == "PUT":
+        return "s3:PutObject"
+    if request.method == "DELETE" or (request.method == "POST" and query.startswith("delete")):
+        return "s3:DeleteObject"
+    if request.method == "POST":
+        return "s3:AbortMultipartUpload"  # never needed: nothing is put in parts
+    return "s3:ListBucket" if "list-type" in query or "prefix=" in query else "s3:GetObject"
+
+
+@dataclass
+class Rights:
+    """Of each bucket: operations, and where an operation is allowed below some prefixes only."""
+
+    allowed: dict[str, frozenset[str]] = field(default_factory=dict)
+    below: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    used: set[tuple[str, str]] = field(default_factory=set)
+
+    def decide(self, request: Request) -> Fault | None:
+        bucket, _, key = urlsplit(request.path).path.lstrip("/").partition("/")
+        right = right_of(request)
+        self.used.add((bucket, right))
+        ok = right in self.allowed.get(bucket, frozenset())
+        prefixes = self.below.get((bucket, right))
+        if ok and prefixes is not None and request.method != "POST":
+            ok = any(f"/{prefix}" in f"/{key}" for prefix in prefixes)
+        return None if ok else Fault("status", status=403, code="AccessDenied")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    try:
+        with moto(ROOT, COPY) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with FaultProxy(server) as made:
+        for name, value in s3_environment(made.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+class Scene:
+    """A root in one bucket with a copy in another, made with all rights; then commands with some."""
+
+    def __init__(self, proxy: FaultProxy, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.proxy, self.folder, self._capsys = proxy, folder, capsys
+        prefix = uuid.uuid4().hex
+        self.root, self.copy = f"s3://{ROOT}/{prefix}", f"s3://{COPY}/{prefix}"
+
+    def make(self, *, copies: bool = True, mode: str = "sync") -> None:
+        self.add("main", 0)
+        if copies:
+            place = ["place", self.root, "--location", f"copy={self.copy},domain=copy", "--copies", "2"]
+            assert self.call([*place, "--mode", mode])[0] == 0
+
+    def add(self, ref: str, first: int) -> None:
+        with shardkit.create(
+            self.root, {"text": "str"}, ref=ref, shard_size="16KiB", block_size="4KiB"
+        ) as writer:
+            for number in range(first, first + 24):
+                writer.add({"text": f"row {number:05d} {'x' * 40}"}, key=f"k{number}")
+
+    def call(self, arguments: list[str], rights: Rights | None = None) -> tuple[int, str]:
+        if rights is not None:
+            self.proxy.faults = rights.decide
+        self._capsys.readouterr()
+        code = 0
+        try:
+            run([str(one) for one in arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            self.proxy.faults = lambda _request: None
+        output = self._capsys.readouterr()
+        told = output.out + output.err
+        assert SECRET_KEY not in told
+        assert ACCESS_KEY not in told
+        return code, told
+
+    def source(self) -> str:
+        path = self.folder / "rows.jsonl"
+        path.write_text("".join(json.dumps({"text": f"new {n}"}) + "\n" for n in range(50)))
+        return str(path)
+
+    def prepared(self, command: str) -> list[str]:
+        """What `prepare` makes, made once for all tests of a command and put back for each."""
+        key = (self.proxy.endpoint.partition("//")[0], command)
+        if key not in _PREPARED:
+            arguments = prepare(self, command)
+            _PREPARED[key] = (
+                self.root,
+                self.copy,
+                arguments,
+                {url: _contents(url) for url in (self.root, self.copy)},
+            )
+        self.root, self.copy, arguments, contents = _PREPARED[key]
+        for url, objects in contents.items():
+            store = open_store(url)
+            for name in set(store.list_after("")) - objects.keys():
+                store.delete(name)
+            for name, data in objects.items():
+                store.replace(name, data)
+        return arguments
+
+
+_PREPARED: dict[tuple[str, str], tuple[str, str, list[str], dict[str, dict[str, bytes]]]] = {}
+
+
+def _contents(url: str) -> dict[str, bytes]:
+    store = open_store(url)
+    return {name: store.get(name, max_bytes=10**7) for name in store.list_after("")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sources, scratch and lists of keys."""
+    return tmp_path_factory.mktemp("rights")
+
+
+@pytest.fixture
+def scene(proxy: FaultProxy, folder: Path, capsys: pytest.CaptureFixture[str]) -> Scene:
+    return Scene(proxy, folder, capsys)
+
+
+def prepare(scene: Scene, command: str) -> list[str]:
+    """What the command needs to have something to do; its arguments."""
+    root, keys = scene.root, scene.folder / "keys.txt"
+    keys.write_text("k3\n")
+    if command == "build, async":
+        scene.make(mode="async")
+        return ["build", scene.source(), root, "--ref", "new", "--scratch", str(scene.folder)]
+    if command == "build, sync":
+        scene.make()
+        return ["build", scene.source(), root, "--ref", "new", "--scratch", str(scene.folder)]
+    if command == "first build":
+        return ["build", scene.source(), root, "--scratch", str(scene.folder)]
+    scene.make(mode="async" if command == "replicate" else "sync")
+    if command == "replicate":
+        scene.add("more", 500)
+        return ["replicate", root]
+    if command == "place":
+        return ["place", root, "--copies", "1", "--parity", "2+2"]
+    if command == "place, emptied":
+        return ["place", root, "--copies", "1", "--empty", "copy", "--grace", "0s"]
+    if command == "scrub":
+        return ["scrub", root]
+    if command == "repair":
+        copy, whole = open_store(scene.copy), open_store(scene.root)
+        name = next(name for name in copy.list_after("objects/") if name.endswith((".tar", ".arrow")))
+        copy.replace(name, b"rotten")
+        name = next(name for name in whole.list_after("objects/") if name.endswith(".index"))
+        whole.replace(name, b"rotten")
+        return ["repair", root]
+    if command in ("gc", "gc, deleting"):
+        scene.add("old", 900)
+        Repository.open(root).commit({"old": None}, message="dropped")
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
+        deleting = ["--delete"] if command == "gc, deleting" else []
+        return ["gc", root, "--grace", "0s", "--history", "0s", *deleting]
+    if command == "remove":
+        return ["remove", root, "--keys", str(keys), "--reason", "asked for"]
+    if command == "remove, erased":
+        return ["remove", root, "--keys", str(keys), "--reason", "asked for", "--erase"]
+    return [command, root]
+
+
+# command → rights on the root, rights on the copy, prefixes to which an operation is limited
+TABLE: dict[str, tuple[str, str, dict[tuple[str, str], tuple[str, ...]]]] = {
+    "show": ("read", "", {}),
+    "verify": ("read", "", {}),
+    "build, async": ("read put", "", {}),
+    "build, sync": ("read put", "read put", {}),
+    "first build": ("read put", "", {}),
+    "remove": ("read put", "read put", {}),
+    "remove, erased": ("read put delete", "read put delete", {}),
+    "replicate": ("read", "read put", {}),
+    "place": ("read put", "read put", {}),
+    "place, emptied": ("read put", "read put delete", {}),
+    "scrub": ("read put", "read", {(ROOT, "s3:PutObject"): ("attest/",)}),
+    "repair": ("read put", "read put", {}),
+    "gc": ("read", "read", {}),
+    "gc, deleting": ("read put delete", "read put delete", {}),
+}
+
+
+def rights_for(command: str) -> Rights:
+    root, copy, below = TABLE[command]
+    sets = {ROOT: root, COPY: copy}
+    allowed = {
+        bucket: frozenset().union(*(NAMES[one] for one in names.split())) for bucket, names in sets.items()
+    }
+    return Rights(allowed, below)
+
+
+@pytest.mark.parametrize("command", TABLE)
+def test_with_the_least_rights_a_command_succeeds(scene: Scene, command: str) -> None:
+    arguments, rights = scene.prepared(command), rights_for(command)
+    code, told = scene.call(arguments, rights)
+    assert code == (1 if command == "repair" else 0), told
+    for bucket, allowed in rights.allowed.items():
+        unused = {right for right in allowed - READ if (bucket, right) not in rights.used}
+        assert not unused, "the table is of the least rights"
+
+
+LESS = [
+    (command, bucket, name)
+    for command, (root, copy, _) in TABLE.items()
+    for bucket, names in ((ROOT, root), (COPY, copy))
+    for name in names.split()
+]
+
+
+# What is done without the copy, for now: it is told, and the next call goes on there.
+GOES_ON = {("place", "put"), ("place, emptied", "read"), ("place, emptied", "put"), ("place, emptied", "delete"),
+           ("gc", "read"), ("gc, deleting", "read"), ("gc, deleting", "put"), ("gc, deleting", "delete")}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "bucket", "name"), LESS)
+def test_with_one_right_less_it_says_which(scene: Scene, command: str, bucket: str, name: str) -> None:
+    arguments, rights = scene.prepared(command), rights_for(command)
+    rights.allowed[bucket] -= NAMES[name]
+    code, told = scene.call(arguments, rights)
+    assert "Traceback" not in told
+    assert any(right in told for right in NAMES[name]), told
+    assert (code == 0) == (bucket == COPY and (command, name) in GOES_ON), told
+
+
+def test_the_probe_leaves_a_few_bytes_where_it_may_not_delete(scene: Scene) -> None:
+    arguments = scene.prepared("first build")
+    assert _contents(scene.root) == {}
+    assert scene.call(arguments, rights_for("first build"))[0] == 0
+    left = {name: data for name, data in _contents(scene.root).items() if name.startswith("probe/")}
+    assert len(left) == 5
+    assert sum(map(len, left.values())) < 1_000
+
+
+def test_a_reader_without_the_right_to_write_trains_on_and_its_attestations_heal_later(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """The root has bad objects, the copy good ones; training may only read both, and write its own run directory."""
+    arguments = ["repair", scene.prepared("verify")[1]]
+    reader = Rights({ROOT: READ, COPY: READ})
+    truth = _contents(scene.copy)
+    store = open_store(scene.root)
+    shards = [name for name in store.list_after("objects/") if name.endswith((".tar", ".arrow"))]
+    for name in shards:
+        data = bytearray(truth.get(name) or b"")
+        assert data
+        data[len(data) // 2] ^= 1
+        store.replace(name, bytes(data))
+    scene.proxy.faults = reader.decide
+    settings = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
+    ds = shardkit.open(scene.root, settings=settings)
+    plan = ds.plan(global_batch=8, lanes=2, seed=1)
+    run_folder = tmp_path / "run"
+    seen: list[str] = []
+    with contextlib.closing(
+        ds.loader(plan, rank=0, world=1, tensors=False, cache=tmp_path / "cache", run=run_folder)
+    ) as loader:
+        for batch in loader:
+            seen += [str(one) for one in batch["text"]]
+        stats = loader.stats()
+    scene.proxy.faults = lambda _request: None
+    assert len(set(seen)) == len(seen) == 24
+    assert stats["remote_failovers"] > 0
+    assert {right for _, right in reader.used} <= READ, "a reader does not even try to write"
+    attested = list((run_folder / "attest").rglob("*.json"))
+    assert attested
+    assert {json.loads(one.read_text())["result"] for one in attested} == {"wrong"}
+    code, told = scene.call([*arguments, "--from-run", str(run_folder)], reader)
+    assert code, "healing needs the right to write"
+    assert "s3:PutObject" in told
+    code, told = scene.call([*arguments, "--from-run", str(run_folder)], rights_for("repair"))
+    assert code == 1, told
+    assert {name: _contents(scene.root)[name] for name in shards} == {name: truth[name] for name in shards}
