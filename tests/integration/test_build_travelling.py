@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +28,10 @@ from shardkit.formats import canonical_json
 from shardkit.storage import Repository, open_store
 from shardkit.storage.collecting.marking import objects_of_builds
 from shardkit.testing.servers import Unavailable, moto, s3_environment
+from shardkit_tools.adopting import adopt
 from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job_directory import abandoned_jobs
-from shardkit_tools.importers import line_ranges, open_source
+from shardkit_tools.importers import ImportOptions, line_ranges, open_source
 from shardkit_tools.main import run
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -226,7 +229,7 @@ def test_damaged_and_foreign_records_are_no_finished_work(place: Path) -> None:
     store.replace(part, store.get(part, max_bytes=2**30)[:-1])
     done = build(place, root, Machines(place))
     assert done.manifest.id == expected.id
-    assert 1 <= done.reused_tasks <= 3
+    assert len(records) - done.reused_tasks in (1, 2)  # the part may be one whose record was never put
     assert names(root, "scratch/") == set()
 
 
@@ -245,6 +248,49 @@ def test_a_builder_that_may_not_delete_is_done_all_the_same(
     assert done.manifest is not None
     assert len(shardkit.open(root)) == 4_000
     assert any(name.endswith("/begun") for name in names(root, "scratch/"))
+
+
+def test_documents_that_are_packed_travel_too(place: Path) -> None:
+    for number, path in enumerate(sorted((place / "source").iterdir())):
+        lines = [json.dumps({"tokens": list(range(x % 50))}) + "\n" for x in range(number, 2_000 + number)]
+        path.write_text("".join(lines))
+    made: dict[str, Any] = {}
+    for root, engine in ((str(place / "plain"), "local"), (new_root(), Machines(place))):
+        made[root] = shardkit_tools.build(
+            place / "source",
+            root,
+            options=ImportOptions(field_types={"tokens": "int32[*]"}),
+            pack={"tokens": 64},
+            engine=engine,
+        )
+    plain, remote = made
+    assert made[plain].manifest.id == made[remote].manifest.id
+    assert made[remote].packed.documents == 8_000
+    assert names(remote, "scratch/") == set()
+
+
+def test_adopting_goes_on_elsewhere(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tars = place / "tars"
+    tars.mkdir()
+    for number in range(6):
+        with tarfile.open(tars / f"{number}.tar", "w") as tar:
+            for sample in range(20):
+                member = tarfile.TarInfo(f"{number}-{sample:04d}.bin")
+                member.size = 100_000
+                tar.addfile(member, io.BytesIO(bytes([number]) * 100_000))
+    root = new_root()
+    expected = adopt([tars], place / "plain").manifest
+    with pytest.raises(RunError, match="goes down"):
+        adopt([tars], root, engine=Machines(place, stops_after=3))
+    assert any(name.endswith(".done") for name in names(root, "scratch/"))
+    (place / "another-driver").mkdir()
+    monkeypatch.setenv("TMPDIR", str(place / "another-driver"))
+    done = adopt([tars], root, engine=Machines(place))
+    assert expected is not None
+    assert done.manifest is not None
+    assert done.manifest.id == expected.id
+    assert 3 <= done.reused < 6
+    assert names(root, "scratch/") == set()
 
 
 def test_an_error_without_finished_work_leaves_nothing(place: Path) -> None:
