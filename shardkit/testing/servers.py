@@ -50,9 +50,9 @@ SECRET_KEY: Final = "canary/secret/canary/secret/canary/0001"  # noqa: S105 (a c
 """Likewise."""
 
 AZURE_ACCOUNT: Final = "devstoreaccount1"
-AZURE_KEY: Final = (  # of the emulator, the same everywhere; Microsoft publishes it
-    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-)
+"""Of the Azure server here: the account that Azurite has by default."""
+AZURE_KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of the emulator, the same everywhere; Microsoft publishes it."""
 
 _READY_S: Final = 60.0
 
