@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,29 @@ def test_a_task_that_runs_again_counts_once() -> None:
     assert sum(rows for rows, _ in told) == 35
     assert sum(size for _, size in told) == 350
     assert all(rows >= 0 and size >= 0 for rows, size in told)
+
+
+@pytest.mark.parametrize(
+    ("address", "joined", "is_remote"),
+    [(None, False, False), (None, True, True), ("auto", False, True), ("10.0.0.5:6379", True, True)],
+)
+def test_workers_of_a_cluster_that_was_there_may_be_anywhere(
+    address: str | None, joined: bool, is_remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "_import_ray", lambda: SimpleNamespace(is_initialized=lambda: joined))
+    assert ray_engine.RayEngine(2, address).is_remote is is_remote
+
+
+def test_tasks_are_as_many_as_the_cluster_has_processors_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = {"CPU": 1.0}
+    fake = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: resources)
+    monkeypatch.setattr(ray_engine, "_import_ray", lambda: fake)
+    free, bounded = ray_engine.RayEngine(), ray_engine.RayEngine(2)
+    assert (free._slots(), bounded._slots()) == (1, 1)
+    resources["CPU"] = 8.0  # nodes have joined
+    assert (free._slots(), bounded._slots()) == (8, 2)
+    resources.clear()  # all are gone: one task waits for a node
+    assert (free._slots(), bounded._slots()) == (1, 1)
 
 
 def test_a_node_with_other_versions_is_refused() -> None:

@@ -49,8 +49,8 @@ class RayEngine:
 
     Args:
         jobs: tasks at a time; None for as many as the cluster has processors. A local cluster gets as many processors.
-        address: of a running cluster ("auto", "10.0.0.5:6379", "ray://…"); None starts one on this machine, which
-            ends with the build.
+        address: of a running cluster ("auto", "10.0.0.5:6379", "ray://…"); None takes the one that this process has
+            joined already, else starts one on this machine, which ends with the build.
 
     Raises:
         MissingDependency: ray is not installed.
@@ -58,7 +58,7 @@ class RayEngine:
 
     def __init__(self, jobs: int | None = None, address: str | None = None) -> None:
         self._ray = _import_ray()
-        self.is_remote = address is not None
+        self.is_remote = address is not None or self._ray.is_initialized()
         self._jobs = jobs
         self._address = address
         self._folder: str | None = None
