@@ -2,9 +2,9 @@
 
     python examples/guides/copies_and_parity.py
 
-Where copies belong is kept in the root's log, not in the manifest: a version is the same wherever it lies. Locations
-have a failure domain; copies go to different ones. Parity (k + 2) costs 2/k of the space and survives the loss of any
-two of k + 2 objects; it repairs, digests detect.
+Where copies belong is kept in the root's folder ``locations/``, in numbered versions beside the log, and not in the
+manifest: a version is the same wherever it lies. Locations have a failure domain; copies go to different ones. Parity
+(k + 2) costs 2/k of the space and survives the loss of any two of k + 2 objects; it repairs, digests detect.
 
     shardkit place ROOT --location mirror=s3://bucket/cats,domain=aws --copies 2 --parity 8+2
     shardkit replicate ROOT          # until every copy is there; lag is what is missing

@@ -90,6 +90,20 @@ class Commits:
         begun = self._append("garbage: deleting", "", change, self._repository.head())
         return identity if begun is not None else None
 
+    def take_over_collection(self, identity: str) -> str | None:
+        """Go on with a collection under another id; see `Repository.take_over_collection`."""
+        taken = uuid.uuid4().hex
+
+        def change(head: LogEntry | None) -> dict[str, Any] | None:
+            if head is None or identity not in head.collecting:
+                return None
+            return {
+                "collecting": {taken if one == identity else one: to for one, to in head.collecting.items()}
+            }
+
+        begun = self._append("garbage: taken over", "", change, self._repository.head())
+        return taken if begun is not None else None
+
     def end_collection(self, identity: str) -> None:
         """Note that a collection is over; see `Repository.end_collection`."""
 

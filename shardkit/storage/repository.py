@@ -303,6 +303,18 @@ class Repository:
         self._check_writable()
         return self._commits().begin_collection(put_list)
 
+    def take_over_collection(self, identity: str) -> str | None:
+        """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
+
+        Returns:
+            The new id; None where the collection has ended meanwhile.
+
+        Raises:
+            CommitUnknown, StoreError: It may be called again.
+        """
+        self._check_writable()
+        return self._commits().take_over_collection(identity)
+
     def end_collection(self, identity: str) -> None:
         """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
 

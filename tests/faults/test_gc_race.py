@@ -99,7 +99,7 @@ def race(root: Path, rounds: int, copies: list[str]) -> dict[str, int]:
                 one.stdin.flush()
             for _ in range(4):  # by machines whose clocks are days apart
                 done = collect(
-                    Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10**8,
+                    Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10**8, settle_s=0,
                     clock=lambda: 1_800_000_000 + skew.choice((-30, 0, 30)) * 86_400,
                 )  # fmt: skip
                 total["deleted"] += done.deleted.get("root", 0)
@@ -210,8 +210,90 @@ def test_a_killed_collection_is_finished_and_its_objects_are_refused_until_then(
     collector.begin_collection(lambda head: put_list(collector.store, 0, names))
     with pytest.raises(UsageError, match="--take-over"):
         collect(Repository.open(root), delete=True)
-    done = collect(Repository.open(root), delete=True, take_over_s=0)
+    done = collect(Repository.open(root), delete=True, take_over_s=0, settle_s=0)
     assert done.finished == 1
     assert list(collector.store.list_after("objects/")) == []
     assert _version(root) == version  # the same work done again
     assert dangling(root) == []
+
+
+def _garbage(root: Path) -> list[str]:
+    """Marked, and due: a version that nothing names any more."""
+    _version(root)
+    Repository.open(root).commit({"main": None}, message="drop")
+    collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
+    return sorted(Repository.open(root).store.list_after("objects/"))
+
+
+def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path) -> None:
+    """Both have seen that none is under way, and marked the same objects, when the first one begins."""
+    from shardkit.errors import UsageError
+
+    root = tmp_path / "root"
+    names = _garbage(root)
+    inner: list[Any] = []
+
+    class Late(Repository):
+        def begin_collection(self, put_list: Any) -> str | None:
+            inner.append(collect(Repository.open(root), delete=True, grace_s=0, history_s=0, report=pause))
+            return super().begin_collection(put_list)
+
+    def pause(gone: int, total: int) -> None:
+        if gone == 2:  # in the middle of the first one's deletions comes a third
+            with pytest.raises(UsageError, match="is under way since"):
+                collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
+
+    late = Late.open(root)
+    done = collect(late, delete=True, grace_s=0, history_s=0)
+    assert inner[0].deleted == {"root": len(names)}
+    assert done.deleted == {}, "what was due is gone when the second one may begin"
+    assert list(late.store.list_after("objects/")) == []
+    head = late.head()
+    assert head is not None
+    assert (head.collected, dict(head.collecting)) == (1, {})
+
+
+def test_one_that_begins_while_another_deletes_is_refused_by_the_log(tmp_path: Path) -> None:
+    from shardkit.errors import UsageError
+
+    root = tmp_path / "root"
+    names = _garbage(root)
+    first = Repository.open(root)
+    begun: list[str | None] = []
+
+    class Beaten(Repository):
+        def begin_collection(self, put_list: Any) -> str | None:
+            from shardkit.storage.collecting.documents import put_list as put
+
+            begun.append(first.begin_collection(lambda head: put(first.store, 0, names)))
+            return super().begin_collection(put_list)
+
+    with pytest.raises(UsageError, match="is under way since"):
+        collect(Beaten.open(root), delete=True, grace_s=0, history_s=0)
+    assert sorted(first.store.list_after("objects/")) == names, "the one that came second deleted nothing"
+    first.end_collection(str(begun[0]))
+
+
+def test_a_collector_that_lives_stops_when_it_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its objects are put again and named after the other one has ended: it must not go on deleting them."""
+    from shardkit.storage.collecting import collecting
+
+    root = tmp_path / "root"
+    names = _garbage(root)
+    naps: list[float] = []
+    monkeypatch.setattr(collecting, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr("time.sleep", naps.append)
+
+    def taken_over(gone: int, total: int) -> None:
+        if gone == 2:
+            other = collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10)
+            assert other.finished == 1
+            _version(root)
+
+    done = collect(Repository.open(root), delete=True, grace_s=0, history_s=0, report=taken_over)
+    assert done.deleted == {"root": 2}
+    assert any(nap > 2 for nap in naps), "the other one gave it time to find out"
+    assert dangling(root) == []
+    assert sorted(Repository.open(root).store.list_after("objects/")) == names

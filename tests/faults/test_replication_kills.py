@@ -72,7 +72,7 @@ def move(root, folder):
 
 def sweep(root, folder):
     for _ in range(2):
-        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10)
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10, settle_s=0)
 
 folder, scenario = sys.argv[1], sys.argv[2]
 work = {"build": build, "replicate": copy, "place": move, "gc": sweep}[scenario]
@@ -178,7 +178,7 @@ def check_after_repeat(folder: Path, scenario: str) -> None:
     assert missing_copies(root) == []
     assert values(root, "main") == list(range(120))
     for _ in range(2):
-        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10)
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10, settle_s=0)
     repository = Repository.open(root)
     needed = {
         name

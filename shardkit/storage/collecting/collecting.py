@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.storage.collecting.documents import (
@@ -40,6 +40,8 @@ HISTORY_S: Final = 30 * 86_400
 
 TAKE_OVER_S: Final = 3_600
 _CHECK_EVERY_S: Final = 1.0
+_SETTLE_S: Final = 3.0
+"""From the taking over of a collection to its end: its collector, if it lives after all, has looked by then."""
 _KEEP_LISTS_S: Final = 365 * 86_400
 
 _OBJECTS: Final = "objects/"
@@ -88,6 +90,7 @@ def collect(
     grace_s: int = GRACE_S,
     history_s: int = HISTORY_S,
     take_over_s: int = TAKE_OVER_S,
+    settle_s: float = _SETTLE_S,
     clock: Callable[[], float] = time.time,
     report: Report | None = None,
 ) -> Collection:
@@ -102,6 +105,8 @@ def collect(
         grace_s: seconds between being seen unreferenced and being deleted.
         history_s: versions that a ref or tag named within so many seconds are kept.
         take_over_s: collections that were begun so long ago and are not ended are taken for killed.
+        settle_s: seconds that a collection taken over goes on for at least, so that its collector, should it live,
+            finds out before anybody relies on what it deletes; 0 where it is known to be dead.
         clock: seconds since 1970.
         report: progress.
 
@@ -113,12 +118,12 @@ def collect(
     """
     done = Collection()
     store = root_store(repository.store)
-    if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
-        raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
+    _check_no_erasure(repository, store)
     facts = _open(repository)
     done.unreachable = dict(facts.problems)
     if delete:
-        done.finished = _finish_killed(repository, facts, done, report, clock, take_over_s)
+        done.finished = _finish_killed(repository, facts, done, report, clock, take_over_s, settle_s)
+    before = _begun_ever(repository.head())
     reading = Repository.open(repository.url, read_only=True)
     since = clock() - history_s
     marker = Marker(reading)
@@ -137,11 +142,20 @@ def collect(
         def still_due() -> list[str]:
             return sorted(chosen - mark_live(reading, repository.newest_commits(), since, marker))
 
-        _collect(repository, facts, still_due, int(clock()), done, report)
-    head = repository.head()
-    for name in old_lists(store, int(clock()) - _KEEP_LISTS_S, head.collecting.values() if head else ()):
-        store.delete(name)
+        _collect(repository, facts, before, still_due, int(clock()), done, report)
+    _forget_old_lists(repository, store, int(clock()))
     return done
+
+
+def _check_no_erasure(repository: Repository, store: Store) -> None:
+    if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
+        raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
+
+
+def _forget_old_lists(repository: Repository, store: Store, now: int) -> None:
+    head = repository.head()
+    for name in old_lists(store, now - _KEEP_LISTS_S, head.collecting.values() if head else ()):
+        store.delete(name)
 
 
 def _rounds(
@@ -168,6 +182,7 @@ def _rounds(
 def _collect(
     repository: Repository,
     facts: Facts,
+    before: int,
     still_due: Callable[[], list[str]],
     now: int,
     done: Collection,
@@ -177,6 +192,10 @@ def _collect(
     names: list[str] = []
 
     def put(head: LogEntry | None) -> str | None:
+        for under_way in head.collecting if head else ():  # of two that begin at once the log lets one
+            _refuse_second(repository, _time_of_begin(repository, under_way))
+        if _begun_ever(head) != before:
+            return None  # another one came and went: what is due by our listing may be gone, or put again
         names[:] = still_due()
         return put_list(store, now, names) if names else None
 
@@ -193,6 +212,7 @@ def _finish_killed(
     report: Report | None,
     clock: Callable[[], float],
     take_over_s: int,
+    settle_s: float,
 ) -> int:
     """Collections that were begun and not ended: nothing can name their objects, so they are deleted again."""
     head = repository.head()
@@ -200,14 +220,24 @@ def _finish_killed(
     for identity, digest in killed.items():
         begun = _time_of_begin(repository, identity)
         if clock() - time_of(begun) < take_over_s:
-            raise UsageError(
-                f"{repository.url}: a collection is under way since {begun}; wait for it. If it was killed: "
-                f"shardkit gc {repository.url} --delete --take-over"
-            )
+            _refuse_second(repository, begun)
         names = read_list(root_store(repository.store), digest)
-        if _sweep(repository, identity, facts, list(names), done, report):
-            repository.end_collection(identity)
+        taken, since = repository.take_over_collection(identity), time.monotonic()
+        if taken is not None and _sweep(repository, taken, facts, list(names), done, report):
+            time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
+            repository.end_collection(taken)
     return len(killed)
+
+
+def _refuse_second(repository: Repository, begun: str) -> NoReturn:
+    raise UsageError(
+        f"{repository.url}: a collection is under way since {begun}; wait for it. If it was killed: "
+        f"shardkit gc {repository.url} --delete --take-over"
+    )
+
+
+def _begun_ever(head: LogEntry | None) -> int:
+    return head.collected if head else 0
 
 
 def _time_of_begin(repository: Repository, identity: str) -> str:
