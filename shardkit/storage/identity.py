@@ -7,10 +7,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.errors import IntegrityError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import read_document
+from shardkit.storage.sealed import check_seal, sealed
 
 __all__ = ["IDENTITY_NAME", "MAX_IDENTITY_BYTES", "SINGLE_WRITER", "Identity"]
 
@@ -43,7 +41,7 @@ class Identity:
     def to_bytes(self) -> bytes:
         """Canonical JSON with the digest of the rest of it inside."""
         body: dict[str, object] = {"format": _FORMAT, "id": self.id, "features": list(self.features)}
-        return dumps({**body, "digest": sha256_digest(dumps(body))})
+        return sealed(body)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Identity:
@@ -57,10 +55,5 @@ class Identity:
             data, f"{IDENTITY_NAME} of {where}", _FORMAT, ("id", "features", "digest"), MAX_IDENTITY_BYTES
         )
         identity = cls(fields.text("id", pattern=_UUID), fields.features(_FEATURES))
-        if identity.to_bytes() != data:
-            raise IntegrityError(
-                f"{IDENTITY_NAME} of {where}: its digest is {fields.digest('digest')}, its content has "
-                "another; "
-                "restore it from a copy of the root"
-            )
+        check_seal(data, identity.to_bytes(), fields, f"{IDENTITY_NAME} of {where}")
         return identity

@@ -15,6 +15,7 @@ from shardkit.errors import FormatError, IntegrityError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
+from shardkit.storage.sealed import NUMBERED, check_seal, numbered, read_numbered, sealed
 
 __all__ = [
     "LOG_PREFIX",
@@ -39,21 +40,7 @@ MAX_NAMES: Final = 50_000
 _FORMAT: Final = "shardkit-log/1"
 _NAME: Final = re.compile(r"log/([0-9]{20})\.json")
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_TXN: Final = re.compile(r"[0-9a-f]{32}")
-_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
-_KEYS: Final = (
-    "n",
-    "repository",
-    "previous",
-    "txn",
-    "time",
-    "author",
-    "message",
-    "refs",
-    "tags",
-    "software",
-    "digest",
-)
+_KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
 _OPTIONAL: Final = ("withdrawn", "collected", "collecting")
 
 
@@ -92,7 +79,7 @@ class LogEntry:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; the next entry's `previous` is the SHA-256 of these bytes."""
-        return dumps({**self._body(), "digest": self.digest})
+        return sealed(self._body())
 
     def __reduce__(self) -> tuple[Callable[[bytes, str], LogEntry], tuple[bytes, str]]:
         """Repositories remember an entry and travel to other processes; a read-only view of a dict does not."""
@@ -108,13 +95,7 @@ class LogEntry:
         """
         fields = read_document(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
         entry = cls(
-            n=fields.integer("n", minimum=1),
-            repository=fields.text("repository", maximum=36),
-            previous=fields.digest("previous"),
-            txn=fields.text("txn", pattern=_TXN),
-            time=fields.text("time", pattern=_TIME),
-            author=fields.text("author", maximum=1_000),
-            message=fields.text("message"),
+            **read_numbered(fields, first_has_previous=True),
             refs=_names(fields, "refs"),
             tags=_names(fields, "tags"),
             software=fields.text("software", maximum=1_000),
@@ -122,11 +103,7 @@ class LogEntry:
             collected=fields.integer("collected", minimum=1) if fields.has("collected") else 0,
             collecting=_names(fields, "collecting") if fields.has("collecting") else {},
         )
-        if entry.to_bytes() != data:
-            raise IntegrityError(
-                f"{where}: its digest is {fields.digest('digest')}, its content has {entry.digest}; "
-                "restore it from a copy of the root"
-            )
+        check_seal(data, entry.to_bytes(), fields, where)
         return entry
 
     def _body(self) -> dict[str, object]:
@@ -136,13 +113,7 @@ class LogEntry:
             **({"collected": self.collected} if self.collected else {}),
             **({"collecting": dict(self.collecting)} if self.collecting else {}),
             "format": _FORMAT,
-            "n": self.n,
-            "repository": self.repository,
-            "previous": self.previous,
-            "txn": self.txn,
-            "time": self.time,
-            "author": self.author,
-            "message": self.message,
+            **numbered(self),
             "refs": dict(self.refs),
             "tags": dict(self.tags),
             "software": self.software,

@@ -11,12 +11,11 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.errors import ConfigurationError, IntegrityError, UsageError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.errors import ConfigurationError, UsageError
 from shardkit.manifest.json_fields import Fields, read_document
 from shardkit.storage.policy.policy import Policy
 from shardkit.storage.remote.addresses import parse_address
+from shardkit.storage.sealed import NUMBERED, check_seal, numbered, read_numbered, sealed
 
 __all__ = ["MAX_TABLE_BYTES", "ROOT_NAME", "LocationRecord", "LocationTable", "table_name"]
 
@@ -29,23 +28,10 @@ MAX_TABLE_BYTES: Final = 2**20
 _MAX_LOCATIONS: Final = 64
 _MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"
-_KEYS: Final = (
-    "n",
-    "repository",
-    "previous",
-    "txn",
-    "time",
-    "author",
-    "message",
-    "policy",
-    "locations",
-    "digest",
-)
+_KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
-_TXN: Final = re.compile(r"[0-9a-f]{32}")
-_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -202,22 +188,14 @@ class LocationTable:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with the digest of the rest of it inside."""
-        body = self._body()
-        return dumps({**body, "digest": sha256_digest(dumps(body))})
-
-    def _body(self) -> dict[str, object]:
-        return {
-            "format": _FORMAT,
-            "n": self.n,
-            "repository": self.repository,
-            "previous": self.previous,
-            "txn": self.txn,
-            "time": self.time,
-            "author": self.author,
-            "message": self.message,
-            "policy": self.policy.to_json(),
-            "locations": [one.to_json() for one in self.locations],
-        }
+        return sealed(
+            {
+                "format": _FORMAT,
+                **numbered(self),
+                "policy": self.policy.to_json(),
+                "locations": [one.to_json() for one in self.locations],
+            }
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LocationTable:
@@ -229,24 +207,14 @@ class LocationTable:
         """
         fields = read_document(data, where, _FORMAT, _KEYS, MAX_TABLE_BYTES)
         table = cls(
-            n=fields.integer("n", minimum=1),
-            repository=fields.text("repository", maximum=36),
-            previous=fields.text("previous", maximum=80),
-            txn=fields.text("txn", pattern=_TXN),
-            time=fields.text("time", pattern=_TIME),
-            author=fields.text("author", maximum=1_000),
-            message=fields.text("message"),
+            **read_numbered(fields, first_has_previous=False),
             policy=Policy.from_json(fields.table("policy", maximum=20), where),
             locations=tuple(
                 LocationRecord.from_json(one, where)
                 for one in fields.items("locations", maximum=_MAX_LOCATIONS)
             ),
         )
-        if table.to_bytes() != data:
-            raise IntegrityError(
-                f"{where}: its digest is {fields.digest('digest')}, its content has another; restore it from a copy "
-                "of the root"
-            )
+        check_seal(data, table.to_bytes(), fields, where)
         return table
 
 
