@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from shardkit.testing.fault_proxy import FaultProxy
+from shardkit.testing.servers import Unavailable, moto, s3_environment
 
 # Correctness tests must not depend on timing, and their machines are shared.
 settings.register_profile(
@@ -28,3 +32,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=rank)
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """S3 as moto serves it, with the buckets that the test's module names in ``BUCKETS``; its endpoint."""
+    try:
+        with moto(*request.module.BUCKETS) as endpoint:
+            yield endpoint
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before the server, to which the AWS environment points."""
+    with FaultProxy(server) as made:
+        for name, value in s3_environment(made.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield made

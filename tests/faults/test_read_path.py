@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,10 @@ from shardkit.storage.reading import Attestation, BlockRequest, LocatedStore, Lo
 from shardkit.storage.remote import ObjectStore, Patience, parse_address
 from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
 from shardkit.testing.memory_store import MemoryStore
-from shardkit.testing.servers import Unavailable, moto, s3_environment
 
 BUCKET = "shards"
+BUCKETS = (BUCKET,)
 SETTINGS = ReadSettings(deadline_s=20, attempt_s=2, cool_down_s=0.2)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with FaultProxy(server) as made:
-        for name, value in s3_environment(made.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield made
 
 
 def new_store(**patience: float) -> ObjectStore:

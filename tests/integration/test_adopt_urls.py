@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from shardkit.storage import open_store
 from shardkit.storage.reading import ReadSettings
 from shardkit.testing.drills import drill_count
 from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, moto, s3_environment
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_environment
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.importers.source_files import list_source
 from shardkit_tools.main import run
 
 BUCKET = "their-tars"
+BUCKETS = (BUCKET,)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 WRITE = """
 import sys, webdataset
@@ -49,23 +49,6 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     folder = tmp_path_factory.mktemp("tars")
     subprocess.run([sys.executable, "-c", WRITE, str(folder), "3"], check=True)
     return [path.read_bytes() for path in sorted(folder.glob("*.tar"))]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with FaultProxy(server) as made:
-        for name, value in s3_environment(made.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield made
 
 
 def client(endpoint: str) -> Any:

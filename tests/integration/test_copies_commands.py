@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,11 @@ import pytest
 
 import shardkit
 from shardkit.storage import open_store
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
 from shardkit_tools.main import run
 
 BUCKET = "copies"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+BUCKETS = (BUCKET,)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from shardkit.storage.reading import ReadSettings
 from shardkit.storage.repairing import read_looks
 from shardkit.testing.drills import drill_count
 from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_environment
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack
 from shardkit_tools.main import run
 
 NEAR, FAR = "near", "far"
@@ -36,14 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield endpoint
     except Unavailable as reason:
         pytest.skip(str(reason))
-
-
-@pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with FaultProxy(server) as made:
-        for name, value in s3_environment(made.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield made
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import urllib.request
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,11 @@ import pytest
 import shardkit
 from shardkit.storage.cache import BlockCache
 from shardkit.storage.reading import BlockRequest, block_name
-from shardkit.testing.servers import SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit.testing.servers import SECRET_KEY, s3_environment
 from shardkit_tools.main import run
 
 BUCKET = "shards"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+BUCKETS = (BUCKET,)
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -22,29 +22,13 @@ from shardkit.errors import ShardkitError
 from shardkit.storage.cache import BlockCache
 from shardkit.storage.reading import ReadSettings
 from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
 
 BUCKET = "shards"
+BUCKETS = (BUCKET,)
 ROWS = 1_200
 # A hedge would fetch some bytes twice, when the machine is busy.
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2, hedge=False)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with FaultProxy(server) as made:
-        for name, value in s3_environment(made.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,10 +20,14 @@ from shardkit.storage import Repository, open_store
 from shardkit.storage.collecting import collect
 from shardkit.storage.reading import ReadSettings
 from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY
 from shardkit_tools.main import run
 
 ROOT, COPY = "the-root", "the-copy"
+BUCKETS = (
+    ROOT,
+    COPY,
+)
 READ = frozenset({"s3:GetObject", "s3:ListBucket"})
 PUT = frozenset({"s3:PutObject"})
 DELETE = frozenset({"s3:DeleteObject"})
@@ -59,23 +62,6 @@ class Rights:
         if ok and prefixes is not None and request.method != "POST":
             ok = any(f"/{prefix}" in f"/{key}" for prefix in prefixes)
         return None if ok else Fault("status", status=403, code="AccessDenied")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    try:
-        with moto(ROOT, COPY) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with FaultProxy(server) as made:
-        for name, value in s3_environment(made.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield made
 
 
 class Scene:
