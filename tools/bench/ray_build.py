@@ -1,15 +1,19 @@
 """A build of many small samples: --jobs 2 beside --engine ray with two workers, undisturbed and with workers killed.
 
-    python tools/bench/ray_build.py FOLDER [--rows 1000000] [--repeats 2]
+    python tools/bench/ray_build.py FOLDER [--rows 1000000] [--repeats 2] [--bucket]
 
-FOLDER is on the disk to be measured; what is made there is removed. Ray must be installed. Every build is a command of
-its own, so that starting and ending the cluster is on the bill. In the killed build one Ray worker gets SIGKILL in the
-middle of each pass, by process id.
+With --bucket the root is a bucket (moto, in this process) and Ray a cluster of two nodes that was there before, whose
+temporary directories are not each other's: scratch and journal travel through the root. FOLDER is on the disk to be
+measured; what is made there is removed. Ray must be installed. Every build is a command of its own, so that starting
+and ending a local cluster is on the bill. In the killed build one Ray worker gets SIGKILL in the middle of each pass,
+by process id.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -20,11 +24,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardkit.storage import open_store
+from shardkit.testing.servers import moto, s3_environment
+
+BUCKET = "bench"
 PASSES = ("ReadTask", "ShardRows")
 
 
@@ -81,12 +90,17 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def build(source: Path, root: Path, engine: str, *, kill: bool = False) -> dict[str, Any]:
+def build(
+    source: Path, root: Path | str, engine: str, *, address: str | None = None, kill: bool = False
+) -> dict[str, Any]:
     command = [sys.executable, "-m", "shardkit_tools", "build", str(source), str(root), "--engine", engine]
+    command += [] if address is None or engine == "local" else ["--address", address]
     command += ["--jobs", "2", "--stratify", "label", "--shard-size", "32MiB", "--format", "arrow", "--json"]
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    killer = Killer(process.pid)
+    killer = Killer(
+        process.pid if address is None else os.getpid()
+    )  # a cluster's workers are not the build's
     if kill:
         killer.start()
     out, err = process.communicate()
@@ -94,13 +108,35 @@ def build(source: Path, root: Path, engine: str, *, kill: bool = False) -> dict[
     killer.over = True
     if process.returncode:
         raise SystemExit(f"{engine}: {err[-2000:]}")
-    files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    if isinstance(root, Path):
+        files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+        shutil.rmtree(root)
+    else:
+        files = sorted(open_store(root, read_only=True).list_after(""))
     left = [name for name in files if not name.startswith(("objects/", "log/", "shardkit.json"))]
     objects = [name for name in files if name.startswith("objects/")]
     document = json.loads(out)
-    shutil.rmtree(root)
     return {"engine": engine, "seconds": seconds, "id": document["id"], "samples": document["samples"],
             "killed": killer.killed, "left": left, "objects": objects}  # fmt: skip
+
+
+@contextlib.contextmanager
+def two_nodes(folder: Path) -> Iterator[str]:
+    """A bucket, and the address of a cluster of two nodes with a processor each."""
+    from ray.cluster_utils import Cluster
+
+    with moto(BUCKET) as endpoint:
+        os.environ.update(s3_environment(endpoint))
+        cluster = Cluster(shutdown_at_exit=True)
+        try:
+            for number in range(2):
+                (folder / f"node-{number}").mkdir()
+                cluster.add_node(
+                    num_cpus=1, env_vars={"TMPDIR": str(folder / f"node-{number}")}, include_dashboard=False
+                )
+            yield cluster.address
+        finally:
+            cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -110,18 +146,22 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--bucket", action="store_true")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=given.folder, prefix="ray-bench-"))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        address = stack.enter_context(two_nodes(folder)) if given.bucket else None
+        roots = (f"s3://{BUCKET}/{n}" if given.bucket else folder / "root" for n in itertools.count())
         source = make_source(folder / "source", given.rows)
         times: dict[str, list[float]] = {"local": [], "ray": []}
         results = []
         for _ in range(given.repeats):
             for engine, seconds in times.items():
-                results.append(build(source, folder / "root", engine))
+                results.append(build(source, next(roots), engine, address=address))
                 seconds.append(results[-1]["seconds"])
                 print(f"{engine}: {seconds[-1]:.1f} s", flush=True)
-        results.append(build(source, folder / "root", "ray", kill=True))
+        results.append(build(source, next(roots), "ray", address=address, kill=True))
         killed = results[-1]
         print(f"ray, killed in {', '.join(killed['killed']) or 'no pass'}: {killed['seconds']:.1f} s")
         ids, objects = {r["id"] for r in results}, {tuple(r["objects"]) for r in results}
@@ -129,8 +169,6 @@ def main() -> None:
               f"{[r['left'] for r in results if r['left']] or 'nothing'}")  # fmt: skip
         local, ray = (statistics.median(times[name]) for name in ("local", "ray"))
         print(f"local --jobs 2 {local:.1f} s, ray with two workers {ray:.1f} s: {ray / local - 1:+.0%}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
