@@ -21,44 +21,15 @@ GONE = (3, 17, 28)
 
 # One process forks a child per kill, so that the interpreter starts once. A child dies at its n-th change, from 1.
 DRIVER = """
-import json, os, shutil, signal, sys
+import json, shutil, sys
 from shardkit.dataset.removing import erase, resume_erasures
-from shardkit.storage.file_operations import FileOperations, substituted
-
-class Killer(FileOperations):
-    def __init__(self, at):
-        self.at = at
-        self.count = 0
-
-    def tick(self):
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def fsync(self, file): pass  # what a power cut leaves is another drill
-    def fsync_directory(self, directory): pass
-
-for name in ("create_file", "write", "link", "rename", "unlink", "make_directory"):
-    def counted(self, *given, _name=name):
-        self.tick()
-        return getattr(FileOperations, _name)(self, *given)
-    setattr(Killer, name, counted)
-
-def child(work):
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+from shardkit.storage.file_operations import substituted
+from shardkit.testing.killed_operations import KilledOperations, run_in_child as child
 
 original, folder, keys = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 
 def attempt(root, at, resume=False):
-    killer = Killer(at)
+    killer = KilledOperations(at)
     with substituted(killer):
         if resume:
             resume_erasures(root)

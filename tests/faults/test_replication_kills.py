@@ -29,34 +29,16 @@ from shardkit.testing.faulty_operations import FaultyOperations
 
 # One process forks a child per kill, so that the interpreter starts once. A child dies at its n-th change, from 1.
 DRIVER = """
-import json, os, signal, sys
+import json, sys
 import shardkit
 import shardkit.dataset.create, shardkit.storage.collecting.commits, shardkit.storage.replicating.committing
 from shardkit.storage import Repository
 from shardkit.storage.collecting import collect
-from shardkit.storage.file_operations import FileOperations, substituted
+from shardkit.storage.file_operations import substituted
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.replicating import place, replicate
 from shardkit.storage.replicating.placing import Change
-
-class Killer(FileOperations):
-    def __init__(self, at):
-        self.at = at
-        self.count = 0
-
-    def tick(self):
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def fsync(self, file): pass  # what a power cut leaves is another drill
-    def fsync_directory(self, directory): pass
-
-for name in ("create_file", "write", "link", "rename", "unlink", "make_directory"):
-    def counted(self, *given, _name=name):
-        self.tick()
-        return getattr(FileOperations, _name)(self, *given)
-    setattr(Killer, name, counted)
+from shardkit.testing.killed_operations import KilledOperations, run_in_child
 
 def build(root, folder):
     with shardkit.create(root, {"value": "int64"}, ref="new", shard_size="512B", block_size="128B") as writer:
@@ -78,22 +60,15 @@ folder, scenario = sys.argv[1], sys.argv[2]
 work = {"build": build, "replicate": copy, "place": move, "gc": sweep}[scenario]
 for line in sys.stdin:
     at = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            killer = Killer(at)
-            with substituted(killer):
-                work(folder + "/root", folder)
-            with open(folder + "/done", "w") as file:
-                file.write(str(killer.count))
-            code = 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])), flush=True)
+
+    def attempt(at=at):
+        killer = KilledOperations(at)
+        with substituted(killer):
+            work(folder + "/root", folder)
+        with open(folder + "/done", "w") as file:
+            file.write(str(killer.count))
+
+    print(json.dumps(run_in_child(attempt)), flush=True)
 """
 
 
