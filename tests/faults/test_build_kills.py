@@ -196,7 +196,8 @@ def test_two_jobs_killed_at_random_moments_and_resumed(
         with start("run", script, source, str(root)) as process:
             assert process.stdout is not None
             process.stdout.readline()  # it has begun
-            time.sleep(moments.random() * 0.8 if turn else 0)  # the first one at once: one is killed however fast it is
+            if turn:  # the first one at once: one is killed however fast it is
+                time.sleep(moments.random() * 0.8)
             if whole_group:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
