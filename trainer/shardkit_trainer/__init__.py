@@ -5,6 +5,7 @@
     launch         ranks on this machine: torchrun (agent) as a child, the supervisor, or this process
     configuration  typed sections, TOML, overrides
     training       a run: open, resume, step by step, evaluate, save;  steps: one optimizer step
+      reading      cells, one step ahead
       tasks        from cells to tensors to a loss;  models: a GPT, a residual network
       strategies   ddp, zero1, zero2, zero3 behind one interface
         slices     parameters laid end to end and cut;  optimizers: AdamW, SGD, schedules

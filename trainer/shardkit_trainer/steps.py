@@ -84,8 +84,12 @@ class Stepper:
         self.bytes_held: dict[str, int] = {}
         self.computed_s = 0.0
 
-    def take(self, step: int, cells: list[Any], timeline: Timeline) -> StepResult:
+    def take(
+        self, step: int, cells: list[Any], timeline: Timeline, meanwhile: Callable[[], None]
+    ) -> StepResult:
         """Train on the cells of ``step``; collective.
+
+        ``meanwhile`` is called before the first backward, unless a rank was asked to stop.
 
         Raises:
             Regroup: before anything was computed.
@@ -104,11 +108,14 @@ class Stepper:
         if any(row[4] for row in rows):
             raise Regroup
         targets, samples = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        stop = any(row[3] for row in rows)
         self._world.report(step, "compute")
         with timeline.stage("compute"):
             started = time.perf_counter()
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
-            results = self._compute(passes, self._strategy.divisor(mine[0], targets))
+            results = self._compute(
+                passes, self._strategy.divisor(mine[0], targets), None if stop else meanwhile
+            )
             self.computed_s = timeline.seconds["prepare"] + self._strategy.computed_at() - started
         self._world.report(step, "reduce")
         with timeline.stage("reduce"):
@@ -124,9 +131,11 @@ class Stepper:
         with timeline.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad else loss / 2**LOSS_BITS / max(1, targets)
-        return StepResult(mean, right, targets, samples, norm, rate, any(row[3] for row in rows))
+        return StepResult(mean, right, targets, samples, norm, rate, stop)
 
-    def _compute(self, passes: list[Inputs], divisor: int) -> torch.Tensor:
+    def _compute(
+        self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None
+    ) -> torch.Tensor:
         """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
         factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
         loss_sum, right, bad = 0, 0, 0
@@ -136,6 +145,8 @@ class Stepper:
             with self._strategy.accumulate(last=number == len(passes) - 1):
                 with autocast(self._config, self._world.device):
                     loss, correct = self._task.loss(self._strategy.forward, tensors)
+                if meanwhile is not None and not number:
+                    meanwhile()
                 torch.autograd.backward(loss * factor)
             self._strategy.after_pass()
             value = float(loss.detach())

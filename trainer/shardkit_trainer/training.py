@@ -6,6 +6,7 @@ ranks, takes the same steps.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -33,6 +34,7 @@ from .cost import Cost
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .evaluation import evaluate
 from .metering import StageMeter
+from .reading import CellsAhead
 from .recovery import carry_over
 from .reporting import Efficiency, ProfilerWindow, Reporter, Timeline
 from .run_directory import RunDirectory
@@ -117,6 +119,7 @@ class _Run:
         self.loader: Any = None
         self.reporter: Any = None
         self.profiler: Any = None
+        self.frozen = False
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
@@ -155,8 +158,7 @@ class _Run:
         """The loader of the stage that ``step`` belongs to."""
         world, parallel = self.world, self.config.parallel
         assert self.directory is not None
-        if self.loader is not None:
-            self.loader.close()
+        self._close_loader()
         begins = [0, *(stage.from_step for stage in self.config.data.stages)]
         number = bisect_right(begins, step) - 1
         self.stage_end = min([*begins[number + 1 : number + 2], self.steps])
@@ -175,13 +177,24 @@ class _Run:
         self.loader.telemetry.add_table("stage", self.meter.stage)
         self.stepper.cell_size = plan.cell_size
         self.loader.seek(step)
+        self.cells = CellsAhead(self.loader, step, self.stage_end, in_turn=parallel.rebalance)
+
+    def _close_loader(self) -> None:
+        if self.loader is not None:
+            self.cells.close()
+            self.loader.close()
+            self.loader = None
 
     def detach(self) -> None:
         """Let go of everything that belongs to the present ranks; the model's state stays."""
-        for part in (self.loader, self.profiler, self.reporter):
+        if self.frozen:
+            gc.unfreeze()
+            self.frozen = False
+        self._close_loader()
+        for part in (self.profiler, self.reporter):
             if part is not None:
                 part.close()
-        self.loader = self.profiler = self.reporter = None
+        self.profiler = self.reporter = None
         if self.directory is not None:
             self.directory.close()
 
@@ -252,16 +265,14 @@ class _Run:
         while self.step < self.steps:
             if self.step == self.stage_end:
                 self._open_loader(self.step)
-            cells_of_steps = iter(self.loader)
             while self.step < self.stage_end:
                 timeline, started = Timeline(), time.perf_counter()
                 self.world.report(self.step, "data")
                 with timeline.stage("data"):
-                    cells = next(cells_of_steps, None)
-                if cells is None:
-                    break  # the epoch is over
-                result = self.stepper.take(self.step, cells, timeline)
+                    cells = self.cells.take()
+                result = self.stepper.take(self.step, cells, timeline, self.cells.ask)
                 self.loader.computed(self.stepper.computed_s)
+                self._freeze()
                 self.step += 1
                 self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
                 more = self.step < self.steps and not result.stop
@@ -274,6 +285,12 @@ class _Run:
                 if result.stop:
                     return self.step < self.steps
         return False
+
+    def _freeze(self) -> None:
+        """After the first step: a full collection would look at what lives as long as the run, for many steps' time."""
+        if not self.frozen:
+            gc.freeze()
+            self.frozen = True
 
     def _end(self, stopped: bool) -> None:
         """The last save, evaluation, and the record of the end."""
@@ -300,7 +317,11 @@ class _Run:
         assert self.strategy is not None
         self.world.report(self.step, "checkpoint")
         self.strategy.settle()
-        meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": self.loader.state_dict(),
+        loader = {
+            **self.loader.state_dict(),
+            "step": self.step,
+        }  # it may have handed out the next step already
+        meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": loader,
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.loader.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.dataset.manifest.id}  # fmt: skip
         if (
