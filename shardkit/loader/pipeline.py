@@ -8,6 +8,7 @@ handing it over, and no thread fights the trainer for the interpreter. Otherwise
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -166,7 +167,7 @@ class Pipeline:
     def _scout(self) -> Iterator[tuple[StepGroup, Lease]]:
         settings, left = self._settings, self._numbers
         most = most_steps(settings.rows_per_step, settings.bytes_per_step)
-        size = 1  # the first batch should not wait for a whole group
+        size, growth = 1, 4.0  # the first batch should not wait for a whole group
         while left and not self._stopping.is_set():
             started = time.perf_counter()
             group = self._plan_group(left[:size])
@@ -176,12 +177,14 @@ class Pipeline:
                     most = size // 2  # nor would those that follow leave room for what is beside them
                 elif missing <= self._window.budget // _LOADED_AT_ONCE:
                     break
+                else:
+                    growth = 1.25  # near what fits: planned in vain is planned twice
                 group = self._plan_group(left[: size // 2])
                 needed, missing = self._window.measure(group.blocks)
             if needed > self._window.budget:
                 settings.over_memory(group.numbers[0], needed)
             left = left[len(group.numbers) :]
-            size = min(most, size * 4)
+            size = max(1, min(most, math.ceil(size * growth)))
             self._counts.plan_s += time.perf_counter() - started
             lease = self._window.lease(group.blocks, self._stopping.is_set)
             self._leases.append(lease)

@@ -17,7 +17,7 @@ Int64s = NDArray[np.int64]
 # Planning and addressing cost the same for a group as for a step: as many rows as make them vanish, as few bytes as
 # the first batch can wait for.
 _GROUP_ROWS = 16384
-_GROUP_BYTES = 64 << 20
+_GROUP_BYTES = 256 << 20
 _MAX_GROUP_STEPS = 256
 
 LocateRows = Callable[[Int64s], tuple[Int64s, Int64s, Int64s, Int64s]]
