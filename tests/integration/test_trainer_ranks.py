@@ -57,6 +57,7 @@ CASES = {
         "reductions",
         "unsent",
         "local_steps",
+        "own_seconds",
         "foreign_fsdp",
     ),
     3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop"),
@@ -154,6 +155,15 @@ def test_what_compression_has_not_sent_survives_a_change_of_ranks(ranks: Any, np
     before, after = ranks(2)["unsent"], ranks(nproc)["unsent"]
     assert before["size"] > 0.1
     assert after == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_waiting_for_a_slow_rank_is_not_ones_own_time(ranks: Any, strategy: str) -> None:
+    """Rebalancing must tell the rank that sleeps for half a second from the one that waits for it meanwhile."""
+    (waiting, all_of_it), (sleeping, _) = ranks(2)["own_seconds"][strategy]
+    assert sleeping >= 500_000
+    assert all_of_it >= 400_000, "it waits inside"
+    assert waiting < 0.5 * sleeping
 
 
 def test_local_steps_meet_and_can_be_saved(ranks: Any) -> None:

@@ -197,19 +197,24 @@ def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
     assert {"read_mismatches", "read_missing"} <= kinds, kinds
 
 
-def test_a_stragglers_lanes_move_and_the_bits_stay(
-    tmp_path: Path, digits: dict[str, str], launch_trainer: Any
+@pytest.mark.parametrize(
+    ("strategy", "exact"), [("ddp", "int64"), ("zero2", "int64"), ("zero2", "off"), ("zero3", "off")]
+)
+def test_a_stragglers_lanes_move_and_the_result_stays(
+    tmp_path: Path, digits: dict[str, str], launch_trainer: Any, strategy: str, exact: str
 ) -> None:
-    """One of four ranks at half speed gives lanes away; the parameters are those of one process."""
+    """One of four ranks at half speed gives lanes away; the result is that of one process, bit by bit if exact."""
     base = {
         "run.steps": 32, "data.dataset": digits["train"], "data.global_batch": 24, "data.lanes": 12,
-        "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1, "parallel.exact": "int64",
+        "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1, "parallel.exact": exact,
         "checkpoint.every": 100, "parallel.rebalance": True, "parallel.rebalance_every": 4,
+        "parallel.strategy": strategy, "parallel.pass_samples": 4,
     }  # fmt: skip
     whole = alone({**base, "run.directory": tmp_path / "alone"})
     result = launch_trainer(4, {**base, "run.directory": tmp_path / "moved"}, fault="slow:3:12")
     assert result.returncode == 0, result.stderr
     assert ending(tmp_path / "moved")["parameters_sha256"] == whole
+    assert ending(tmp_path / "moved")["loss"] == pytest.approx(ending(tmp_path / "alone")["loss"], rel=1e-3)
     moves = [e for e in read_lines(tmp_path / "moved" / "events.jsonl") if e["event"] == "rebalance"]
     assert moves
     assert moves[0]["owner"].count(3) < 3

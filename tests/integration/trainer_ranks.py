@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,6 +346,30 @@ def unsent(world: World) -> dict[str, float]:
     line = fresh.compression._lines["error"].double()
     total = world.all_reduce(line.clone()) / world.size
     return {"size": float(total.norm()), "first": float(total[:64].sum())}
+
+
+def own_seconds(world: World) -> dict[str, list[list[int]]]:
+    """Microseconds of (its own computation, all of it) per rank; rank 1 sleeps for half a second before its pass."""
+    found = {}
+    for name in ("ddp", "zero2", "zero3"):
+        strategy, task = made(world, name, "off", **{"parallel.rebalance": True})
+        own, whole = [], []
+        for number in range(3):
+            inputs = [task.prepare(cell(number, lane), 0) for lane in lane_share(world, number)]
+            world.gather_integers([0])
+            started = time.perf_counter()
+            for one in strategy.passes(inputs[:1], [1] * world.size, CELL):
+                time.sleep(0.5 * (world.rank == 1))
+                with strategy.accumulate(last=True):
+                    loss, _ = task.loss(strategy.forward, one.tensors)
+                    torch.autograd.backward(loss)
+            ended = time.perf_counter()
+            own.append(round(1e6 * (strategy.computed_at() - started)))
+            whole.append(round(1e6 * (ended - started)))
+            strategy.reduce()
+            strategy.clear()
+        found[name] = world.gather_integers([min(own), max(whole)])
+    return found
 
 
 def local_steps(world: World) -> dict[str, Any]:

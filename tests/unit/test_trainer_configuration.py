@@ -69,7 +69,7 @@ def test_strategies_that_cannot_be_combined() -> None:
         ["parallel.exact=int64", "parallel.reduction=bf16"],
         ["parallel.reduction=int8", "parallel.strategy=zero2"],
         ["parallel.sync_every=4", "parallel.strategy=zero1"],
-        ["parallel.rebalance=true", "parallel.strategy=zero3"],
+        ["parallel.rebalance=true", "parallel.strategy=zero3", "parallel.shard_ranks=2"],
         ["parallel.shard_ranks=2", "parallel.strategy=zero2", "parallel.exact=int64"],
     ):
         with pytest.raises(ConfigurationError, match="parallel"):

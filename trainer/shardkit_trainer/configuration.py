@@ -222,10 +222,10 @@ class ParallelConfig:
             raise ConfigurationError(
                 "parallel.shard_ranks: expected strategy zero2 or zero3 with exact = off"
             )
-        if self.rebalance and self.exact == "off" and self.strategy in {"zero2", "zero3"}:
+        if self.rebalance and self.shard_ranks:
             raise ConfigurationError(
-                f"parallel.rebalance: expected ddp, zero1, or an exact mode, got {self.strategy}: fully_shard makes"
-                " ranks wait for each other inside every pass, so a slow one cannot be told from the others"
+                "parallel.rebalance: expected shard_ranks = 0: between copies torch sums gradients where nobody can"
+                " measure how long a rank waits for the others, so a slow one cannot be told from them"
             )
         if self.exact != "off" and self.strategy == "zero3":
             raise ConfigurationError("parallel.exact: expected strategy ddp, zero1 or zero2, got zero3")

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -345,6 +346,40 @@ class Replicated(Strategy):
         return state
 
 
+class CollectiveClock:
+    """fully_shard's own collectives, and the seconds that this rank was inside of them, most of them waiting."""
+
+    def __init__(self) -> None:
+        # torch 2.13 renames both and warns about the old names
+        single = hasattr(dist, "all_gather_single")
+        gather = dist.all_gather_single if single else dist.all_gather_into_tensor
+        scatter = dist.reduce_scatter_single if single else dist.reduce_scatter_tensor
+        self.gather: Any = _Timed(self, gather)  # torch asks for classes of its own that it does not export
+        self.scatter: Any = _Timed(self, scatter)
+        self.seconds = 0.0
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class _Timed:
+    """One collective, as `FSDPModule.set_custom_all_gather` and its twin expect it."""
+
+    def __init__(self, clock: CollectiveClock, collective: Callable[..., Any]):
+        self._clock, self._collective = clock, collective
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **named: Any) -> Any:
+        started = time.perf_counter()
+        work = self._collective(output_tensor, input_tensor, **named)
+        self._clock.seconds += time.perf_counter() - started
+        return work
+
+
 class FullySharded(Strategy):
     """zero2 and zero3: torch's fully_shard; the optimizer works on each rank's rows."""
 
@@ -361,11 +396,15 @@ class FullySharded(Strategy):
         if self.replicas == 1:
             mesh = mesh["dp_shard"]
         self.equal_passes = config.parallel.strategy == "zero3"
+        self._clock = CollectiveClock()
         for block in (*task.blocks(), self.module):
             sharded = fully_shard(block, mesh=mesh, reshard_after_forward=self.equal_passes)
             # plain sums: gloo lacks the scaled ones, and the loss is scaled already
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            if config.parallel.rebalance:
+                sharded.set_custom_all_gather(self._clock.gather)
+                sharded.set_custom_reduce_scatter(self._clock.scatter)
         named = dict(self.module.named_parameters())
         owned = [OwnedTensor(name, named[name], self.decays[name]) for name in self.names]
         self.optimizer = LocalOptimizer(owned, config.optimizer, fused=True)
@@ -377,6 +416,10 @@ class FullySharded(Strategy):
             self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last)
         return nullcontext()
+
+    def computed_at(self) -> float:
+        """As if the passes had not waited for other ranks: without the time inside of collectives."""
+        return time.perf_counter() - self._clock.take()
 
     def reduce(self) -> float:
         """The norm over all shards, of which each replica has every one."""
