@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -60,7 +60,7 @@ class StageConfig:
 
     from_step: int = 0
     global_batch: int = 0  # 0: as before
-    weights: dict[str, int] = dataclasses.field(default_factory=dict)  # empty: as before
+    weights: dict[str, int] = field(default_factory=dict)  # empty: as before
 
     def __post_init__(self) -> None:
         _at_least("data.stages: from_step", self.from_step, 1)
@@ -76,22 +76,16 @@ class DataConfig:
     """[data]: which dataset, in which plan."""
 
     dataset: str = ""  # as in shardkit.open: path or URL, with @ref or @sha256:…
-    parts: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # several datasets as one, instead of `dataset`
-    locations: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # name → URL of further copies of `dataset`, nearest first
+    parts: dict[str, str] = field(default_factory=dict)  # several datasets as one, instead of `dataset`
+    locations: dict[str, str] = field(default_factory=dict)  # name → URL of further copies, nearest first
     global_batch: int = 32  # samples per step, over all ranks
     seed: int = 0  # of the plan
     lanes: int = 0  # 0: the plan's default
-    weights: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # stratum pattern → integer weight; empty: natural
+    weights: dict[str, int] = field(default_factory=dict)  # stratum pattern → integer; empty: natural
     window_blocks: int = 0  # 0: the plan's default
     cache: str = ""  # directory on the node's own disk for blocks that came over a network; empty: none
     cache_size: str = ""  # the most that it may take, such as "200GiB"; empty: most of the disk's free room
-    stages: list[StageConfig] = dataclasses.field(default_factory=list)  # schedules of batch size and weights
+    stages: list[StageConfig] = field(default_factory=list)  # schedules of batch size and weights
 
     def __post_init__(self) -> None:
         _at_least("data.global_batch", self.global_batch, 1)
@@ -148,9 +142,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     epsilon: float = 1e-8
     clip: float = 1.0  # global gradient norm; 0: no clipping
-    skip_nonfinite: int = (
-        0  # steps in a row with a non-finite gradient that are skipped; one more ends the run
-    )
+    skip_nonfinite: int = 0  # steps in a row with such a gradient that are skipped; one more ends the run
 
     def __post_init__(self) -> None:
         _one_of("optimizer.name", self.name, ("adamw", "sgd"))
@@ -188,12 +180,8 @@ class ParallelConfig:
     reduction: str = "fp32"  # what travels: fp32, bf16, int8, powersgd, topk
     rank: int = 4  # powersgd: of the factors
     density: float = 0.05  # topk: share of the gradient that is sent
-    correction: float = (
-        0.0  # topk: momentum correction; the optimizer's own momentum (beta1) should be 0 then
-    )
-    sync_every: int = (
-        1  # steps between averagings; > 1 is local SGD with the outer optimizer below (ddp only)
-    )
+    correction: float = 0.0  # topk: momentum correction; the optimizer's own (beta1) should be 0 then
+    sync_every: int = 1  # steps between averagings; > 1: local SGD with the outer optimizer below (ddp)
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     pass_samples: int = 32  # samples per forward pass at most; a pass is made of whole cells. exact: one cell
@@ -203,9 +191,7 @@ class ParallelConfig:
     threads: int = 1  # per rank; exact results depend on it
     rebalance: bool = False  # move lanes away from slow ranks, by what cells are seen to cost
     rebalance_every: int = 16  # steps between two looks
-    recovery: str = (
-        "restart"  # when a rank dies: restart (torchrun's, of all ranks), in-process (of the dead one)
-    )
+    recovery: str = "restart"  # of all ranks, by torchrun, when one dies; in-process: of the dead one
     timeout_s: float = 120.0  # a rank that does not answer for so long is named, and the run ends
     shutdown_s: int = 30  # after a signal or a failure: what ranks get to save and end before they are killed
 
@@ -246,7 +232,7 @@ class CheckpointConfig:
 
     every: int = 100  # steps; the last step is always saved
     keep: int = 3  # newest checkpoints that stay; 0: all
-    replicas: list[str] = dataclasses.field(default_factory=list)  # folders or URLs that get a copy of each
+    replicas: list[str] = field(default_factory=list)  # folders or URLs that get a copy of each
     asynchronous: bool = True  # write while training goes on
     resume: bool = True  # go on from the newest checkpoint of the run directory
 
@@ -279,9 +265,7 @@ class LogConfig:
     price_per_hour: float = 0.0  # of one rank, in dollars
     watts: float = 0.0  # of one rank
     telemetry_s: float = 2.0  # seconds between records for shardkit top; 0: none
-    listen: str = (
-        ""  # HOST:PORT of /metrics and /healthz of each node, such as 127.0.0.1:9400; empty: nowhere
-    )
+    listen: str = ""  # HOST:PORT of each node's /metrics and /healthz, as 127.0.0.1:9400; empty: nowhere
 
     def __post_init__(self) -> None:
         _at_least("log.every", self.every, 1)
@@ -301,15 +285,15 @@ class LogConfig:
 class Configuration:
     """A whole run."""
 
-    run: RunConfig = dataclasses.field(default_factory=RunConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         if not self.run.directory:

@@ -58,7 +58,7 @@ class _Ranks:
             environment.pop("GLOO_SOCKET_IFNAME")  # the loopback device has another name there
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "shardkit_trainer.reduction_speed", str(rank), str(ranks),
+                [sys.executable, "-m", "shardkit_tools.benchmarks.reduction_ranks", str(rank), str(ranks),
                  os.path.join(folder, "store"), str(elements)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
             )

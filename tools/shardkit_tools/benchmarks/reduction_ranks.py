@@ -1,6 +1,6 @@
 """One rank of the reduction benchmark: told on stdin which reduction to run how often, answers with JSON lines.
 
-python -m shardkit_trainer.reduction_speed RANK RANKS STORE ELEMENTS
+python -m shardkit_tools.benchmarks.reduction_ranks RANK RANKS STORE ELEMENTS
 
 STORE is a file that the ranks meet at. Commands are ``KIND COUNT``; the answer has seconds and CPU seconds. What is
 reduced are the trainer's own gradients-to-be: the classes are those that `strategies` uses.
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from .compression import Compression
-from .configuration import ParallelConfig
-from .distributed import World
-from .reductions import ExactSum
-from .slices import FlatLayout
+from shardkit_trainer.compression import Compression
+from shardkit_trainer.configuration import ParallelConfig
+from shardkit_trainer.distributed import World
+from shardkit_trainer.reductions import ExactSum
+from shardkit_trainer.slices import FlatLayout
 
 __all__ = ["main"]
 
