@@ -105,7 +105,7 @@ def launch_trainer() -> Launch:
         fault: str = "",
         until: str = "",
         restarts: int = 0,
-        timeout: float = 120,
+        timeout: float = 900,
     ) -> Any:
         """Wait for the end, or until ``until`` is in the output; then the whole session is killed."""
         overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
@@ -145,6 +145,6 @@ def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         "0",
         *(f"{name}={value}" for name, value in settings.items()),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return run

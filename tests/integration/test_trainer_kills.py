@@ -26,7 +26,7 @@ def settings(directory: Path, dataset: str) -> dict[str, Any]:
         "data.lanes": LANES, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd", "optimizer.lr": 1.0,
         "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "schedule.kind": "linear",
         "schedule.final": 0.5, "checkpoint.every": EVERY, "checkpoint.keep": 2, "parallel.exact": "int64",
-        "parallel.timeout_s": 60.0,
+        "parallel.timeout_s": 300.0,
     }  # fmt: skip
 
 

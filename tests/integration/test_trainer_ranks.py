@@ -39,7 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
                    str(SCRIPT), str(result), *CASES[nproc]]  # fmt: skip
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=240, check=False
+            command, env=environment, capture_output=True, text=True, timeout=900, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
