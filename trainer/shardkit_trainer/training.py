@@ -317,10 +317,8 @@ class _Run:
         assert self.strategy is not None
         self.world.report(self.step, "checkpoint")
         self.strategy.settle()
-        loader = {
-            **self.loader.state_dict(),
-            "step": self.step,
-        }  # it may have handed out the next step already
+        # the loader may have handed out the next step already
+        loader = {**self.loader.state_dict(), "step": self.step}
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": loader,
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.loader.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.dataset.manifest.id}  # fmt: skip
