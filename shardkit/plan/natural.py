@@ -242,18 +242,21 @@ class NaturalGrid:
 
     def _short_cells(self, key: _Key) -> NDArray[np.int64]:
         epoch, lanes, _ = key
-        return np.concatenate([self._short_cell(epoch, lane) for lane in lanes])
-
-    def _short_cell(self, epoch: int, lane: int) -> NDArray[np.int64]:
-        tables, deck = self.epoch(epoch), self.deck(epoch, (lane,))
-        drawn = tables.deal.lane_prefix(np.array([self.full_steps]), lane)
-        drawn = np.diff(drawn, axis=1, prepend=0)[0]
-        hand = tables.cut[lane + 1] - tables.cut[lane]
-        active = np.flatnonzero(hand > drawn)
-        offset = deck.start[active]
-        draws = deck.take(offset + drawn[active], offset + hand[active])
-        cells = assemble(draws, (hand - drawn)[None, None, active], self.cell_size)
-        return self._finish(cells, epoch, np.array([lane]), self.full_steps, len(draws))
+        tables, deck, of = self.epoch(epoch), self.deck(epoch, lanes), np.array(lanes, dtype=np.int64)
+        drawn = tables.deal.lane_prefix(np.full(len(of), self.full_steps), of)
+        drawn = np.diff(drawn, axis=1, prepend=0)  # (lanes, groups)
+        hand = tables.cut[of + 1] - tables.cut[of]
+        offset = deck.start[:-1].reshape(hand.shape)
+        lo, hi = (offset + drawn).ravel(), (offset + hand).ravel()
+        some = hi > lo
+        counts = (hand - drawn)[:, None]
+        cells = assemble(deck.take(lo[some], hi[some]), counts, self.cell_size)
+        for i, filled in enumerate(counts.sum(axis=(1, 2)).tolist()):  # lanes differ in how many are left
+            cells[i : i + 1] = self._finish(
+                cells[i : i + 1].copy(), epoch, of[i : i + 1], self.full_steps, filled
+            )
+        cells.flags.writeable = False
+        return cells
 
     def locate(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
         """(step, lane, slot) of a sample in an epoch.

@@ -240,3 +240,17 @@ def test_lanes_drawn_together_have_the_cells_of_each_alone(  # type: ignore[no-u
     alone = planned(population, shape, remainder, shuffle=shuffle)
     for place, lane in enumerate(lanes):
         np.testing.assert_array_equal(together[:, place], alone.cells(first, last, lane))
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_no_caller_can_change_cells_that_are_kept(lanes: int) -> None:
+    """Those of the short last step are made in a way of their own."""
+    population = Population(
+        "short", ("a",), np.array([0], dtype=np.int32), np.array([0], dtype=np.int32), np.array([103]),
+        np.array([7], dtype=np.int32),
+    )  # fmt: skip
+    plan = make_plan(population, global_batch=20, lanes=lanes, remainder="short")
+    for step in range(6):
+        plan.steps(step, step + 1)
+        for lane in range(lanes):
+            assert not plan.cell(step, lane).flags.writeable
