@@ -144,12 +144,12 @@ class BlockWindow:
         return entry is not None and entry.future.done()
 
     def measure(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """Bytes of these blocks, and of those among them that are not in memory."""
+        """Bytes of these blocks, and of those among them that are still to be loaded."""
         held = missing = 0
         find, size_of = self._entries.get, self._source.size_of
         for block in blocks:
             entry = find(block)
-            if entry is None:
+            if entry is None or entry.stale:
                 missing += size_of(block)
             else:
                 held += entry.size

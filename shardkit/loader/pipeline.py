@@ -184,7 +184,7 @@ class Pipeline:
             if needed > self._window.budget:
                 settings.over_memory(group.numbers[0], needed)
             left = left[len(group.numbers) :]
-            size = max(1, min(most, math.ceil(size * growth)))
+            size = min(most, math.ceil(size * growth))
             self._counts.plan_s += time.perf_counter() - started
             lease = self._window.lease(group.blocks, self._stopping.is_set)
             self._leases.append(lease)

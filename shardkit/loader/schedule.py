@@ -14,8 +14,8 @@ __all__ = ["LocateRows", "StepGroup", "most_steps", "plan_group"]
 
 Int64s = NDArray[np.int64]
 
-# Planning and addressing cost the same for a group as for a step: as many rows as make them vanish, as few bytes as
-# the first batch can wait for.
+# Planning and addressing cost the same for a group as for a step: as many rows as make them vanish. Few large rows do
+# that too, and more of them would only be planned to be cut to what memory has room for.
 _GROUP_ROWS = 16384
 _GROUP_BYTES = 256 << 20
 _MAX_GROUP_STEPS = 256
