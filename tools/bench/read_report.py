@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from shardkit_tools.benchmarks.reading.limits import yardstick_of
+from shardkit_tools.benchmarks.reading.readers import PEER_NAMES
 
 __all__ = ["report"]
 
 NAMES = {
     "shardkit_reader": "**shardkit**",
     "shardkit_compact": "**shardkit**, lanes=4, window_blocks=8",
+    **PEER_NAMES,
     "memmap": "memory map + gather under DataLoader (no checks, no resume)",
-    "mosaicml": "MosaicML Streaming",
-    "litdata_reader": "LitData",
-    "webdataset_reader": "webdataset",
-    "hf_map": "HF datasets, map",
-    "hf_iterable": "HF datasets, iterable",
-    "grain_reader": "Grain + ArrayRecord",
-    "lance_reader": "Lance",
-    "energon": "Energon",
     "spdl_reader": "SPDL over a memory map (no checks, no resume)",
 }
 HEAD = (

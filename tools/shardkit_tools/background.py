@@ -13,7 +13,12 @@ import typer
 from shardkit.storage.replicating.pacing import Hours, Pace, parse_bandwidth
 from shardkit_tools.console import StatusLine, bytes_text, count_text, duration_text
 
-__all__ = ["BandwidthOption", "BetweenOption", "Work", "running"]
+__all__ = ["BandwidthOption", "BetweenOption", "LooksOption", "Work", "running"]
+
+LooksOption = Annotated[
+    int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Copies looked at at once.")
+]
+"""How many copies are looked at at a time."""
 
 BandwidthOption = Annotated[
     str | None,

@@ -10,7 +10,7 @@ import typer
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.repairing import Lost, Repair, Unchecked
 from shardkit.storage.repairing import repair as repair_root
-from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.background import BandwidthOption, BetweenOption, LooksOption, running
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -74,9 +74,7 @@ def repair(
     location: LocationOption = None,
     bandwidth: BandwidthOption = None,
     between: BetweenOption = None,
-    jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Copies looked at at once.")
-    ] = 4,
+    jobs: LooksOption = 4,
     engine: EngineOption = EngineName.LOCAL,
     address: AddressOption = None,
     as_json: JsonFlag = False,

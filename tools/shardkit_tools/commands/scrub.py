@@ -12,7 +12,7 @@ from shardkit.storage.policy import LocationRecord
 from shardkit.storage.policy.durations import parse_duration
 from shardkit.storage.repairing import Scrub
 from shardkit.storage.repairing import scrub as scrub_root
-from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.background import BandwidthOption, BetweenOption, LooksOption, running
 from shardkit_tools.commands.repair import LocationOption, print_repair, print_unchecked, repair_document
 from shardkit_tools.console import (
     JsonFlag,
@@ -69,9 +69,7 @@ def scrub(
     location: LocationOption = None,
     bandwidth: BandwidthOption = None,
     between: BetweenOption = None,
-    jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Copies looked at at once.")
-    ] = 4,
+    jobs: LooksOption = 4,
     engine: EngineOption = EngineName.LOCAL,
     address: AddressOption = None,
     as_json: JsonFlag = False,
