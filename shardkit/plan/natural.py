@@ -46,6 +46,15 @@ class Epoch:
     dropped: NDArray[np.int64]
 
 
+class _Kept:
+    """What a walk over all lanes in so many parts has use for again; more would only grow with the epochs."""
+
+    def __init__(self, parts: int) -> None:
+        self.decks: Recent[tuple[int, Lanes], Deck] = Recent(2 * parts)
+        self.chunks: Recent[_Key, NDArray[np.int64]] = Recent(3 * parts)
+        self.landings: Recent[_Key, NDArray[np.int64]] = Recent(parts)
+
+
 class NaturalGrid:
     """Cells of all epochs.
 
@@ -88,9 +97,7 @@ class NaturalGrid:
         # lanes that are drawn together cost little more than one of them; with many groups each costs its own anyway
         together = _TOGETHER // (self._chunk * self.cell_size) if len(groups) <= _FEW_GROUPS else 1
         self._together = max(1, min(lanes, together))
-        self._decks: Recent[tuple[int, Lanes], Deck] = Recent(2 * lanes)
-        self._cells: Recent[_Key, NDArray[np.int64]] = Recent(3 * lanes)
-        self._parts: Recent[_Key, NDArray[np.int64]] = Recent(lanes)
+        self._alone, self._joint = _Kept(lanes), _Kept(-(-lanes // self._together))
 
     def epoch(self, number: int) -> Epoch:
         """Tables of one epoch: O(L x groups)."""
@@ -153,9 +160,12 @@ class NaturalGrid:
 
     def deck(self, number: int, lanes: Lanes) -> Deck:
         """Some lanes' hands of an epoch, shuffled: O(segments / L) per lane once, then kept."""
-        return self._decks.get(
+        return self._kept(lanes).decks.get(
             (number, lanes), lambda key: build_deck(self.order, self.hands(*key), self.shuffle)
         )
+
+    def _kept(self, lanes: Lanes) -> _Kept:
+        return self._alone if len(lanes) == 1 else self._joint
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
         """Cells of one lane for steps [start, stop): (steps, m) int64.
@@ -200,7 +210,7 @@ class NaturalGrid:
         Which ones is a matter of cost only: cells are the same however many are drawn together.
         """
         if step == self.full_steps:
-            return step, step + 1, self._cells.get((epoch, lanes, -1), self._short_cells)
+            return step, step + 1, self._kept(lanes).chunks.get((epoch, lanes, -1), self._short_cells)
         # chunk borders are staggered over lanes, so that a walk over all lanes never draws all of them at
         # once; where a chunk holds the epoch there is no border
         shift = lanes[0] * self._chunk // self.lanes if self._chunk < self.full_steps else 0
@@ -208,11 +218,11 @@ class NaturalGrid:
         if stop - step <= self._part and self._is_landing((epoch, lanes, number), step):
             first = step - step % self._part
             last = min(self.full_steps, first + self._part)
-            kept, key = self._parts, (epoch, lanes, first)
+            kept, key = self._kept(lanes).landings, (epoch, lanes, first)
         else:
             first = max(0, number * self._chunk - shift)
             last = min(self.full_steps, (number + 1) * self._chunk - shift)
-            kept, key = self._cells, (epoch, lanes, number)
+            kept, key = self._kept(lanes).chunks, (epoch, lanes, number)
         return first, last, kept.get(key, lambda _: self._draw(epoch, lanes, first, last))
 
     def _is_landing(self, chunk: _Key, step: int) -> bool:
@@ -221,8 +231,9 @@ class NaturalGrid:
         A walk goes over to whole chunks at the second part.
         """
         epoch, lanes, number = chunk
-        walking = (epoch, lanes, step - step % self._part - self._part) in self._parts
-        return not (walking or chunk in self._cells or (epoch, lanes, number - 1) in self._cells)
+        kept = self._kept(lanes)
+        walking = (epoch, lanes, step - step % self._part - self._part) in kept.landings
+        return not (walking or chunk in kept.chunks or (epoch, lanes, number - 1) in kept.chunks)
 
     def _draw(self, epoch: int, lanes: Lanes, first: int, last: int) -> NDArray[np.int64]:
         """(lanes, last - first, m)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -254,3 +255,21 @@ def test_no_caller_can_change_cells_that_are_kept(lanes: int) -> None:
         plan.steps(step, step + 1)
         for lane in range(lanes):
             assert not plan.cell(step, lane).flags.writeable
+
+
+def test_what_a_plan_keeps_does_not_grow_with_the_epochs() -> None:
+    population = Population(
+        "small", ("a",), np.zeros(10, dtype=np.int32), np.zeros(10, dtype=np.int32), np.full(10, 512),
+        np.array([16], dtype=np.int32),
+    )  # fmt: skip
+    plan = make_plan(population, global_batch=64, lanes=64)
+    assert plan.steps_per_epoch == 80
+    tracemalloc.start()
+    try:
+        held = []
+        for epoch in range(110):
+            plan.steps(epoch * 80, (epoch + 1) * 80)
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[-1] - held[9] < 10 * 8 * population.rows  # the cells of ten epochs, where a hundred went by
