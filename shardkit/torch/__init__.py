@@ -8,6 +8,9 @@ trainer that saves through DCP (DDP, FSDP, tensor parallel) can use them::
     dcp.save(state, storage_writer=CheckpointWriter("runs/a", "step-000000000100"))
     dcp.load(state, storage_reader=CheckpointReader("runs/a"))          # the newest; any world size, any sharding
 
+``prune_checkpoints`` keeps the newest few, ``copy_checkpoint`` brings one into a further store, ``export_safetensors``
+writes its weights for other programs.
+
 Layout, invariants and reasons are in the trainer's SPEC.md, "Checkpoints": tensor bytes are content-addressed objects,
 the manifest names them by SHA-256 and is written after them, and the ref under ``checkpoints/`` is written last.
 """
@@ -15,12 +18,17 @@ the manifest names them by SHA-256 and is written after them, and the ref under 
 from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
 from .checkpointing import CheckpointReader, CheckpointWriter
 from .datasets import PlanDataset, dataset
+from .export import export_safetensors
+from .keeping import copy_checkpoint, prune_checkpoints
 
 __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "PlanDataset",
     "checkpoint_names",
+    "copy_checkpoint",
     "dataset",
+    "export_safetensors",
+    "prune_checkpoints",
     "read_checkpoint_manifest",
 ]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
+from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.storage import LocalStore
 from shardkit.storage.file_operations import substituted
 from shardkit.testing.crash_states import RecordingOperations, crash_states, write_state
@@ -25,9 +25,9 @@ from shardkit.torch import (
     CheckpointWriter,
     checkpoint_names,
     checkpointing,
+    prune_checkpoints,
     read_checkpoint_manifest,
 )
-from shardkit_trainer.replicas import prune
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -216,7 +216,7 @@ def test_a_power_cut_at_any_moment_of_saving_and_pruning_loses_nothing_acknowled
         for step in (1, 2, 3):
             save(root, step)
             recorder.acknowledge(step)
-            prune(LocalStore(root), keep=1)
+            prune_checkpoints(LocalStore(root), keep=1)
     checked = 0
     for number, crash in enumerate(crash_states(recorder.operations)):
         if number % (1 if drill_count(20) == 20 else 3):
@@ -241,18 +241,20 @@ def test_pruning_keeps_shared_objects_and_clears_what_dead_writers_left(tmp_path
 
     orphan = object_name(sha256_digest(b"orphan"), "tensor")
     garbage.put_new(orphan, b"orphan")
-    prune(garbage, keep=2)
+    prune_checkpoints(garbage, keep=2)
     assert checkpoint_names(tmp_path) == ["step-0003", "step-0004"]
     assert [load(tmp_path, name) for name in checkpoint_names(tmp_path)] == [3, 4]
     assert garbage.head(orphan) is None
     before = files(tmp_path)
-    prune(garbage, keep=2)
+    prune_checkpoints(garbage, keep=2)
     assert files(tmp_path) == before
     # with a damaged checkpoint among those kept, objects stay: it may be repaired
     (tmp_path / "checkpoints" / "step-0003.json").write_bytes(b"{}")
     garbage.put_new(orphan, b"orphan")
-    prune(garbage, keep=2)
+    prune_checkpoints(garbage, keep=2)
     assert garbage.head(orphan) is not None
+    with pytest.raises(ConfigurationError, match="keep = 0"):
+        prune_checkpoints(garbage, keep=0)
 
 
 def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:

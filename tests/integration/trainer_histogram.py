@@ -161,7 +161,7 @@ def kill_inside(kind: str, count: int) -> None:
     from shardkit.torch import CheckpointWriter
 
     owner: Any = checkpoints if kind == "prune" else CheckpointWriter
-    name = {"put": "_put", "finish": "finish", "prune": "prune"}[kind]
+    name = {"put": "_put", "finish": "finish", "prune": "prune_checkpoints"}[kind]
     original, calls = getattr(owner, name), [0]
 
     def replacement(*arguments: Any, **named: Any) -> Any:

@@ -20,10 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError
 from shardkit.storage import Store
-from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
+from shardkit.torch import (
+    CheckpointReader,
+    CheckpointWriter,
+    checkpoint_names,
+    prune_checkpoints,
+    read_checkpoint_manifest,
+)
 
 from .distributed import World, is_collective_failure
-from .replicas import Replicas, prune
+from .replicas import Replicas
 from .slices import FlatSlice
 from .strategies import Strategy
 
@@ -194,7 +200,7 @@ class Checkpointer:
                     "checkpoint", step=step, name=name, seconds=seconds, new_bytes=writer.written_bytes
                 )
                 if self._keep:
-                    prune(self._store, self._keep)
+                    prune_checkpoints(self._store, self._keep)
                 self._replicas.copy(self._store, name, self._keep)
             dist.barrier(group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; it is raised again by `wait`

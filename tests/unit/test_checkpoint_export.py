@@ -9,8 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from shardkit.errors import NotFoundError
-from shardkit.torch import CheckpointWriter
-from shardkit_trainer.export import export_safetensors
+from shardkit.torch import CheckpointWriter, export_safetensors
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

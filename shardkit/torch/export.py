@@ -6,15 +6,18 @@ The format is 8 bytes of length, a JSON header, and raw little-endian bytes in C
 from __future__ import annotations
 
 import json
+import os
 import struct
 import warnings
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardkit.errors import FormatError
-from shardkit.torch import CheckpointReader, read_checkpoint_manifest
+from shardkit.storage import Store
+
+from .checkpoint_format import as_store, read_checkpoint_manifest
+from .checkpointing import CheckpointReader
 
 __all__ = ["export_safetensors"]
 
@@ -24,38 +27,46 @@ TYPES = {
 }  # fmt: skip
 
 
-def export_safetensors(directory: str | Path, path: str | Path, name: str | None = None) -> int:
-    """Write the model of a run's checkpoint (default: the newest) to ``path``; returns how many tensors.
+def export_safetensors(
+    location: Store | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    part: str = "model",
+) -> int:
+    """Write one part of a checkpoint to ``path``, without a process group; returns how many tensors.
 
-    Works without a process group, whatever strategy and number of ranks the checkpoint was saved with.
+    Args:
+        location: run directory: a path, a URL or a store.
+        path: of the file to write.
+        name: of the checkpoint; None takes the newest. Strategy and number of ranks that saved it do not matter.
+        part: top-level key of the saved state; names in the file are those below it.
 
     Raises:
         NotFoundError, IntegrityError: there is no such checkpoint, or it is damaged.
+        FormatError: it has no tensors in ``part``.
     """
-    manifest = read_checkpoint_manifest(str(directory), name)
-    saved = {fqn: entry for fqn, entry in manifest["tensors"].items() if fqn.startswith("model.")}
-    if not saved:
-        raise FormatError(f"checkpoint {manifest['name']} has no tensors under model.; nothing to export")
+    store = as_store(location)
+    manifest = read_checkpoint_manifest(store, name)
     tensors = {
-        fqn: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for fqn, e in sorted(saved.items())
+        fqn: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]))
+        for fqn, saved in sorted(manifest["tensors"].items())
+        if fqn.startswith(f"{part}.")
     }
-    reader = CheckpointReader(str(directory), manifest["name"])
+    if not tensors:
+        raise FormatError(f"checkpoint {manifest['name']} has no tensors under {part}.; nothing to export")
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
-        load_state(tensors, storage_reader=reader, no_dist=True)
+        load_state(tensors, storage_reader=CheckpointReader(store, manifest["name"]), no_dist=True)
     header: dict[str, object] = {"__metadata__": {"checkpoint": manifest["name"], "format": "pt"}}
     end = 0
     for fqn, tensor in tensors.items():
-        span = [end, end + tensor.nbytes]
+        begin, end = end, end + tensor.nbytes
         dtype = TYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[fqn.removeprefix("model.")] = {
-            "dtype": dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": span,
-        }
-        end += tensor.nbytes
+        described = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[fqn.removeprefix(f"{part}.")] = described
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
