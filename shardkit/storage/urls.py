@@ -50,7 +50,8 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
 
     Args:
         url: A local path or ``file://`` URL; ``s3://``, ``gs://`` or ``az://`` bucket and prefix, with endpoint,
-            region and credentials from the environment; or any other URL that fsspec knows.
+            region and credentials from the environment (SPEC.md, "Stores beyond the local disk"); or any other URL
+            that fsspec knows.
         read_only: Refuse every change.
 
     Raises:

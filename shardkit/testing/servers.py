@@ -5,8 +5,7 @@ race only because its conditional puts are let in one by one here. LocalStack ke
 rclone ignores conditions, and is what the probe must refuse; Azurite is Azure's. The latter three need an interpreter
 of their own (`server_environments`), and a test that cannot have one is skipped with the reason.
 
-Of Google's store no emulator speaks the XML requests that obstore makes: fake-gcs-server takes no plain PUT and ignores
-where a listing shall begin, others know the JSON requests alone.
+Google's store is in `google_server`: no emulator that can be had speaks the requests that obstore makes.
 """
 
 from __future__ import annotations

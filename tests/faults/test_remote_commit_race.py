@@ -7,9 +7,9 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,17 +17,31 @@ from shardkit.errors import CommitUnknown, StoreError
 from shardkit.storage import Repository
 from shardkit.testing.drills import drill_count
 from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
+from shardkit.testing.google_server import google_environment, google_server
 from shardkit.testing.servers import Unavailable, localstack, s3_environment
 
 BUCKET = "shards"
 WRITERS = 16
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+class Server(NamedTuple):
+    """Somewhere to put objects."""
+
+    scheme: str
+    endpoint: str
+    environment: Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="module", params=["localstack", "google"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if request.param == "google":
+        with google_server(BUCKET) as served:
+            yield Server("gs", served.endpoint, google_environment)
+            assert served.refused == [], "all that was asked is known"
+        return
     try:
         with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
-            yield endpoint
+            yield Server("s3", endpoint, s3_environment)
     except Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -43,12 +57,12 @@ def bad_network(request: Request) -> Fault | None:
 
 @pytest.mark.drill
 def test_sixteen_writers_through_lost_answers(
-    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns = drill_count(50)
-    root = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    with FaultProxy(server) as proxy:
-        for name, value in s3_environment(proxy.endpoint).items():
+    root = f"{server.scheme}://{BUCKET}/{uuid.uuid4().hex}"
+    with FaultProxy(server.endpoint) as proxy:
+        for name, value in server.environment(proxy.endpoint).items():
             monkeypatch.setenv(name, value)
         Repository.create(root)
         proxy.faults = bad_network
@@ -85,17 +99,19 @@ def test_sixteen_writers_through_lost_answers(
         assert f"w{number}" in log[0].refs
     assert lost > WRITERS
     with capsys.disabled():
-        print(json.dumps({"commits": len(log), "lost_answers": lost, "seconds": round(seconds, 1)}))
+        told = {"commits": len(log), "lost_answers": lost, "seconds": round(seconds, 1)}
+        print(json.dumps({"server": server.scheme, **told}))
 
 
+@pytest.mark.parametrize(("scheme", "environment"), [("s3", s3_environment), ("gs", google_environment)])
 def test_an_unreachable_store_is_told_as_such(
-    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    scheme: str, environment: Callable[[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3_environment("http://127.0.0.1:9").items():
+    for name, value in environment("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("shardkit.storage.remote.object_store.Patience", _impatient)
     with pytest.raises(StoreError, match="no connection"):
-        Repository.open(f"s3://{BUCKET}/x")
+        Repository.open(f"{scheme}://{BUCKET}/x")
 
 
 def _impatient() -> object:

@@ -10,6 +10,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ import shardkit
 from shardkit.errors import IntegrityError, MissingDependency, NotFoundError, StoreError, UsageError
 from shardkit.storage import LocalStore, Repository, Store, open_store
 from shardkit.storage.remote import ObjectStore, Patience, parse_address, probe
+from shardkit.storage.remote.clients import google_options
+from shardkit.storage.remote.probe import WRITERS
+from shardkit.testing.google_server import TOKEN, GoogleServer, google_environment, google_server
 from shardkit.testing.servers import (
     ACCESS_KEY,
     AZURE_ACCOUNT,
@@ -146,6 +150,128 @@ class TestAzure(StoreConformance):
             store.get("shardkit.json", max_bytes=10)
         with pytest.raises(StoreError, match="ContainerNotFound"):
             store.put_new("shardkit.json", b"")
+
+
+class TestGoogle(StoreConformance):
+    """Google's buckets through obstore, against a strict server of the documented requests."""
+
+    @pytest.fixture(autouse=True)
+    def served(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleServer]:
+        with google_server(BUCKET) as served:
+            for name, value in google_environment(served.endpoint).items():
+                monkeypatch.setenv(name, value)
+            served.page_size = 3  # listings go over several pages
+            yield served
+            assert served.refused == [], "all that was asked is known"
+
+    def new_store(self, tmp_path: Path) -> Store:
+        return open_store(f"gs://{BUCKET}/{uuid.uuid4().hex}/deep")
+
+    def test_a_root_for_several_writers(self, served: GoogleServer) -> None:
+        url = f"gs://{BUCKET}/{uuid.uuid4().hex}"
+        first = Repository.create(url)
+        manifest = first.put_object(b"manifest", "manifest").digest
+        Repository.open(url).commit({"main": manifest}, message="first")
+        assert first.resolve() == manifest
+        assert probe(open_store(f"gs://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
+        assert served.counts["PUT", 412] >= 2 * 5 * (WRITERS - 1), "the losers were told by the server"
+
+    def test_a_name_that_may_not_change_again_yet(self, served: GoogleServer) -> None:
+        """Google lets one name change once per second; whoever is told 429 comes back."""
+        served.change_every_s = 0.1
+        found = probe(open_store(f"gs://{BUCKET}/{uuid.uuid4().hex}"), writers=4, rounds=2)
+        assert found.winners == (1, 1)
+        assert found.holds
+        assert served.counts["PUT", 429] > 0
+
+    def test_errors_hold_no_credential(
+        self, monkeypatch: pytest.MonkeyPatch, store: Store, served: GoogleServer
+    ) -> None:
+        assert store.put_new("x", b"1")
+        assert TOKEN.encode() not in pickle.dumps(store)
+        address, hasty = parse_address(store.url), Patience(deadline_s=0.2, attempt_s=1)
+        served.token = "another"  # what the client has is no longer taken
+        with pytest.raises(StoreError, match="HTTP 401") as refused:
+            ObjectStore(address, patience=hasty).get("x", max_bytes=1)
+        served.token = TOKEN
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
+        with pytest.raises(StoreError, match=r"no connection|no answer|timed out") as dead:
+            ObjectStore(address, patience=hasty).get("x", max_bytes=1)
+        for caught in (refused, dead):
+            assert TOKEN not in "".join(traceback.format_exception(caught.value))
+
+    def test_a_token_that_is_renewed(
+        self, monkeypatch: pytest.MonkeyPatch, store: Store, served: GoogleServer
+    ) -> None:
+        """Who is told that the token is no longer taken looks for another one in the environment, once."""
+        assert store.put_new("x", b"1")
+        served.token = "ya29.the-next-one"
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", served.token)
+        assert store.get("x", max_bytes=1) == b"1"
+        served.token = "ya29.one-more"
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", served.token)
+        assert store.put_new("y", b"1") is True
+
+    def test_no_other_credential_is_sent_to_an_emulator(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = google_options(
+            {"STORAGE_EMULATOR_HOST": "localhost:4443", "GOOGLE_SERVICE_ACCOUNT_KEY": "{}"}
+        )
+        assert found == {"base_url": "http://localhost:4443", "bearer_token": "emulator"}
+        assert google_options({"STORAGE_EMULATOR_HOST": "https://other/"})["base_url"] == "https://other"
+        assert google_options({"GOOGLE_BASE_URL": "https://other"}) == {}, "obstore reads that one by itself"
+
+    def test_a_missing_bucket_is_no_empty_one(self, store: Store) -> None:
+        absent = open_store("gs://never-made/x")
+        assert store.head("shardkit.json") is None
+        with pytest.raises(StoreError, match="NoSuchBucket"):
+            absent.get("shardkit.json", max_bytes=10)
+        with pytest.raises(StoreError, match="NoSuchBucket"):
+            absent.put_new("shardkit.json", b"")
+
+
+class TestTheGoogleServer:
+    """The server refuses: a client that asked for something else would be seen."""
+
+    @pytest.mark.parametrize(
+        ("method", "path", "headers", "status", "code"),
+        [
+            ("PUT", "/shards/x", {"x-goog-if-generation-match": "0"}, 412, "PreconditionFailed"),
+            ("PUT", "/shards/x", {"x-goog-if-generation-match": "none"}, 400, "InvalidArgument"),
+            ("PUT", "/shards/y", {"Content-MD5": "AAAAAAAAAAAAAAAAAAAAAA=="}, 400, "BadDigest"),
+            ("PUT", "/shards/y", {"x-goog-hash": "md5=AAAAAAAAAAAAAAAAAAAAAA=="}, 400, "BadDigest"),
+            ("PUT", "/shards/y", {"x-goog-hash": "crc32c=AAAAAA=="}, 501, "NotImplemented"),
+            ("PUT", "/shards/y", {"If-None-Match": "*"}, 400, "InvalidArgument"),
+            ("PUT", "/shards/y?partNumber=1&uploadId=1", {}, 501, "NotImplemented"),
+            ("PUT", "/shards/y", {"Authorization": "Bearer other"}, 401, "AuthenticationRequired"),
+            ("PUT", "/other/y", {}, 404, "NoSuchBucket"),
+            ("PUT", "/shards", {}, 501, "NotImplemented"),
+            ("POST", "/shards/y?uploads", {}, 405, "MethodNotAllowed"),
+            ("GET", "/shards/x", {"Range": "bytes=0-1,3-4"}, 400, "InvalidArgument"),
+            ("GET", "/shards/x", {"Range": "bytes=4-9"}, 416, "InvalidRange"),
+            ("GET", "/shards/y", {}, 404, "NoSuchKey"),
+            ("GET", "/shards?prefix=x", {}, 501, "NotImplemented"),
+            ("GET", "/shards?list-type=2&fetch-owner=true", {}, 501, "NotImplemented"),
+            ("GET", "/shards?list-type=2&continuation-token=x", {}, 400, "InvalidArgument"),
+            ("DELETE", "/shards/x", {"x-goog-if-generation-match": "1"}, 412, "PreconditionFailed"),
+        ],
+    )
+    def test_refuses(self, method: str, path: str, headers: dict[str, str], status: int, code: str) -> None:
+        with google_server(BUCKET) as served:
+            assert _asked(served, "PUT", f"/{BUCKET}/x", {}) == (200, b"")
+            found, body = _asked(served, method, path, headers)
+            assert (found, f"<Code>{code}</Code>".encode() in body) == (status, True), body
+            assert _asked(served, "GET", f"/{BUCKET}/x", {"Range": "bytes=1-2"}) == (206, b"od")
+            assert _asked(served, "GET", f"/{BUCKET}/y", {})[0] == 404, "nothing was made"
+
+
+def _asked(served: GoogleServer, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+    with contextlib.closing(
+        HTTPConnection(served.endpoint.removeprefix("http://"), timeout=30)
+    ) as connection:
+        body = b"body" if method in ("PUT", "POST") else None
+        connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 class TestSftp(StoreConformance):
@@ -299,13 +425,24 @@ def test_errors_and_pickles_hold_no_credential(monkeypatch: pytest.MonkeyPatch, 
         assert ACCESS_KEY not in told
 
 
-def test_a_dataset_in_a_bucket(
-    monkeypatch: pytest.MonkeyPatch, localstack_endpoint: str, tmp_path: Path
-) -> None:
+@pytest.fixture(params=["localstack", "google"])
+def bucket_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a root that is new, on a server that keeps what is asked of it."""
+    if request.param == "localstack":
+        use(monkeypatch, request.getfixturevalue("localstack_endpoint"))
+        yield new_url()
+        return
+    with google_server(BUCKET) as served:
+        for name, value in google_environment(served.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield f"gs://{BUCKET}/{uuid.uuid4().hex}/deep"
+        assert served.refused == []
+
+
+def test_a_dataset_in_a_bucket(bucket_url: str, tmp_path: Path) -> None:
     """create, open, sample, loader: as on a disk, and the same manifest."""
-    use(monkeypatch, localstack_endpoint)
     ids = []
-    for root in (new_url(), str(tmp_path / "local")):
+    for root in (bucket_url, str(tmp_path / "local")):
         with shardkit.create(root, {"image": "bytes", "label": "int64"}, stratify="label", shard_size=40_000,
                              block_size=4_000) as writer:  # fmt: skip
             for number in range(200):
@@ -322,6 +459,22 @@ def test_a_dataset_in_a_bucket(
     assert dataset.manifest.shards > 1
     with pytest.raises(IntegrityError):
         Repository.open(root).store.get_range(dataset.reader.shard_name(0), 0, 2**30)
+
+
+def test_settings_that_no_client_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file of credentials that is not there, or is none, is an error of ours that does not quote it."""
+    (tmp_path / "key.json").write_text('{"private_key": "hidden"')
+    for file in ("absent.json", "key.json"):
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / file))
+        store = open_store("gs://bucket/x")
+        for action in (
+            lambda store=store: store.head("x"),
+            lambda store=store: store.put_new("x", b""),
+            lambda store=store: list(store.list_after("")),
+        ):
+            with pytest.raises(StoreError, match="credentials is unusable") as caught:
+                action()
+            assert "hidden" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from shardkit.storage.remote.addresses import Address
 from shardkit.storage.remote.backoff import Patience
 from shardkit.storage.remote.failures import Failure, classify
 
-__all__ = ["Buffer", "Client", "Found", "ObstoreClient", "open_client", "s3_options"]
+__all__ = ["Buffer", "Client", "Found", "ObstoreClient", "google_options", "open_client", "s3_options"]
 
 _Result = TypeVar("_Result")
 
@@ -114,12 +114,18 @@ class ObstoreClient:
         }
         if address.path:
             options["prefix"] = address.path
-        if address.scheme == "s3":
-            self._store = stores.S3Store(address.host, checksum_algorithm="SHA256", **s3_options(), **options)
-        elif address.scheme == "gs":
-            self._store = stores.GCSStore(address.host, **options)
-        else:
-            self._store = stores.AzureStore(address.host, **options)
+        try:
+            if address.scheme == "s3":
+                options |= {"checksum_algorithm": "SHA256", **s3_options()}
+                self._store = stores.S3Store(address.host, **options)
+            elif address.scheme == "gs":
+                self._store = stores.GCSStore(address.host, **google_options(), **options)
+            else:
+                self._store = stores.AzureStore(address.host, **options)
+        except self._api.exceptions.BaseError:  # its text may quote what it was given
+            raise Failure(
+                "refused", "what the environment says of its endpoint or credentials is unusable"
+            ) from None
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
         """See `Client.get`."""
@@ -190,6 +196,21 @@ def s3_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
         else:
             options["credential_provider"] = _Renewed(credentials)
     return options | {"region": region or "us-east-1"}
+
+
+def google_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Where Google's storage is, if not at Google, for obstore, which finds all else in the environment by itself.
+
+    ``STORAGE_EMULATOR_HOST`` is what Google's own clients call an emulator's address, with or without a scheme. Nobody
+    signs in there: without a token in ``GOOGLE_BEARER_TOKEN`` a made-up one is sent, and no other credential at all.
+    """
+    found = os.environ if environment is None else environment
+    endpoint = found.get("STORAGE_EMULATOR_HOST")
+    if not endpoint:
+        return {}
+    if "://" not in endpoint:
+        endpoint = f"http://{endpoint}"
+    return {"base_url": endpoint.rstrip("/"), "bearer_token": found.get("GOOGLE_BEARER_TOKEN") or "emulator"}
 
 
 class _Renewed:

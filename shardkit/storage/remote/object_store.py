@@ -228,13 +228,15 @@ class ObjectStore:
         unclear = False
         problem = Failure("no-answer", "no attempt was made")
         for _ in pauses(self._patience):
+            denied_before = problem.kind == "denied"
             try:
                 self._client("data").put(name, data, write_id=write_id)
                 return True
             except Failure as failure:
                 if failure.kind == "exists":
                     return unclear and self._is_mine(name, write_id)
-                if not failure.passing:
+                # Only S3 says that a token has expired; elsewhere it is denied like any other: new credentials, once.
+                if not failure.passing and (failure.kind != "denied" or denied_before):
                     self._refuse(name, "write", failure)
                 unclear = unclear or failure.kind == "no-answer"
                 problem = failure
@@ -298,7 +300,7 @@ class ObjectStore:
             except Failure as failure:
                 problem = failure
                 self._renew(failure)
-                # A request without a body is denied without saying that a token has expired: new credentials, once.
+                # Not every answer that denies says that a token has expired: new credentials, once.
                 if not failure.passing and (failure.kind != "denied" or denied_before):
                     break
         assert problem is not None
