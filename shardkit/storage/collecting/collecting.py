@@ -12,8 +12,8 @@ from typing import Any, Final, NoReturn
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.storage.collecting.documents import (
     MAX_NAMES,
+    forget_lists,
     list_seen,
-    old_lists,
     put_list,
     put_seen,
     read_list,
@@ -154,8 +154,7 @@ def _check_no_erasure(repository: Repository, store: Store) -> None:
 
 def _forget_old_lists(repository: Repository, store: Store, now: int) -> None:
     head = repository.head()
-    for name in old_lists(store, now - _KEEP_LISTS_S, head.collecting.values() if head else ()):
-        store.delete(name)
+    forget_lists(store, now, _KEEP_LISTS_S, head.collecting.values() if head else ())
 
 
 def _rounds(

@@ -18,13 +18,27 @@ from shardkit.manifest.json_fields import read_document
 from shardkit.storage.objects import parse_object_name
 from shardkit.storage.store import Store
 
-__all__ = ["MAX_NAMES", "Seen", "list_seen", "put_list", "put_seen", "read_list", "text_of", "time_of"]
+__all__ = [
+    "MAX_NAMES",
+    "Seen",
+    "forget_lists",
+    "list_seen",
+    "put_list",
+    "put_seen",
+    "read_list",
+    "text_of",
+    "time_of",
+]
 
 MAX_NAMES: Final = 100_000
 """Of one document: a collection takes at most so many objects, the next one the rest."""
 
 _SEEN: Final = "gc/seen/"
 _LISTS: Final = "gc/lists/"
+_LIST: Final = re.compile(r"gc/lists/([0-9a-f]{64})\.json")
+_AGES: Final = "gc/ages/"
+_AGE: Final = re.compile(r"gc/ages/([0-9]{4}-[0-9]{2}-[0-9]{2})/([0-9a-f]{64})")
+_AGED_AT_ONCE: Final = 64
 _MAX_BYTES: Final = 32 * 2**20
 _TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
@@ -66,6 +80,7 @@ def put_list(store: Store, seconds: int, names: Sequence[str]) -> str:
     """Put what a collection takes away; the digest by which the log names it."""
     data = _document("shardkit-garbage/1", seconds, sorted(names))
     digest = sha256_digest(data)
+    _put_age(store, _list_name(digest), seconds)
     store.put_new(_list_name(digest), data)
     return digest
 
@@ -85,17 +100,38 @@ def read_list(store: Store, digest: str) -> tuple[str, ...]:
     return _read(data, "shardkit-garbage/1", name)[1]
 
 
-def old_lists(store: Store, before: int, keep: Iterable[str]) -> Iterator[str]:
-    """Names of lists of collections that ended long ago."""
+def forget_lists(store: Store, now: int, keep_s: int, keep: Iterable[str]) -> None:
+    """Delete lists of collections that ended long ago; no list is read whose age is known (SPEC.md, "Old lists").
+
+    Args:
+        store: of the root.
+        now: seconds since 1970.
+        keep_s: seconds for which a list is kept at least.
+        keep: digests of lists that are kept in any case.
+    """
     kept = {_list_name(digest) for digest in keep}
-    for name in list(store.list_after(_LISTS)):
-        if name not in kept:
-            try:
-                seconds, _ = _read(store.get(name, max_bytes=_MAX_BYTES), "shardkit-garbage/1", name)
-            except (NotFoundError, FormatError):
-                continue
-            if seconds < before:
-                yield name
+    lists = {name for name in store.list_after(_LISTS) if _LIST.fullmatch(name)}
+    last_day = text_of(now - keep_s)[:10]
+    for age in list(store.list_after(_AGES)):
+        match = _AGE.fullmatch(age)
+        if match is None:
+            continue  # not ours
+        name = f"{_LISTS}{match[2]}.json"
+        if match[1] < last_day and name not in kept:
+            store.delete(name)
+            store.delete(age)  # after the list: a killed call leaves a name that says when the rest may go
+        lists.discard(name)
+    for name in sorted(lists - kept)[:_AGED_AT_ONCE]:
+        try:
+            seconds, _ = _read(store.get(name, max_bytes=_MAX_BYTES), "shardkit-garbage/1", name)
+        except (NotFoundError, FormatError, IntegrityError):
+            seconds = now
+        _put_age(store, name, seconds)
+
+
+def _put_age(store: Store, list_name: str, seconds: int) -> None:
+    digest = list_name.removeprefix(_LISTS).removesuffix(".json")
+    store.put_new(f"{_AGES}{text_of(seconds)[:10]}/{digest}", b"")
 
 
 def text_of(seconds: float) -> str:
