@@ -17,6 +17,7 @@ import pytest
 import shardkit
 
 HERE = Path(__file__).parent
+MODULES = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
 LAUNCH = """
 import sys
 from shardkit_trainer import launch
@@ -109,7 +110,7 @@ def launch_trainer() -> Launch:
     ) -> Any:
         """Wait for the end, or until ``until`` is in the output; then the whole session is killed."""
         overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
-        environment = {**os.environ, "PYTHONPATH": str(HERE), "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
+        environment = {**os.environ, "PYTHONPATH": MODULES, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
                        "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
         command = [sys.executable, "-c", LAUNCH, str(nproc), str(restarts), *overrides]
         if until:
@@ -133,7 +134,7 @@ def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     }  # fmt: skip
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": MODULES,
         "SHARDKIT_TEST_FAULT": "slow:1:45",
         "OMP_NUM_THREADS": "1",
     }
