@@ -9,7 +9,8 @@ trainer that saves through DCP (DDP, FSDP, tensor parallel) can use them::
     dcp.load(state, storage_reader=CheckpointReader("runs/a"))          # the newest; any world size, any sharding
 
 ``prune_checkpoints`` keeps the newest few, ``copy_checkpoint`` brings one into a further store, ``export_safetensors``
-writes its weights for other programs.
+writes its weights for other programs. ``FlatSlice`` describes a run of a flattened tensor's elements, so that what a
+sharded optimizer of one's own holds is saved, and loads into any other sharding.
 
 Layout, invariants and reasons are in the trainer's SPEC.md, "Checkpoints": tensor bytes are content-addressed objects,
 the manifest names them by SHA-256 and is written after them, and the ref under ``checkpoints/`` is written last.
@@ -19,11 +20,13 @@ from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
 from .checkpointing import CheckpointReader, CheckpointWriter
 from .datasets import PlanDataset, dataset
 from .export import export_safetensors
+from .flat_slices import FlatSlice
 from .keeping import copy_checkpoint, prune_checkpoints
 
 __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
+    "FlatSlice",
     "PlanDataset",
     "checkpoint_names",
     "copy_checkpoint",

@@ -227,14 +227,14 @@ def evaluation_line(output: str) -> str:
 
 def test_a_run_directory_has_one_trainer_and_one_plan(tmp_path: Path) -> None:
     one = RunDirectory(str(tmp_path / "run"), lead=True)
-    one.begin({"run": {"seed": 1}}, manifest="sha256:a", plan="p")
+    one.begin({"run": {"seed": 1}}, "sha256:a", "p", {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardkit_trainer.run_directory.time.sleep", lambda _: None)
         with pytest.raises(RunError, match=r"process \d+ is training in it"):
             RunDirectory(str(tmp_path / "run"), lead=True)
     with pytest.raises(StateError, match="belongs to manifest sha256:a, plan p"):
-        one.begin({"run": {"seed": 1}}, manifest="sha256:b", plan="p")
-    one.begin({"run": {"seed": 2}}, manifest="sha256:a", plan="p")
+        one.begin({"run": {"seed": 1}}, "sha256:b", "p", {})
+    one.begin({"run": {"seed": 2}}, "sha256:a", "p", {})
     one.close()
     assert read_lines(tmp_path / "run" / "events.jsonl")[0]["changed"] == ["run.seed"]
 

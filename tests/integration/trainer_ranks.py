@@ -205,13 +205,13 @@ def exact_hashes(world: World) -> dict[str, str]:
     return hashes
 
 
-def checkpointer(world: World, name: str, events: list[Any] | None = None, **more: Any) -> Checkpointer:
+def checkpointer(world: World, name: str, events: list[Any] | None = None, keep: int = 0) -> Checkpointer:
     def event(kind: str, **details: Any) -> None:
         if events is not None:
             events.append({"event": kind, **details})
 
-    settings: dict[str, Any] = {"keep": 0, "asynchronous": True, "timeout_s": 30.0, **more}
-    return Checkpointer(open_store(Path(sys.argv[1]).parent / name), world, event=event, **settings)
+    config = configuration(**{"checkpoint.keep": keep})
+    return Checkpointer(open_store(Path(sys.argv[1]).parent / name), world, config, event)
 
 
 def save(world: World) -> dict[str, Any]:

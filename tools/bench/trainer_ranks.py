@@ -135,8 +135,8 @@ def save(world: World, megabytes: str, _exact: str) -> dict[str, Any]:
         seconds[name].append(time.perf_counter() - started)
 
     with tempfile.TemporaryDirectory() as folder:
-        options = {"keep": 2, "timeout_s": 60, "event": lambda *_a, **_k: None}
-        keeper = Checkpointer(open_store(Path(folder)), world, asynchronous=True, **options)  # type: ignore[arg-type]
+        config.checkpoint.keep = 2
+        keeper = Checkpointer(open_store(Path(folder)), world, config, lambda *_a, **_k: None)
         buffers = [torch.empty_like(t) for t in tensors]
         for number in range(1, 13):
             with torch.no_grad():

@@ -15,10 +15,7 @@ def main(arguments: list[str]) -> int:
     files = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if len(files) > 1:
-        print(
-            f"usage: shardkit_trainer run.toml section.key=value …; got {len(files)} files: {files}",
-            file=sys.stderr,
-        )
+        print(f"usage: shardkit_trainer run.toml section.key=value …; got files: {files}", file=sys.stderr)
         return 2
     try:
         config = load_configuration(files[0] if files else None, overrides)

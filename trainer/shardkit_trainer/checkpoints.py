@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,21 +21,18 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError
 from shardkit.storage import Store
-from shardkit.torch import (
-    CheckpointReader,
-    CheckpointWriter,
-    checkpoint_names,
-    prune_checkpoints,
-    read_checkpoint_manifest,
-)
+from shardkit.torch import CheckpointReader, CheckpointWriter, FlatSlice, checkpoint_names, prune_checkpoints
+from shardkit.torch.checkpoint_format import read_checkpoint_manifest
 
+from .configuration import Configuration
 from .distributed import World, is_collective_failure
 from .replicas import Replicas
-from .slices import FlatSlice
-from .strategies import Strategy
+from .strategy import Strategy
 
 __all__ = ["Checkpointer", "checkpoint_name"]
 
+State = dict[str, dict[str, Tensor]]
+Entry = tuple[str, str, Tensor]  # part of the state, name, tensor
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
@@ -46,32 +44,23 @@ def checkpoint_name(step: int) -> str:
 class Checkpointer:
     """Writes checkpoints, one at a time, in the background where asked; keeps the newest k; resumes.
 
+    Where asynchronous, `save` returns at once; a thread with a process group of its own copies what the next update
+    will change (which waits for it), then writes.
+
     Args:
         store: the run directory.
-        keep: newest checkpoints that stay; 0 keeps all.
-        asynchronous: `save` returns at once; a thread with a process group of its own copies what the next update will
-            change (which waits for it), then writes.
-        event: called with (kind, details) on rank 0's log.
-        replicas: URLs of further stores that get a verified copy of each checkpoint, and are read where this one fails.
+        config: of the run; its replicas get a verified copy of each checkpoint, and are read where this one fails.
+        event: called with (kind, details); on rank 0 they are logged.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        world: World,
-        *,
-        keep: int,
-        asynchronous: bool,
-        timeout_s: float,
-        event: Callable[..., None],
-        replicas: Sequence[str] = (),
-    ):
-        self._store, self._world, self._keep, self._event = store, world, keep, event
-        self._replicas = Replicas(replicas, event)
-        self._asynchronous = asynchronous
+    def __init__(self, store: Store, world: World, config: Configuration, event: Callable[..., None]):
+        self._store, self._world, self._event = store, world, event
+        self._keep, self._asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
+        self._replicas = Replicas(config.checkpoint.replicas, event)
+        timeout = timedelta(seconds=max(600.0, config.parallel.timeout_s))
         # its own group: collectives of two threads on one group would be matched in any order
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(600.0, timeout_s)))
-        self._staged: dict[str, Tensor] = {}
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._staged: dict[tuple[str, str], Tensor] = {}
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
@@ -91,28 +80,21 @@ class Checkpointer:
         if self._exists(step):
             return  # a step's state is a function of the step: it was saved before the ranks changed
         state = strategy.state()
+        later: list[Entry] = []
         if self._asynchronous and not wait:
-            steady = strategy.steady_until_update()
             # what a pass may change (buffers, what compression keeps) is copied here, the rest beside the next passes
-            staged = {part: {n: self._stage(part, n, t) for n, t in tensors.items() if (part, n) not in steady}
-                      for part, tensors in state.items()}  # fmt: skip
-            rest = [
-                (part, n, t)
-                for part, tensors in state.items()
-                for n, t in tensors.items()
-                if (part, n) in steady
-            ]
+            steady = strategy.steady_until_update()
+            entries = [(part, n, tensor) for part, tensors in state.items() for n, tensor in tensors.items()]
+            later = [entry for entry in entries if entry[:2] in steady]
+            state = {part: {} for part in state}
+            self._stage([entry for entry in entries if entry[:2] not in steady], state)
             self._copied.clear()
             strategy.before_update = self._copied.wait
-            self._thread = threading.Thread(
-                target=self._copy_and_write,
-                args=(step, staged, rest, dict(meta), self._group),
-                name="checkpoint",
-                daemon=True,
-            )
-            self._thread.start()
-        else:
-            self._write(step, state, dict(meta), self._group)
+        # the group is this save's and is never looked up again: the ranks may have changed meanwhile
+        work = (step, state, later, dict(meta), self._group)
+        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+        self._thread.start()
+        if wait or not self._asynchronous:
             self.wait()
 
     def _exists(self, step: int) -> bool:
@@ -148,46 +130,30 @@ class Checkpointer:
         if self._error is not None:
             error, self._error = self._error, None
             first = _first(error)
-            if is_collective_failure(first):
-                raise RuntimeError(
-                    str(first)
-                ) from error  # a rank is gone: that is told, or survived, elsewhere
+            if is_collective_failure(first):  # a rank is gone: that is told, or survived, elsewhere
+                raise RuntimeError(str(first)) from error
             raise RunError(f"checkpoint was not saved; the ones before it are intact: {first}") from error
 
-    def _copy_and_write(
-        self, step: int, staged: dict[str, dict[str, Tensor]], rest: list[tuple[str, str, Tensor]],
-        meta: dict[str, object], group: Any,
-    ) -> None:  # fmt: skip
-        """Runs in the thread."""
-        try:
-            for part, name, tensor in rest:
-                staged[part][name] = self._stage(part, name, tensor)
-        except BaseException as error:  # noqa: BLE001 - raised again by `wait`
-            self._error = error
-            return
-        finally:
-            self._copied.set()
-        self._write(step, staged, meta, group)
-
-    def _stage(self, part: str, name: str, tensor: Tensor) -> Tensor:
-        """A copy of this rank's part; the buffers are kept, since fresh pages cost more than the copy."""
-        source, key = _owned_part(tensor), f"{part}.{name}"
-        if key not in self._staged or self._staged[key].shape != source.shape:
-            self._staged[key] = torch.empty_like(source, memory_format=torch.contiguous_format)
-        with torch.no_grad():
-            self._staged[key].copy_(source)
-        return _with_part(tensor, self._staged[key])
+    def _stage(self, entries: Sequence[Entry], state: State) -> None:
+        """Put copies of this rank's parts into ``state``; their memory is kept, since fresh pages cost more."""
+        for part, name, tensor in entries:
+            source, key = _owned_part(tensor), (part, name)
+            if key not in self._staged or self._staged[key].shape != source.shape:
+                self._staged[key] = torch.empty_like(source, memory_format=torch.contiguous_format)
+            with torch.no_grad():
+                self._staged[key].copy_(source)
+            state[part][name] = _with_part(tensor, self._staged[key])
 
     def _write(
-        self, step: int, state: dict[str, dict[str, Tensor]], meta: dict[str, object], group: Any
+        self, step: int, state: State, later: Sequence[Entry], meta: dict[str, object], group: Any
     ) -> None:
-        """Runs in the thread: write, then prune before any rank may begin the next save.
-
-        ``group`` is this save's and is never looked up again: the ranks may have changed meanwhile.
-        """
-        name = checkpoint_name(step)
-        started = time.monotonic()
+        """Runs in the thread: copy what is left, write, then prune before any rank may begin the next save."""
+        name, started = checkpoint_name(step), time.monotonic()
         try:
+            try:
+                self._stage(later, state)
+            finally:
+                self._copied.set()
             if name in self._damaged and self._world.rank == 0:
                 self._store.delete(f"checkpoints/{name}.json")
             writer = CheckpointWriter(self._store, name, meta)
@@ -196,9 +162,7 @@ class Checkpointer:
             if self._world.rank == 0:
                 self._damaged.discard(name)
                 seconds = round(time.monotonic() - started, 4)
-                self._event(
-                    "checkpoint", step=step, name=name, seconds=seconds, new_bytes=writer.written_bytes
-                )
+                self._event("checkpoint", step=step, name=name, seconds=seconds, new_bytes=self.written_bytes)
                 if self._keep:
                     prune_checkpoints(self._store, self._keep)
                 self._replicas.copy(self._store, name, self._keep)
@@ -224,47 +188,42 @@ class Checkpointer:
             store = self._replicas.stores[place - 1] if place else self._store
             reader = CheckpointReader(store, name)
             try:
-                state = strategy.loading_state(self._saved_tensors(store, name))
+                state = strategy.loading_state(_saved_tensors(store, name))
                 load_state(state, storage_reader=reader, process_group=self._group)
             except CheckpointException as error:
                 first = reader.failure or _first(error)
                 # all ranks must go the same way: what one of them found damaged is damaged
                 found = self._world.gather_integers([int(isinstance(first, DAMAGE))])
                 if not any(row[0] for row in found):
-                    raise RunError(
-                        f"checkpoint {name} does not fit this model and strategy: {first}"
-                    ) from error
-                if not place:
-                    self._damaged.add(name)
+                    raise RunError(f"checkpoint {name} does not fit model and strategy: {first}") from error
+                self._damaged |= set() if place else {name}
                 failures.append(f"{name}: {first}")
-                if self._world.rank == 0:
-                    self._event("checkpoint-damaged", name=name, store=store.url, error=str(first))
+                self._event("checkpoint-damaged", name=name, store=store.url, error=str(first))
                 continue
-            if place and self._world.rank == 0:
+            if place:
                 self._event("checkpoint-replica", name=name, store=store.url)
             return reader.meta
         if failures:
             raise IntegrityError("every checkpoint is damaged; " + "; ".join(failures))
         return None
 
-    def _saved_tensors(self, store: Store, name: str) -> dict[str, Any]:
-        """The manifest's tensors; nothing where it is damaged, which the load itself then finds on all ranks."""
-        try:
-            tensors: dict[str, Any] = read_checkpoint_manifest(store, name)["tensors"]
-        except DAMAGE:
-            return {}
-        return tensors
-
     def _agree_on_places(self) -> list[tuple[str, int]]:
         """(checkpoint, 0 for the run directory or the number of a replica), newest first; as rank 0 sees it."""
         if self._world.rank == 0:
             everywhere = [checkpoint_names(self._store), *self._replicas.names()]
-            found = sorted(
-                ((name, -place) for place, names in enumerate(everywhere) for name in names), reverse=True
-            )
-            self._world.store.set("checkpoints", json.dumps([(name, -place) for name, place in found]))
+            found = [(name, place) for place, names in enumerate(everywhere) for name in names]
+            found.sort(key=lambda one: one[0], reverse=True)  # stable: the run directory before its replicas
+            self._world.store.set("checkpoints", json.dumps(found))
         dist.barrier(self._group)
         return [(name, place) for name, place in json.loads(self._world.store.get("checkpoints"))]
+
+
+def _saved_tensors(store: Store, name: str) -> Mapping[str, Any]:
+    """The manifest's tensors; nothing where it is damaged, which the load itself then finds on all ranks."""
+    with suppress(*DAMAGE):
+        tensors: dict[str, Any] = read_checkpoint_manifest(store, name)["tensors"]
+        return tensors
+    return {}
 
 
 def _owned_part(tensor: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from shardkit.torch import FlatSlice
+
 from .configuration import ParallelConfig
 from .distributed import World
-from .slices import FlatLayout, FlatSlice
+from .slices import FlatLayout
 
 __all__ = ["Compression"]
 
@@ -32,10 +34,8 @@ class Compression:
     ):
         self._config, self._world = config, world
         self._layout = FlatLayout.of(parameters, 1)
-        self._place = {
-            id(p): (name, offset)
-            for name, p, offset in zip(names, parameters, self._layout.offsets, strict=True)
-        }
+        places = zip(names, parameters, self._layout.offsets, strict=True)
+        self._place = {id(parameter): (name, offset) for name, parameter, offset in places}
         self._lines: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         self._loaded: dict[str, tuple[Tensor, float]] = {}
@@ -50,12 +50,8 @@ class Compression:
                 if config.rank * (rows + columns) < rows * columns:
                     start = torch.randn(columns, config.rank, generator=generator)
                     self._factors[name] = start.to(world.device)
-        self._reduce = {
-            "bf16": self._bf16,
-            "int8": self._int8,
-            "topk": self._topk,
-            "powersgd": self._powersgd,
-        }[config.reduction]
+        kinds = {"bf16": self._bf16, "int8": self._int8, "topk": self._topk, "powersgd": self._powersgd}
+        self._reduce = kinds[config.reduction]
 
     def hook(self, bucket: Any) -> Future[Tensor]:
         """Reduce one bucket (`torch.distributed.GradBucket`)."""
@@ -98,9 +94,8 @@ class Compression:
             gradient[places] = 0.0
             self._write("momentum", parameters, gradient)
         total = torch.zeros_like(wanted)
-        for others_places, others in zip(
-            self._gather(places.to(torch.int32)), self._gather(values), strict=True
-        ):
+        places = places.to(torch.int32)
+        for others_places, others in zip(self._gather(places), self._gather(values), strict=True):
             total.index_add_(0, others_places.to(torch.int64), others)
         return _done(total.div_(self._world.size))
 
@@ -129,10 +124,8 @@ class Compression:
         """Means over ranks, in one collective."""
         if not tensors:
             return {}
-        joined = (
-            self._world.all_reduce(torch.cat([t.reshape(-1) for t in tensors.values()])) / self._world.size
-        )
-        parts = _split(joined, tensors.values())
+        joined = self._world.all_reduce(torch.cat([t.reshape(-1) for t in tensors.values()]))
+        parts = _split(joined.div_(self._world.size), tensors.values())
         return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
@@ -185,10 +178,6 @@ class Compression:
         for name, (rows, ratio) in self._loaded.items():
             self._lines[name].copy_(rows.sum(0) * ratio)
         self._loaded = {}
-
-    def nbytes(self) -> int:
-        """Bytes of errors and factors."""
-        return sum(t.nbytes for t in (*self._lines.values(), *self._factors.values()))
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
+
+from shardkit.telemetry.reading import read_lines
 
 from .configuration import LogConfig
 
@@ -61,15 +62,10 @@ class Cost:
 
 
 def _last_totals(metrics: Path) -> dict[str, float]:
-    if not metrics.exists():
-        return {}
-    with metrics.open("rb") as file:
-        file.seek(max(0, os.path.getsize(metrics) - TAIL_BYTES))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
+    for line in reversed(read_lines(metrics, TAIL_BYTES)):
         try:
             total: dict[str, float] = json.loads(line)["total"]
         except (ValueError, KeyError):
-            continue  # torn by a kill, or an evaluation
+            continue  # an evaluation
         return {name: total[name] for name in ("rank_seconds", "samples", "bytes_moved")}
     return {}

@@ -8,8 +8,9 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from .membership import Membership
 
 __all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
 
+# the names since torch 2.13, which warns about the older ones
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 START_PATIENCE = timedelta(seconds=60)  # ranks of a busy machine start seconds apart
 _joined = itertools.count()
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
@@ -51,12 +55,7 @@ class World:
     generation: int = -1
     membership: Membership | None = None
     bytes_moved: int = 0
-    _place: tuple[int, str] = field(default=(0, "start"))
-
-    @property
-    def supervised(self) -> bool:
-        """Whether a supervisor forms a new group when ranks die."""
-        return self.membership is not None
+    _place: tuple[int, str] = (0, "start")
 
     def group_has_changed(self) -> bool:
         """Whether the supervisor has formed a newer group."""
@@ -81,10 +80,8 @@ class World:
         self.bytes_moved += whole.numel() * whole.element_size()
         if self.size == 1:
             whole.copy_(mine)
-        elif hasattr(dist, "all_gather_single"):  # the name since torch 2.13; the older one warns there
-            dist.all_gather_single(whole, mine)
         else:
-            dist.all_gather_into_tensor(whole, mine)
+            all_gather_single(whole, mine)
 
     def report(self, step: int, stage: str) -> None:
         """Heartbeat: which stage of which step this rank has entered."""
@@ -96,8 +93,8 @@ class World:
         """Which stage this rank has entered."""
         return self._place[1]
 
-    def introduce(self) -> None:
-        """Tell the others which process this rank is, so that they can look for it when it does not answer."""
+    def __post_init__(self) -> None:
+        # the others can look for this process when it does not answer
         self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
 
     def describe_failure(self, error: BaseException) -> RunError:
@@ -126,37 +123,31 @@ class World:
     def _condition(self, rank: int) -> str:
         """What the kernel of this machine says of a rank: "dead", "frozen", or nothing."""
         with suppress(RuntimeError, OSError, ValueError):
-            key = f"process/{rank}"
-            if not self.store.check([key]):
-                return ""
-            pid, node = self.store.get(key).decode().split(" ", 1)
-            if node != platform.node() or not os.path.exists("/proc/self/stat"):
-                return ""
-            if not os.path.exists(f"/proc/{pid}/stat"):
-                return "dead"
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-            return {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
+            pid, node = self._stored(f"process/{rank}").split(" ", 1)
+            if node == platform.node() and os.path.exists("/proc/self/stat"):
+                if not os.path.exists(f"/proc/{pid}/stat"):
+                    return "dead"
+                state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                return {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
         return ""
 
     def _last_report(self, rank: int) -> tuple[int, int]:
-        with suppress(RuntimeError):
-            key = f"alive/{rank}"
-            if self.store.check([key]):
-                step, stage = self.store.get(key).decode().split()
-                return int(step), int(stage)
+        with suppress(RuntimeError, ValueError):
+            step, stage = self._stored(f"alive/{rank}").split()
+            return int(step), int(stage)
         return (-1, 0)
+
+    def _stored(self, key: str) -> str:
+        """A key's value, nothing where nobody has set it: looking it up would wait for it."""
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
 def is_collective_failure(error: BaseException) -> bool:
     """Whether another rank, or the way to it, is the reason: gloo raises plain RuntimeErrors."""
     text = str(error).lower()
     words = ("gloo", "nccl", "connection closed", "timed out", "connection reset")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, RunError)
-        and any(word in text for word in words)
-    )
+    plain = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+    return isinstance(error, dist.DistError) or (plain and any(word in text for word in words))
 
 
 def join_world(config: Configuration, *, after: int = -1) -> World:
@@ -174,12 +165,8 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
     torch.set_num_threads(config.parallel.threads)
     if dist.is_initialized():
         given = c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
-        store = c10d.PrefixStore(
-            f"train-{next(_joined)}", given
-        )  # of this run: there may be several in one group
-        world = World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
-        world.introduce()
-        return world
+        store = c10d.PrefixStore(f"train-{next(_joined)}", given)  # of this run: a group may see several
+        return World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
     timeout = timedelta(seconds=config.parallel.timeout_s)
     membership = Membership.from_environment(config.parallel.timeout_s)
     if membership is not None:
@@ -191,9 +178,7 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
     store = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     store.set_timeout(max(timeout, START_PATIENCE))
     _form_group(device, store, rank, size, timeout, max(timeout, START_PATIENCE))
-    world = World(rank, size, device, store, owned=True)
-    world.introduce()
-    return world
+    return World(rank, size, device, store, owned=True)
 
 
 def _form_group(
@@ -211,18 +196,16 @@ def _join_generation(membership: Membership, after: int, device: torch.device, t
     while True:
         generation, rank, size = membership.wait_after(after)
         store = c10d.PrefixStore(f"generation-{generation}", membership.store)
+        # later groups are of processes that run already, and a death among them must not cost a minute
+        patience = max(timeout, START_PATIENCE) if after < 0 else timeout
         try:
-            # later groups are of processes that run already, and a death among them must not cost a minute
-            _form_group(
-                device, store, rank, size, timeout, max(timeout, START_PATIENCE) if after < 0 else timeout
-            )
+            _form_group(device, store, rank, size, timeout, patience)
         except RuntimeError:
             after = generation
             if dist.is_initialized():
                 dist.destroy_process_group()
             continue
         world = World(rank, size, device, store, owned=True, generation=generation, membership=membership)
-        world.introduce()
         membership.store.set(f"formed/{generation}", "1")
         return world
 

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardkit.errors import MissingDependency
@@ -15,7 +17,19 @@ from shardkit.errors import MissingDependency
 from .configuration import Configuration, load_configuration
 from .run_directory import read_lines
 
-__all__ = ["launch", "rank_environment"]
+__all__ = ["launch", "on_stop_signals", "rank_environment"]
+
+
+@contextmanager
+def on_stop_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT go to ``handler`` inside; only in a process's main thread, elsewhere nothing changes."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def rank_environment() -> dict[str, str]:
@@ -67,14 +81,11 @@ def _run_child(command: list[str], config: Configuration) -> int:
         asked.append(number)
         child.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if child.poll() is None:
-            child.kill()
+    with on_stop_signals(hand_on):
+        try:
+            code = child.wait()
+        finally:
+            child.kill()  # nothing where it has ended
             child.wait()
     if code and asked:
         # torchrun reports every signal as a failure; the run itself says whether it saved and stopped

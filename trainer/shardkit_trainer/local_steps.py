@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from .configuration import Configuration
 from .distributed import World
-from .optimizers import LocalOptimizer, OwnedTensor
-from .strategies import Strategy
+from .optimizers import LocalOptimizer
+from .strategy import Strategy
 from .tasks import Inputs, Task
 
 __all__ = ["LocalSteps"]
@@ -29,12 +28,9 @@ class LocalSteps(Strategy):
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         super().__init__(task, config, world, cells)
-        named = dict(self.module.named_parameters())
-        self._parameters = [named[name] for name in self.names]
-        owned = [OwnedTensor(n, p, self.decays[n]) for n, p in zip(self.names, self._parameters, strict=True)]
-        self.optimizer = LocalOptimizer(owned, config.optimizer, fused=True)
-        self._start = [p.detach().clone() for p in self._parameters]
-        self._momentum = [torch.zeros_like(p) for p in self._parameters]
+        self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)
+        self._start = [p.detach().clone() for p in self.parameters]
+        self._momentum = [torch.zeros_like(p) for p in self.parameters]
         self._samples = 0
         self._since = 0  # updates since the last meeting
 
@@ -62,7 +58,7 @@ class LocalSteps(Strategy):
         weight = self._samples / max(1, everyone)
         rate, momentum = self.config.parallel.outer_lr, self.config.parallel.outer_momentum
         with torch.no_grad():
-            for parameter, start, velocity in zip(self._parameters, self._start, self._momentum, strict=True):
+            for parameter, start, velocity in zip(self.parameters, self._start, self._momentum, strict=True):
                 way = self.world.all_reduce((start - parameter) * weight)
                 velocity.mul_(momentum).add_(way)
                 start.sub_(way.add_(velocity, alpha=momentum), alpha=rate)
@@ -72,10 +68,6 @@ class LocalSteps(Strategy):
                     tensor.copy_(self.world.all_reduce(tensor * weight))
         self._samples = self._since = 0
 
-    def reduce(self) -> float:
-        """The norm of this rank's own gradient; nothing travels."""
-        return math.sqrt(sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients()))
-
     def state(self) -> dict[str, dict[str, Tensor]]:
         """As everywhere, with the outer optimizer's momentum."""
         outer = dict(zip(self.names, self._momentum, strict=True))
@@ -84,6 +76,6 @@ class LocalSteps(Strategy):
     def after_load(self, updates: int) -> None:
         """The next meeting counts from what was loaded."""
         super().after_load(updates)
-        for start, parameter in zip(self._start, self._parameters, strict=True):
+        for start, parameter in zip(self._start, self.parameters, strict=True):
             start.copy_(parameter.detach())
         self._samples = self._since = 0

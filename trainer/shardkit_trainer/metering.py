@@ -67,9 +67,7 @@ class StageMeter:
         """For `Telemetry.add_source`."""
         found = {f"{name}_s": value for name, value in self._seconds.items()} | self._numbers
         between = self._between
-        if (
-            between
-        ):  # what is under way counts already: an evaluation may take longer than a window of the rules
+        if between:  # what is under way counts already: an evaluation may outlast a window of the rules
             found[f"{between}_s"] += time.perf_counter() - self._since
         return found
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor, nn
 
+from .configuration import ModelConfig
+
 __all__ = ["GPT", "ResidualNetwork"]
 
 
@@ -34,9 +36,8 @@ class GPTBlock(nn.Module):
             part.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)
             for part in self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
         x = x + self._drop(self.attention_out(mixed.transpose(1, 2).reshape(batch, positions, width)))
         return x + self._drop(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
 
@@ -47,15 +48,14 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer (Radford et al. 2019): (batch, positions) int64 → (batch, positions, vocabulary)."""
 
-    def __init__(
-        self, *, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0
-    ):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.token_embedding = nn.Embedding(vocabulary, width)
-        self.position_embedding = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, heads, dropout) for _ in range(layers))
+        width, layers = config.width, config.layers
+        self.token_embedding = nn.Embedding(config.vocabulary, width)
+        self.position_embedding = nn.Embedding(config.context, width)
+        self.blocks = nn.ModuleList(GPTBlock(width, config.heads, config.dropout) for _ in range(layers))
         self.final_norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # residual branches start small, so that the variance does not grow with depth
@@ -99,7 +99,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
 class ResidualBlock(nn.Module):
     """Two 3×3 convolutions with a norm each and a shortcut (He et al. 2016)."""
 
-    def __init__(self, channels_in: int, channels: int, stride: int, norm: str = "group"):
+    def __init__(self, channels_in: int, channels: int, stride: int, norm: str):
         super().__init__()
         self.first = Convolution(channels_in, channels, 3, stride)
         self.first_norm = _norm(norm, channels)
@@ -117,19 +117,16 @@ class ResidualBlock(nn.Module):
 class ResidualNetwork(nn.Module):
     """A small image classifier: (batch, channels, h, w) → (batch, classes) logits."""
 
-    def __init__(
-        self, *, channels: int, classes: int, width: int, stages: int, blocks: int, norm: str = "group"
-    ):
+    def __init__(self, config: ModelConfig, channels: int, classes: int):
         super().__init__()
-        self.stem = Convolution(channels, width, 3)
-        made: list[nn.Module] = []
-        before = width
-        for stage in range(stages):
-            for block in range(blocks):
-                after = width << stage
-                made.append(ResidualBlock(before, after, 2 if stage and not block else 1, norm))
+        before = config.width
+        self.stem = Convolution(channels, before, 3)
+        self.blocks = nn.ModuleList()
+        for stage in range(config.stages):
+            for block in range(config.blocks):
+                after = config.width << stage
+                self.blocks.append(ResidualBlock(before, after, 2 if stage and not block else 1, config.norm))
                 before = after
-        self.blocks = nn.ModuleList(made)
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:

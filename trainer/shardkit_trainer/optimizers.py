@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardkit.errors import ConfigurationError
-
-from .configuration import OptimizerConfig, ScheduleConfig
+from .configuration import OptimizerConfig, ScheduleConfig, expect
 
 __all__ = ["LocalOptimizer", "OwnedTensor", "learning_rate"]
 
@@ -59,32 +58,25 @@ class LocalOptimizer:
     def __init__(self, owned: Sequence[OwnedTensor], config: OptimizerConfig, *, fused: bool):
         self.owned = owned
         self.updates = 0
-        groups = [
-            {"params": [o.tensor for o in owned if o.decays], "weight_decay": config.weight_decay},
-            {"params": [o.tensor for o in owned if not o.decays], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
+        adam, settings = config.name == "adamw", dict[str, Any](lr=config.lr, foreach=False)
+        momentum = ("momentum_buffer",) if config.beta1 else ()
+        self.moment_names = ("exp_avg", "exp_avg_sq") if adam else momentum
         self._optimizer: torch.optim.Optimizer | None = None
-        self._moments: tuple[str, ...] = (
-            ("exp_avg", "exp_avg_sq") if config.name == "adamw" else ("momentum_buffer",)
-        )
-        if not groups:
+        if not owned:
             return  # fewer elements than ranks: this one owns nothing
-        if config.name == "adamw":
-            betas = (config.beta1, config.beta2)
-            self._optimizer = torch.optim.AdamW(
-                groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=fused, foreach=False
-            )
+        decaying = {"params": [o.tensor for o in owned if o.decays], "weight_decay": config.weight_decay}
+        others = {"params": [o.tensor for o in owned if not o.decays], "weight_decay": 0.0}
+        groups = [group for group in (decaying, others) if group["params"]]
+        if adam:
+            settings |= {"betas": (config.beta1, config.beta2), "eps": config.epsilon, "fused": fused}
+            self._optimizer = torch.optim.AdamW(groups, **settings)
         else:
-            self._optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, foreach=False)
-            self._moments = self._moments if config.beta1 else ()
+            self._optimizer = torch.optim.SGD(groups, momentum=config.beta1, **settings)
         for item in owned:
             state = self._optimizer.state[item.tensor]
-            if config.name == "adamw":
-                where = item.tensor.device if fused else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-            for moment in self._moments:
-                state[moment] = torch.zeros_like(item.tensor)
+            if adam:
+                state["step"] = torch.zeros((), device=item.tensor.device if fused else "cpu")
+            state.update({moment: torch.zeros_like(item.tensor) for moment in self.moment_names})
 
     def step(self, rate: float) -> None:
         """One update; gradients are in ``.grad`` of the owned tensors."""
@@ -96,16 +88,8 @@ class LocalOptimizer:
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """{parameter name: {moment: tensor like the owned one}}: the tensors themselves, to be saved or loaded into."""
-        if self._optimizer is None:
-            return {}
-        state = self._optimizer.state
-        return {
-            item.name: {moment: state[item.tensor][moment] for moment in self._moments} for item in self.owned
-        }
-
-    def moment_names(self) -> tuple[str, ...]:
-        """What the optimizer keeps per element."""
-        return self._moments
+        state: Any = self._optimizer.state if self._optimizer is not None else {}
+        return {o.name: {moment: state[o.tensor][moment] for moment in self.moment_names} for o in self.owned}
 
     def resume(self, updates: int) -> None:
         """Continue after ``updates`` updates (Adam's bias correction counts them)."""
@@ -123,7 +107,5 @@ def check_floating(parameters: Iterable[tuple[str, Tensor]]) -> None:
         ConfigurationError: a trainable parameter is not float32.
     """
     for name, parameter in parameters:
-        if parameter.dtype != torch.float32:
-            raise ConfigurationError(
-                f"parameter {name} is {parameter.dtype}; expected float32 (parallel.precision lowers the computation)"
-            )
+        advice = "expected float32 (parallel.precision lowers the computation)"
+        expect((parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; {advice}"))

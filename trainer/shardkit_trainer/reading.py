@@ -1,12 +1,88 @@
-"""This rank's cells of the steps to come: the next ones are taken from the loader while a step is computed."""
+"""The datasets of a run at its versions, its plan stage by stage, and this rank's cells of the steps to come."""
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["CellsAhead"]
+from torch.distributed import distributed_c10d as c10d
+
+import shardkit
+from shardkit.loader import Rebalancing
+from shardkit.storage import parse_dataset_url
+
+from .configuration import Configuration
+from .distributed import World
+from .run_directory import RunDirectory
+
+__all__ = ["CellsAhead", "RunData"]
+
+
+class RunData:
+    """What a run reads: the dataset at the version that the run began with (a ref is resolved once), and its plans.
+
+    Attributes:
+        dataset, manifest: opened, and its id.
+        parts: where several datasets are one: the URL of each, at its version.
+        plans: of each stage; the first begins at step 0.
+        steps: of the whole run.
+    """
+
+    def __init__(self, config: Configuration, world: World, directory: RunDirectory):
+        self._config, self._directory = config, directory
+        self._loader: Any = None
+        data, known = config.data, directory.manifest_of_run()
+        where: Any = dict(data.parts) or data.dataset
+        if known is not None or world.rank:
+            pinned = known or json.loads(world.store.get("versions"))
+            where = pinned.get("parts") or f"{parse_dataset_url(data.dataset)[0]}@{pinned['manifest']}"
+        self.dataset: Any = shardkit.open(where, locations=data.locations)
+        self.manifest: str = self.dataset.manifest.id
+        self.parts: dict[str, str] = {}
+        if data.parts:
+            self.parts = {part.name: f"{parse_dataset_url(data.parts[part.name])[0]}@{part.manifest.id}"
+                          for part in self.dataset.version.parts}  # fmt: skip
+        world.store.set("versions", json.dumps({"manifest": self.manifest, "parts": self.parts}))
+        chosen = {"lanes": data.lanes, "weights": data.weights, "window_blocks": data.window_blocks}
+        settings: dict[str, Any] = {name: value for name, value in chosen.items() if value}
+        plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
+        self.steps: int = config.run.steps or config.run.epochs * (plan.steps_per_epoch or plan.loop_steps)
+        self.plans = [plan]
+        for stage in data.stages:
+            batch, weights = stage.global_batch or None, stage.weights or None
+            plan = plan.amend(from_step=stage.from_step, global_batch=batch, weights=weights)
+            self.plans.append(plan)
+
+    def open_loader(self, step: int, world: World) -> tuple[Any, CellsAhead, int]:
+        """The loader of the stage that ``step`` belongs to, at that step, its cells, and the step that ends it."""
+        self.close_loader()
+        data, parallel, directory = self._config.data, self._config.parallel, self._directory.path
+        begins = [0, *(stage.from_step for stage in data.stages), self.steps]
+        number = min(bisect_right(begins, step), len(self.plans)) - 1
+        rebalance: Rebalancing | bool = False
+        if parallel.rebalance:
+            # the store's keys hold the attempt or generation already
+            store = c10d.PrefixStore(f"rebalance-{number}", world.store)
+            rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
+        self._loader = self.dataset.loader(
+            self.plans[number], rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
+            rebalance=rebalance, telemetry=self._config.log.telemetry(),
+            cache=data.cache or None, cache_size=data.cache_size or None,
+        )  # fmt: skip
+        self._loader.seek(step)
+        end = min(begins[number + 1], self.steps)
+        self._cells = CellsAhead(self._loader, step, end, in_turn=parallel.rebalance)
+        return self._loader, self._cells, end
+
+    def close_loader(self) -> None:
+        """Close what `open_loader` gave; nothing where it is closed."""
+        if self._loader is not None:
+            self._cells.close()
+            self._loader.close()
+            self._loader = None
 
 
 class CellsAhead:

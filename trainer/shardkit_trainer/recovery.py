@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .distributed import World
-from .strategies import Strategy
+from .strategy import Strategy
 
 __all__ = ["carry_over"]
 

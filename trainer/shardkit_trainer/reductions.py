@@ -25,10 +25,8 @@ class ExactSum:
     def __init__(self, parameters: Sequence[Tensor], layout: FlatLayout, kind: str, world: World, cells: int):
         self._parameters, self._layout, self._world = parameters, layout, world
         self._integers = kind == "int64"
-        device = parameters[0].device
-        self._sum = torch.zeros(
-            layout.total, dtype=torch.int64 if self._integers else torch.float64, device=device
-        )
+        device, dtype = parameters[0].device, torch.int64 if self._integers else torch.float64
+        self._sum = torch.zeros(layout.total, dtype=dtype, device=device)
         self._scratch = torch.empty(max(layout.lengths), dtype=torch.float64, device=device)
         # no sum of `cells` values below this can leave the 63 bits
         self._limit = 2.0 ** (62 - FRACTION_BITS) / max(1, cells)
@@ -36,18 +34,15 @@ class ExactSum:
 
     def add_cell(self) -> None:
         """Move the gradients of one cell from ``.grad`` into the sum; remember values that do not fit."""
-        for parameter, offset, length in zip(
-            self._parameters, self._layout.offsets, self._layout.lengths, strict=True
-        ):
+        for parameter, part in zip(self._parameters, self._layout.views(self._sum), strict=True):
             if parameter.grad is None:
                 continue
-            wide = self._scratch[:length].copy_(parameter.grad.reshape(-1))
+            wide = self._scratch[: len(part)].copy_(parameter.grad.reshape(-1))
             parameter.grad = None
-            peak = float(wide.abs().max()) if length else 0.0
+            peak = float(wide.abs().max()) if len(part) else 0.0
             if not peak <= self._limit:  # also true for NaN
                 self.overflowed = True
                 continue
-            part = self._sum[offset : offset + length]
             part += wide.mul_(2.0**FRACTION_BITS).round_().to(torch.int64) if self._integers else wide
 
     def reduce(self) -> float:
@@ -72,7 +67,3 @@ class ExactSum:
         """Begin the next step."""
         self._sum.zero_()
         self.overflowed = False
-
-    def nbytes(self) -> int:
-        """Bytes held for the sum and its conversion."""
-        return self._sum.nbytes + self._scratch.nbytes

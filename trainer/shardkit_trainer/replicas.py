@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from shardkit.errors import ShardkitError
 from shardkit.storage import Store, open_store
@@ -21,21 +22,23 @@ class Replicas:
     def copy(self, source: Store, name: str, keep: int) -> None:
         """Bring every replica up to checkpoint ``name``."""
         for store in self.stores:
-            try:
+            with self._told(store, name=name):
                 written = copy_checkpoint(source, store, name)
                 if keep:
                     prune_checkpoints(store, keep)
                 self._event("replica", name=name, store=store.url, new_bytes=written)
-            except (ShardkitError, OSError) as error:
-                self._event("replica-failed", name=name, store=store.url, error=str(error))
 
     def names(self) -> list[list[str]]:
         """The checkpoints of each replica; none of one that does not answer."""
-        found: list[list[str]] = []
-        for store in self.stores:
-            try:
-                found.append(checkpoint_names(store))
-            except (ShardkitError, OSError) as error:
-                found.append([])
-                self._event("replica-failed", store=store.url, error=str(error))
+        found: list[list[str]] = [[] for _ in self.stores]
+        for store, names in zip(self.stores, found, strict=True):
+            with self._told(store):
+                names += checkpoint_names(store)
         return found
+
+    @contextmanager
+    def _told(self, store: Store, **details: str) -> Iterator[None]:
+        try:
+            yield
+        except (ShardkitError, OSError) as error:
+            self._event("replica-failed", store=store.url, error=str(error), **details)

@@ -41,7 +41,7 @@ class Timeline:
 class Reporter:
     """Rank 0's console and files; on other ranks every method does nothing."""
 
-    def __init__(self, config: LogConfig, directory: RunDirectory, *, lead: bool, steps: int, unit: str):
+    def __init__(self, config: LogConfig, directory: RunDirectory, lead: bool, steps: int, unit: str):
         self._config, self._steps, self._unit, self._lead = config, steps, unit, lead
         self._metrics = Lines(directory.path / "metrics" / "train.jsonl") if lead else None
         self._board = _tensorboard(directory) if lead and config.tensorboard else None
@@ -69,25 +69,18 @@ class Reporter:
     def _show(self, done: int, record: Mapping[str, Any]) -> None:
         rate = record["targets"] / max(record["step_s"], 1e-9)
         wait = 100.0 * record["data_s"] / max(record["step_s"], 1e-9)
-        text = f"loss {record['loss']:.4f}"
-        if "accuracy" in record:
-            text += f"  accuracy {100 * record['accuracy']:.1f} %"
-        text += (
-            f"  norm {record['gradient_norm']:.2f}  rate {record['learning_rate']:.2e}"
-            f"  {rate:,.0f} {self._unit}s/s  data wait {wait:.1f} %"
-        )
+        accuracy = f"  accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
+        text = f"loss {record['loss']:.4f}{accuracy}  norm {record['gradient_norm']:.2f}"
+        text += f"  rate {record['learning_rate']:.2e}  {rate:,.0f} {self._unit}s/s  data wait {wait:.1f} %"
         if self._progress is not None:
             self._progress.update(self._bar, completed=done, description=text)
         else:
-            print(f"step {done}/{self._steps}  {text}", flush=True)
+            self.say(f"step {done}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
         """A line for the person who watches."""
         if self._lead:
-            if self._progress is not None:
-                self._console.print(text, markup=False, highlight=False)
-            else:
-                print(text, flush=True)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """The result of an evaluation pass."""
@@ -112,9 +105,8 @@ def _tensorboard(directory: RunDirectory) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise MissingDependency(
-            "log.tensorboard = true needs tensorboard; run: pip install 'shardkit[train]' tensorboard"
-        ) from error
+        install = "pip install 'shardkit[train]' tensorboard"
+        raise MissingDependency(f"log.tensorboard = true needs tensorboard; run: {install}") from error
     return SummaryWriter(str(directory.path / "metrics" / "tensorboard"))
 
 
@@ -141,20 +133,17 @@ class Efficiency:
 class ProfilerWindow:
     """`torch.profiler` over ``log.profile_steps`` steps of rank 0; the trace lies in metrics/ for a trace viewer."""
 
-    def __init__(self, config: LogConfig, directory: RunDirectory, *, lead: bool):
+    def __init__(self, config: LogConfig, directory: RunDirectory, lead: bool):
         self._profile: torch.profiler.profile | None = None
         if lead and config.profile_steps:
             path = directory.path / "metrics" / "trace.json"
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profile = torch.profiler.profile(
-                activities=activities,
-                schedule=torch.profiler.schedule(
-                    wait=config.profile_from, warmup=1, active=config.profile_steps, repeat=1
-                ),
-                on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
-            )
+
+            def write(profile: torch.profiler.profile) -> None:
+                profile.export_chrome_trace(str(path))
+
+            wait, active = config.profile_from, config.profile_steps
+            window = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
+            self._profile = torch.profiler.profile(schedule=window, on_trace_ready=write)
             self._profile.start()
 
     def step(self) -> None:

@@ -9,12 +9,15 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shardkit.errors import ConfigurationError, RunError, StateError
+from shardkit.errors import RunError, StateError
 from shardkit.storage import Store, open_store
+
+from .configuration import expect
 
 __all__ = ["Lines", "RunDirectory", "read_lines"]
 
@@ -42,10 +45,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; lines that a kill has torn are left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
+        with suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return records
 
 
@@ -56,8 +57,7 @@ class RunDirectory:
     """
 
     def __init__(self, location: str, *, lead: bool):
-        if "://" in location:
-            raise ConfigurationError(f"run.directory = {location!r}: expected a local folder")
+        expect(("://" not in location, f"run.directory = {location!r}: expected a local folder"))
         self.path = Path(location).absolute()
         self.store: Store = open_store(self.path)
         self._lock = -1
@@ -80,18 +80,15 @@ class RunDirectory:
                 time.sleep(0.1)
         holder = os.pread(descriptor, 32, 0).decode(errors="replace")
         os.close(descriptor)
-        raise RunError(
-            f"run directory {self.path}: process {holder} is training in it; stop it or choose another one"
-        )
+        advice = "stop it or choose another one"
+        raise RunError(f"run directory {self.path}: process {holder} is training in it; {advice}")
 
     def manifest_of_run(self) -> dict[str, Any] | None:
         """run.json, None before the first start."""
         path = self.path / "run.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def begin(
-        self, settings: Mapping[str, Any], *, manifest: str, plan: str, parts: Mapping[str, str] | None = None
-    ) -> None:
+    def begin(self, settings: Mapping[str, Any], manifest: str, plan: str, parts: Mapping[str, str]) -> None:
         """Write run.json at the first start; check later ones against it.
 
         Args:
@@ -107,10 +104,8 @@ class RunDirectory:
         if known is None:
             record: dict[str, Any] = {
                 "format": "shardkit-run", "version": 1, "configuration": settings, "manifest": manifest, "plan": plan,
-                "software": software(), "started": time.time(),
+                "software": software(), "started": time.time(), **({"parts": parts} if parts else {}),
             }  # fmt: skip
-            if parts:
-                record["parts"] = dict(parts)
             self.store.put_new("run.json", json.dumps(record, indent=1, sort_keys=True).encode() + b"\n")
         elif (known["manifest"], known["plan"]) != (manifest, plan):
             raise StateError(
@@ -139,10 +134,6 @@ def software() -> dict[str, str]:
     """Versions that a result may depend on."""
     import torch
 
-    return {
-        "shardkit": metadata.version("shardkit"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "platform": sys.platform,
-    }
+    kernels = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    host = {"python": platform.python_version(), "platform": sys.platform}
+    return {"shardkit": metadata.version("shardkit"), **kernels, **host}

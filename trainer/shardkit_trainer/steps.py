@@ -9,25 +9,24 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardkit.errors import RunError
 
 from .configuration import Configuration
-from .distributed import World
 from .optimizers import learning_rate
 from .reporting import Timeline
-from .strategies import Strategy, autocast
-from .tasks import Inputs, Task, mix
+from .strategy import LOSS_BITS, Strategy
+from .tasks import Inputs, mix
 
-__all__ = ["LOSS_BITS", "Regroup", "StepResult", "Stepper"]
-
-LOSS_BITS = 20
-"""Losses are summed as integers of this many fraction bits: the same sum in any order."""
+__all__ = ["Regroup", "StepResult", "Stepper"]
 
 
 class Regroup(Exception):
@@ -66,18 +65,10 @@ class Stepper:
     """
 
     def __init__(
-        self,
-        config: Configuration,
-        world: World,
-        task: Task,
-        strategy: Strategy,
-        *,
-        steps: int,
-        stop: threading.Event,
-        event: Callable[..., None],
+        self, config: Configuration, strategy: Strategy, stop: threading.Event, event: Callable[..., None]
     ):
-        self._config, self._world, self._task, self._strategy = config, world, task, strategy
-        self._steps, self._stop, self._event = steps, stop, event
+        self._config, self._strategy, self._stop, self._event = config, strategy, stop, event
+        self._world = strategy.world
         self.cell_size = 1
         self._skipped_in_a_row = 0
         self.loss_scale = 2.0**16 if config.parallel.precision == "fp16" else 1.0
@@ -85,9 +76,9 @@ class Stepper:
         self.computed_s = 0.0
 
     def take(
-        self, step: int, cells: list[Any], timeline: Timeline, meanwhile: Callable[[], None]
+        self, step: int, steps: int, cells: list[Any], timeline: Timeline, meanwhile: Callable[[], None]
     ) -> StepResult:
-        """Train on the cells of ``step``; collective.
+        """Train on the cells of ``step`` of ``steps``; collective.
 
         ``meanwhile`` is called before the first backward, unless a rank was asked to stop.
 
@@ -95,56 +86,58 @@ class Stepper:
             Regroup: before anything was computed.
             RunError: the gradient is not finite once too often.
         """
-        seed = self._config.run.seed
+        stage = partial(self._stage, step, timeline)
         with timeline.stage("prepare"):
-            inputs = [self._task.prepare(cell, seed) for cell in cells]
-            for one, cell in zip(inputs, cells, strict=True):
-                one.seed = mix(seed, cell.step, cell.lane)
-        self._world.report(step, "exchange")
-        with timeline.stage("exchange"):
+            inputs = self._prepare(cells)
+        with stage("exchange"):
             mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
             flags = (int(self._stop.is_set()), int(self._world.group_has_changed()))
             rows = self._world.gather_integers((*mine, *flags))
-        if any(row[4] for row in rows):
+        targets, samples, _, stop, changed = (sum(column) for column in zip(*rows, strict=True))
+        if changed:
             raise Regroup
-        targets, samples = sum(row[0] for row in rows), sum(row[1] for row in rows)
-        stop = any(row[3] for row in rows)
-        self._world.report(step, "compute")
-        with timeline.stage("compute"):
+        with stage("compute"):
             started = time.perf_counter()
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
-            results = self._compute(
-                passes, self._strategy.divisor(mine[0], targets), None if stop else meanwhile
-            )
+            divisor = self._strategy.divisor(mine[0], targets)
+            results = self._compute(passes, divisor, None if stop else meanwhile)
             self.computed_s = timeline.seconds["prepare"] + self._strategy.computed_at() - started
-        self._world.report(step, "reduce")
-        with timeline.stage("reduce"):
+        with stage("reduce"):
             norm = self._strategy.reduce() / self.loss_scale
             results[2] += int(not math.isfinite(norm))
             loss, right, bad = self._world.all_reduce(results).tolist()
+        config = self._config
+        rate = learning_rate(config.optimizer, config.schedule, step=step, steps=steps, global_batch=samples)
         self._world.report(step, "step")
-        rate = learning_rate(
-            self._config.optimizer, self._config.schedule, step=step, steps=self._steps, global_batch=samples
-        )
         with timeline.stage("checkpoint"):
             self._strategy.before_update()  # a checkpoint's copies, begun beside the passes
         with timeline.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad else loss / 2**LOSS_BITS / max(1, targets)
-        return StepResult(mean, right, targets, samples, norm, rate, stop)
+        return StepResult(mean, right, targets, samples, norm, rate, bool(stop))
 
-    def _compute(
-        self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None
-    ) -> torch.Tensor:
+    @contextmanager
+    def _stage(self, step: int, timeline: Timeline, name: str) -> Iterator[None]:
+        """Something that other ranks wait for: it is told which stage this rank has entered."""
+        self._world.report(step, name)
+        with timeline.stage(name):
+            yield
+
+    def _prepare(self, cells: list[Any]) -> list[Inputs]:
+        seed = self._config.run.seed
+        inputs = [self._strategy.task.prepare(cell, seed) for cell in cells]
+        for one, cell in zip(inputs, cells, strict=True):
+            one.seed = mix(seed, cell.step, cell.lane)
+        return inputs
+
+    def _compute(self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None) -> Tensor:
         """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
         factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
         loss_sum, right, bad = 0, 0, 0
         for number, inputs in enumerate(passes):
             torch.manual_seed(inputs.seed)
-            tensors = {name: tensor.to(self._world.device) for name, tensor in inputs.tensors.items()}
             with self._strategy.accumulate(last=number == len(passes) - 1):
-                with autocast(self._config, self._world.device):
-                    loss, correct = self._task.loss(self._strategy.forward, tensors)
+                loss, correct = self._strategy.loss(inputs)
                 if meanwhile is not None and not number:
                     meanwhile()
                 torch.autograd.backward(loss * factor)

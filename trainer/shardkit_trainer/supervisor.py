@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from .configuration import Configuration
+from .launch import on_stop_signals
 from .membership import ADDRESS, NAME, publish
 
 __all__ = ["supervise"]
@@ -29,9 +30,8 @@ class _Supervisor:
     def __init__(self, script: Sequence[str], config: Configuration, restarts: int):
         self._script, self._config, self._restarts = script, config, restarts
         timeout = timedelta(seconds=config.parallel.timeout_s)
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        served: Any = dist.TCPStore  # type: ignore[attr-defined]
+        self._store = served("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._generation, self._started = -1, 0
         self._members: list[str] = []  # of the newest generation
         self._formed: list[str] = []  # of the newest one whose process group stands
@@ -42,26 +42,24 @@ class _Supervisor:
 
     def run(self, nproc: int) -> int:
         """Until all children have ended; the exit code."""
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            self._members = [self._start() for _ in range(nproc)]
-            self._announce()
-            failed = False
-            while self._children:
-                if self._store.check([f"formed/{self._generation}"]):
-                    self._formed = list(self._members)
-                failed |= self._look_after_children()
-                self._let_ready_ones_join()
-                self._kill_accused()
-                self._kill_late_ones()
-                time.sleep(0.02)
-            return int(failed)
-        finally:
-            for child in self._children.values():
-                child.kill()
-                child.wait()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        failed = False
+        with on_stop_signals(lambda _number, _frame: self._stop_all()):
+            try:
+                self._members = [self._start() for _ in range(nproc)]
+                self._announce()
+                while self._children:
+                    if self._store.check([f"formed/{self._generation}"]):
+                        self._formed = list(self._members)
+                    failed |= self._look_after_children()
+                    self._let_ready_ones_join()
+                    self._kill_accused()
+                    self._kill_late_ones()
+                    time.sleep(0.02)
+            finally:
+                for child in self._children.values():
+                    child.kill()
+                    child.wait()
+        return int(failed)
 
     def _start(self) -> str:
         name = f"process-{self._started}"
@@ -92,7 +90,7 @@ class _Supervisor:
         if not died:
             return False
         for name in died:
-            print(f"supervisor: {name} was killed by signal {-ended[name]}", file=sys.stderr, flush=True)
+            _say(f"{name} was killed by signal {-ended[name]}")
         changed = any(name in died for name in self._members)
         self._members = [name for name in self._members if name not in died]
         self._joining = [name for name in self._joining if name not in died]
@@ -119,7 +117,7 @@ class _Supervisor:
         if self._store.check([key]):
             for name in self._store.get(key).decode().split():
                 if name in self._children and self._children[name].poll() is None:
-                    print(f"supervisor: {name} does not answer and is killed", file=sys.stderr, flush=True)
+                    _say(f"{name} does not answer and is killed")
                     self._children[name].kill()
 
     def _let_ready_ones_join(self) -> None:
@@ -127,21 +125,21 @@ class _Supervisor:
             self._members, self._joining = self._members + self._joining, []
             self._announce()
 
-    def _stop(self, _number: int, _frame: object) -> None:
-        self._stop_all()
-
     def _stop_all(self) -> None:
         """Ask every child to save and end; those that join need not begin."""
         self._stopping_since = self._stopping_since or time.monotonic()
         for child in self._children.values():
-            with suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
 
     def _kill_late_ones(self) -> None:
         since = self._stopping_since
         if since is not None and time.monotonic() - since > self._config.parallel.shutdown_s:
             for child in self._children.values():
                 child.kill()
+
+
+def _say(text: str) -> None:
+    print(f"supervisor: {text}", file=sys.stderr, flush=True)
 
 
 def supervise(script: Sequence[str], config: Configuration, *, nproc: int, restarts: int) -> int:

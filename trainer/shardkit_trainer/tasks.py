@@ -6,9 +6,9 @@ A task owns its model. `prepare` maps one cell to tensors on the host and counts
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardkit.errors import ConfigurationError, MissingDependency
 
-from .configuration import ModelConfig
+from .configuration import ModelConfig, expect
 from .models import GPT, ResidualNetwork
 
 __all__ = ["ClassifierTask", "Inputs", "LanguageTask", "Task", "concatenate", "make_task", "mix"]
@@ -81,17 +81,13 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
         return LanguageTask(config, dataset.schema)
     if config.kind == "classifier":
         return ClassifierTask(config, dataset)
-    module, _, name = config.kind.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # as `python -m` has it: one's own module lies where the command is typed
+    # as `python -m` has it: one's own module lies where the command is typed
+    sys.path += [os.getcwd()] if os.getcwd() not in sys.path else []
     try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"model.kind = {config.kind!r}: {error}; expected package.module:factory"
-        ) from error
+        factory = pkgutil.resolve_name(config.kind)
+    except (ImportError, AttributeError, ValueError) as error:
+        expected = "expected package.module:factory"
+        raise ConfigurationError(f"model.kind = {config.kind!r}: {error}; {expected}") from error
     task: Task = factory(config, dataset)
     return task
 
@@ -113,20 +109,11 @@ class LanguageTask:
     unit = "token"
 
     def __init__(self, config: ModelConfig, schema: Mapping[str, Any]):
-        self.field = config.field or _only_field(
-            schema, _is_sequence, ("tokens", "text", "blob"), "a token sequence"
-        )
-        if self.field not in schema:
-            raise ConfigurationError(f"model.field = {self.field!r}: expected one of {', '.join(schema)}")
+        preferred = ("tokens", "text", "blob")
+        field = config.field or _input(schema, _is_sequence, preferred, "a token sequence")
+        self.field = _field(schema, field)
         self.context, self.vocabulary = config.context, config.vocabulary
-        self.model: nn.Module = GPT(
-            vocabulary=config.vocabulary,
-            context=config.context,
-            layers=config.layers,
-            heads=config.heads,
-            width=config.width,
-            dropout=config.dropout,
-        )
+        self.model: nn.Module = GPT(config)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         """(samples, context) inputs and targets; a crop's place depends on (seed, step, lane, slot) only."""
@@ -139,11 +126,7 @@ class LanguageTask:
             part = sequence[start : start + self.context + 1]
             tokens[row, : len(part)] = part
             lengths[row] = len(part)
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
-            raise ConfigurationError(
-                f"model.vocabulary = {self.vocabulary}: field {self.field!r} has token {int(tokens.max())} at step"
-                f" {cell.step}, lane {cell.lane}; raise model.vocabulary"
-            )
+        _check_range("model.vocabulary", self.vocabulary, "token", tokens, cell)
         mask = np.arange(1, self.context + 1) < lengths[:, None]
         targets = np.where(mask, tokens[:, 1:], IGNORED)
         tensors = {"tokens": torch.from_numpy(tokens[:, :-1].copy()), "targets": torch.from_numpy(targets)}
@@ -156,10 +139,8 @@ class LanguageTask:
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropies in nats; right answers are not counted."""
-        logits = forward(tensors["tokens"])
-        loss = F.cross_entropy(
-            logits.float().flatten(0, 1), tensors["targets"].flatten(), reduction="sum", ignore_index=IGNORED
-        )
+        logits = forward(tensors["tokens"]).float().flatten(0, 1)
+        loss = F.cross_entropy(logits, tensors["targets"].flatten(), reduction="sum", ignore_index=IGNORED)
         return loss, torch.zeros((), dtype=torch.int64, device=loss.device)
 
     def blocks(self) -> Sequence[nn.Module]:
@@ -174,55 +155,32 @@ class ClassifierTask:
 
     def __init__(self, config: ModelConfig, dataset: Any):
         schema = dataset.schema
-        self.field = config.field or _only_field(schema, _is_image, ("image",), "an image")
-        for name in (self.field, config.label):
-            if name not in schema:
-                raise ConfigurationError(
-                    f"model: the dataset has no field {name!r}; it has {', '.join(schema)}"
-                )
-        self.label, self.size = config.label, config.image_size
+        self.field = _field(schema, config.field or _input(schema, _is_image, ("image",), "an image"))
+        self.label, self.size = _field(schema, config.label), config.image_size
         kind = schema[self.field]
         self.encoded = kind.kind == "bytes"
-        if self.encoded and not self.size:
-            raise ConfigurationError(
-                f"model.image_size = 0: encoded images in {self.field!r} need a size to be made equal"
-            )
-        self.shape = (self.size, self.size, 3) if self.encoded else tuple(kind.shape)
-        channels = self.shape[2] if len(self.shape) == 3 else 1
+        sized = bool(self.size) or not self.encoded
+        expect((sized, f"model.image_size = 0: encoded images in {self.field!r} are made equal by it"))
+        self.shape = (self.size, self.size, 3) if self.encoded else (*kind.shape, 1)[:3]
         self.classes = config.classes or _count_classes(dataset)
-        self.model: nn.Module = ResidualNetwork(
-            channels=channels,
-            classes=self.classes,
-            width=config.width,
-            stages=config.stages,
-            blocks=config.blocks,
-            norm=config.norm,
-        )
+        self.model: nn.Module = ResidualNetwork(config, self.shape[2], self.classes)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         """(samples, channels, h, w) float32, standardised image by image, and int64 labels."""
         raw = cell[self.field]
-        images = (
-            torch.stack([_decode(item, self.size) for item in raw]) if self.encoded else torch.as_tensor(raw)
-        )
-        images = images.unsqueeze(-1) if images.dim() == 3 else images
-        wide = images.float()
+        images = torch.stack([_decode(one, self.size) for one in raw]) if self.encoded else raw
+        wide = torch.as_tensor(images).reshape(-1, *self.shape).float()
         # each image by its own mean and deviation: no statistics of the dataset, whatever the range of the pixels
         spread, mean = torch.std_mean(wide, dim=(1, 2, 3), keepdim=True, correction=0)
         scaled = (wide - mean) / (spread + 1e-6)
         labels = torch.as_tensor(cell[self.label]).to(torch.int64)
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
-            raise ConfigurationError(
-                f"model.classes = {self.classes}: label {int(labels.max())} at step {cell.step}, lane {cell.lane};"
-                f" expected 0 … {self.classes - 1}"
-            )
-        return Inputs(
-            {"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}, len(labels), len(labels)
-        )
+        _check_range("model.classes", self.classes, "label", labels.numpy(), cell)
+        tensors = {"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}
+        return Inputs(tensors, len(labels), len(labels))
 
     def empty(self) -> Inputs:
         """One black image without a label."""
-        height, width, channels = (*self.shape, 1)[:3]
+        height, width, channels = self.shape
         labels = torch.full((1,), IGNORED, dtype=torch.int64)
         return Inputs({"images": torch.zeros(1, channels, height, width), "labels": labels}, 0, 0)
 
@@ -246,30 +204,34 @@ def _is_image(kind: Any) -> bool:
     return kind.kind == "bytes" or (kind.kind == "array" and len(kind.shape) in {2, 3})
 
 
-def _only_field(
+def _field(schema: Mapping[str, Any], name: str) -> str:
+    expect((name in schema, f"model: the dataset has no field {name!r}; it has {', '.join(schema)}"))
+    return name
+
+
+def _input(
     schema: Mapping[str, Any], fits: Callable[[Any], bool], preferred: Sequence[str], what: str
 ) -> str:
+    """The field that a model takes where model.field is empty."""
     found = [name for name, kind in schema.items() if fits(kind)]
-    for name in preferred:
-        if name in found:
-            return name
-    if len(found) != 1:
-        known = ", ".join(f"{name}: {kind}" for name, kind in schema.items())
-        raise ConfigurationError(
-            f"model.field is empty and {len(found)} fields could be {what} ({known}); set it"
-        )
+    found = [name for name in preferred if name in found][:1] or found
+    known = ", ".join(f"{name}: {kind}" for name, kind in schema.items())
+    expect((len(found) == 1, f"model.field is empty, {len(found)} fields could be {what} ({known}); set it"))
     return found[0]
+
+
+def _check_range(key: str, end: int, what: str, values: np.ndarray, cell: Any) -> None:
+    least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    found = f"{what} {least if least < 0 else most} at step {cell.step}, lane {cell.lane}"
+    expect((0 <= least <= most < end, f"{key} = {end}: {found}; expected 0 … {end - 1}: raise {key}"))
 
 
 def _count_classes(dataset: Any) -> int:
     if dataset.classes:
         return len(dataset.classes)
-    names = [name for name in dataset.strata if name.isdigit()]
-    if names and len(names) == len(dataset.strata):
-        return 1 + max(int(name) for name in names)
-    raise ConfigurationError(
-        "model.classes = 0, and the dataset does not name its classes; set model.classes"
-    )
+    numbered = bool(dataset.strata) and all(name.isdigit() for name in dataset.strata)
+    expect((numbered, "model.classes = 0, and the dataset does not name its classes; set model.classes"))
+    return 1 + max(int(name) for name in dataset.strata)
 
 
 def _sequences(column: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def _kinds(world: World, elements: int) -> dict[str, Callable[[], object]]:
     def mean() -> None:
         world.all_reduce(line.copy_(gradient)).div_(world.size)
 
-    def compressed(kind: str) -> Callable[[], object]:
+    def compressed(kind: Any) -> Callable[[], object]:
         made = Compression(names, parameters, ParallelConfig(reduction=kind), world)
         return lambda: made.hook(_Bucket(line.copy_(gradient), parameters)).wait()
 
