@@ -91,9 +91,28 @@ class RemoteBlocks:
             shard = np.searchsorted(shards, blocks, side="right") - 1
             return reader.places(shard, blocks - shards[shard])
 
+        def beside(block: int) -> range:
+            shard, _ = rows.shard_of_block(block)
+            return range(int(shards[shard]), int(shards[shard + 1]))
+
         loop = self._plan.loop_steps
         horizon = (step // loop + _HORIZON_LOOPS) * loop
-        self.supply.follow(self._uses, request, places, step=step, horizon=horizon)
+        self.supply.follow(
+            self._uses, request, places, step=step, horizon=horizon, beside=beside if self._fits() else None
+        )
+
+    def _fits(self) -> bool:
+        """Whether the cache has room for what this machine needs of the dataset."""
+        cache = self.supply.cache
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # as torchrun sets it
+        share = min(1.0, ranks * len(self._lanes) / self._plan.lanes)
+        return cache is not None and self.reader.stored_bytes * share <= cache.limit
+
+    def _is_far(self) -> bool:
+        """Whether any shard is not a local file: a root on a disk may have copies, and need none of them."""
+        if any(store.local_path("shardkit.json") is None for store in self.reader.stores):
+            return True
+        return not all(self.reader.has_file(shard) for shard in range(len(self._rows.shard_first_block) - 1))
 
     def own(self, lanes: list[int]) -> None:
         """Other lanes from the next `start` on."""
@@ -148,6 +167,8 @@ class RemoteBlocks:
 
         A block that the run of steps before needed too is in memory still, and is not needed anew.
         """
+        if not self._is_far():
+            return
         plan, stride, loop = self._plan, self._config.stride, self._plan.loop_steps
         most = max(1, _GROUP_ROWS // max(1, plan.cell_size * len(self._lanes)))
         step, size = first, 1

@@ -199,6 +199,11 @@ class BlockReader:
         return place_ids(self._table.digest[shards], blocks)
 
     @property
+    def stored_bytes(self) -> int:
+        """Of all shards together."""
+        return int(self._table.size.sum())
+
+    @property
     def stores(self) -> list[Store]:
         """Stores of the parts, and those by which adopted tars are read over a network, or over several locations."""
         found: list[Store] = []

@@ -109,6 +109,7 @@ class GoogleServer:
     Attributes:
         endpoint: ``http://127.0.0.1:PORT``.
         counts: requests answered, by (method, status); listings have the method "LIST".
+        body_bytes: of objects, given out.
         refused: what was asked that the server does not know; empty if the client is understood.
         page_size: most names of one listing.
         change_every_s: seconds between two changes under one name, sooner is 429 ``SlowDown``; Google asks for 1.
@@ -118,6 +119,7 @@ class GoogleServer:
     def __init__(self, *buckets: str) -> None:
         self.endpoint = ""
         self.counts: Counter[tuple[str, int]] = Counter()
+        self.body_bytes = 0
         self.refused: list[str] = []
         self.page_size = _MOST_KEYS
         self.change_every_s = 0.0
@@ -142,6 +144,7 @@ class GoogleServer:
         method = "LIST" if request.method == "GET" and not request.name else request.method
         with self._lock:
             self.counts[method, found.status] += 1
+            self.body_bytes += len(found.body) if method == "GET" else 0
         return found
 
     def _answer(self, request: _Request) -> _Answer:

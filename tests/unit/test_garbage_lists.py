@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def name_of(number: int) -> str:
 
 
 @pytest.fixture
-def store() -> Iterator[Counting]:
+def store() -> Counting:
     return Counting()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from shardkit.errors import ShardkitError
 from shardkit.storage.cache.block_cache import BlockCache
 from shardkit.storage.cache.future import Future
+from shardkit.storage.cache.joining import Wanted, join, neighbours
 from shardkit.storage.reading import BlockRequest, LocatedStore
 
 __all__ = ["Supply", "Uses"]
@@ -25,7 +25,17 @@ Int64s = NDArray[np.int64]
 Uses = Callable[[int], Iterator[tuple[Int64s, Int64s]]]
 """First step → runs of (steps, dataset-wide blocks), in the order in which blocks are first needed in each run."""
 
-_BATCH: Final = 16  # blocks looked at together for ranges that can be joined
+Request = Callable[[int], tuple[LocatedStore, BlockRequest] | None]
+"""Dataset-wide block → where it is; None for what need not be read: local files, blocks in memory."""
+Beside = Callable[[int], range]
+"""Dataset-wide block → the blocks of its shard."""
+
+_FIRST_BLOCKS: Final = (
+    16  # looked at together for what can be joined: few at first, as the trainer waits for them
+)
+_MOST_BLOCKS: Final = 4096
+_SPARE_SHARE: Final = 8  # of the bytes that are asked for, the part that may come for nothing between them
+_SPARE_SHARE_CACHED: Final = 32  # a node that caches what it needs fetches little more than that
 
 
 class Supply:
@@ -53,6 +63,8 @@ class Supply:
             int, tuple[Answer[Any], int, int]
         ] = {}  # place → (bytes on their way, size, step)
         self._reading: set[int] = set()  # places that the loader itself is getting
+        self._along: dict[int, Answer[Any]] = {}  # place → on its way to the cache, nobody waits for it yet
+        self._needed: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)  # places until the horizon, ascending
         self._held = 0
         self._step = 0
         self._turn = 0  # of `follow`; threads of an earlier one end when they see a later
@@ -61,7 +73,7 @@ class Supply:
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
         """The block's verified bytes."""
         with self._changed:
-            found = self._waiting.pop(request.place, None)
+            found, along = self._waiting.pop(request.place, None), self._along.get(request.place)
             self._reading.add(request.place)
             if found is not None:
                 self._held -= found[1]
@@ -70,6 +82,9 @@ class Supply:
             if found is not None:
                 with contextlib.suppress(ShardkitError, CancelledError):
                     return found[0].result()
+            if along is not None:  # on its way to the cache
+                with contextlib.suppress(CancelledError):
+                    along.result()
             return self._obtain(store, request)
         finally:
             self._reading.discard(request.place)
@@ -77,30 +92,37 @@ class Supply:
     def follow(
         self,
         uses: Uses,
-        request: Callable[[int], tuple[LocatedStore, BlockRequest] | None],
+        request: Request,
         places: Callable[[Int64s], NDArray[np.uint64]],
         *,
         step: int,
         horizon: int,
+        beside: Beside | None = None,
     ) -> None:
         """Read ahead from `step` on, and tell the cache what is needed until `horizon`.
 
         Args:
             uses: What the plan needs when.
-            request: Dataset-wide block → where it is; None for blocks that are local files.
+            request: Dataset-wide block → where it is; None for blocks that need not be read.
             places: Dataset-wide blocks → `place_ids`.
             step: The first step.
-            horizon: The last step that counts for the cache, exclusive.
+            horizon: The last step that counts for the cache, exclusive. Nothing is read further ahead than from
+                `step` to there.
+            beside: Given where the cache has room for all that this machine needs: small requests are then filled
+                up with blocks of the same shard that are needed later.
         """
         with self._changed:
             self._turn += 1
             self._step = step
+            self._needed = np.zeros(0, dtype=np.uint64)
             self._drop_past()
             turn = self._turn
+            self._changed.notify_all()
+        filled = beside if self.cache is not None else None
         if self.cache is not None:
             self.cache.lease.restart(step)
         for name, work in (
-            ("shardkit-ahead", lambda: self._walk(turn, uses(step), request)),
+            ("shardkit-ahead", lambda: self._walk(turn, uses(step), request, filled, horizon - step)),
             ("shardkit-future", lambda: self._look(turn, uses(step), places, step, horizon)),
         ):
             if name == "shardkit-ahead" or self.cache is not None:
@@ -108,11 +130,11 @@ class Supply:
 
     def advance(self, step: int) -> None:
         """The trainer has been handed `step`."""
-        self._step = step
-        if self._waiting:
-            with self._changed:
+        with self._changed:
+            self._step = step
+            if self._waiting:
                 self._drop_past()
-                self._changed.notify_all()
+            self._changed.notify_all()
         if self.cache is not None:
             self.cache.lease.tick(step)
 
@@ -122,6 +144,8 @@ class Supply:
             self._closed = True
             self._turn += 1
             for answer, _, _ in self._waiting.values():
+                answer.cancel()
+            for answer in list(self._along.values()):
                 answer.cancel()
             self._waiting.clear()
             self._held = 0
@@ -144,27 +168,68 @@ class Supply:
         self,
         turn: int,
         uses: Iterator[tuple[Int64s, Int64s]],
-        request: Callable[[int], tuple[LocatedStore, BlockRequest] | None],
+        request: Request,
+        beside: Beside | None,
+        lead: int,
     ) -> None:
-        pairs = (
-            (int(step), int(block))
-            for steps, blocks in uses
-            for step, block in zip(steps, blocks, strict=True)
-        )
+        pairs = _Pairs(uses)
+        most = _FIRST_BLOCKS
         while not self._over(turn):
-            batch: list[tuple[int, LocatedStore, BlockRequest]] = []
-            for step, block in itertools.islice(pairs, _BATCH):
-                where = request(block)
-                if where is not None and step >= self._step:
-                    batch.append((step, *where))
-            if not batch and next(pairs, None) is None:
-                return
-            for group in _groups(batch):
+            batch = self._batch(turn, pairs, request, most, lead)
+            share = _SPARE_SHARE if self.cache is None else _SPARE_SHARE_CACHED
+            spare = sum(one.request.length for one in batch) // share
+            along = [] if beside is None else neighbours(batch, beside, self._asked_for(request))
+            for group in join([*batch, *along], spare=spare):
                 self._submit(turn, group)
+            if pairs.ended:
+                return
+            most = min(most * 4, _MOST_BLOCKS)
 
-    def _submit(self, turn: int, group: Sequence[tuple[int, LocatedStore, BlockRequest]]) -> None:
+    def _batch(self, turn: int, pairs: _Pairs, request: Request, most: int, lead: int) -> list[Wanted]:
+        """The next blocks that are to be read; empty at the end of the plan."""
+        batch: dict[int, Wanted] = {}
+        size = 0
+        for step, block in pairs:
+            if step >= self._step + lead:  # what comes later is not worth the planning yet
+                if batch:
+                    pairs.put_back(step, block)
+                    break
+                self._wait_until_near(turn, step - lead)
+            if self._over(turn):
+                return []
+            where = request(block) if step >= self._step and block not in batch else None
+            if where is not None:
+                batch[block] = Wanted(step, block, *where)
+                size += where[1].length
+                if len(batch) >= most or size >= self._ahead_bytes // 4:
+                    break
+        return list(batch.values())
+
+    def _wait_until_near(self, turn: int, step: int) -> None:
+        """Until the trainer is past `step`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over(turn) or step < self._step)
+
+    def _asked_for(self, request: Request) -> Callable[[int], Wanted | None]:
+        """What may come along: what is needed later, and is neither in the cache nor on its way."""
+        cache, needed = self.cache, self._needed
+        assert cache is not None
+
+        def ask(block: int) -> Wanted | None:
+            where = request(block)
+            if where is None or cache.holds(where[1].sha256):
+                return None
+            place = where[1].place
+            i = int(np.searchsorted(needed, np.uint64(place)))
+            if i == len(needed) or int(needed[i]) != place or place in self._waiting or place in self._along:
+                return None
+            return Wanted(-1, block, *where)
+
+        return ask
+
+    def _submit(self, turn: int, group: Sequence[Wanted]) -> None:
         """Start reading blocks of one shard, when there is room for them."""
-        size = sum(request.length for _, _, request in group)
+        size = sum(one.request.length for one in group)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._over(turn) or self._held + size <= self._ahead_bytes or not self._waiting
@@ -172,41 +237,57 @@ class Supply:
             if self._over(turn):
                 return
             if self.cache is not None:
-                self.cache.lease.advance(group[0][0])
-            answers: list[Answer[Any]] = []
-            for step, _, request in group:
-                if request.place not in self._waiting and request.place not in self._reading:
-                    answer: Answer[Any] = Answer()
-                    answers.append(answer)
-                    self._waiting[request.place] = (answer, request.length, step)
-                    self._held += request.length
+                self.cache.lease.advance(min(one.step for one in group if one.step >= 0))
+            reads: list[tuple[Wanted, Answer[Any]]] = []
+            for one in group:
+                place, answer = one.request.place, Answer[Any]()
+                if one.step < 0:
+                    self._along[place] = answer
+                elif place in self._waiting or place in self._reading:
+                    continue  # somebody else reads it
                 else:
-                    answers.append(_taken())
-            self._pool.submit(self._read_group, [one[1] for one in group], [one[2] for one in group], answers)
+                    self._waiting[place] = (answer, one.request.length, one.step)
+                    self._held += one.request.length
+                    if place in self._along:  # it is on its way to the cache: from there, then
+                        self._along[place].add_done_callback(functools.partial(self._read_later, one, answer))
+                        continue
+                reads.append((one, answer))
+            self._pool.submit(self._read_group, reads)
 
-    def _read_group(
-        self, stores: list[LocatedStore], requests: list[BlockRequest], answers: list[Answer[Any]]
-    ) -> None:
+    def _read_later(self, one: Wanted, answer: Answer[Any], _came: Answer[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: nobody waits
+            self._pool.submit(self._read_group, [(one, answer)])
+
+    def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
+        """Read blocks of one shard: what the cache holds from there, the others together."""
         cache = self.cache
-        if any(answer.cancelled() for answer in answers):  # somebody else reads some of them
-            left = [i for i, answer in enumerate(answers) if not answer.cancelled()]
-            stores, requests = [stores[i] for i in left], [requests[i] for i in left]
-            answers = [answers[i] for i in left]
-        if len(requests) > 1 and not (cache is not None and any(cache.holds(one.sha256) for one in requests)):
-            with contextlib.suppress(ShardkitError):
-                for request, answer, data in zip(
-                    requests, answers, stores[0].read_blocks(requests), strict=True
-                ):
-                    kept = data if cache is None else cache.fetch(request, functools.partial(bytes, data))
+        try:
+            together = [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
+            if len(together) > 1:
+                self._read_joined(together)
+            for one, answer in reads:
+                if one.step >= 0 and not answer.done():
+                    try:
+                        answer.set_result(self._obtain(one.store, one.request))
+                    except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
+                        answer.set_exception(error)
+        finally:
+            for one, answer in reads:
+                if one.step < 0:
+                    self._along.pop(one.request.place, None)
                     if not answer.done():
-                        answer.set_result(kept)
-                return
-        for store, request, answer in zip(stores, requests, answers, strict=True):
-            if not answer.done():
-                try:
-                    answer.set_result(self._obtain(store, request))
-                except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
-                    answer.set_exception(error)
+                        answer.cancel()
+
+    def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
+        """All with one request; those that fail are left to be read one by one."""
+        with contextlib.suppress(ShardkitError):
+            found = reads[0][0].store.read_blocks([one.request for one, _ in reads])
+            for (one, answer), data in zip(reads, found, strict=True):
+                # A copy: a view of one block would keep the bytes of all in memory.
+                take = functools.partial(bytes, data)
+                kept = take() if self.cache is None else self.cache.fetch(one.request, take)
+                if not answer.done():
+                    answer.set_result(None if one.step < 0 else kept)
 
     def _drop_past(self) -> None:
         for place, (_, size, step) in list(self._waiting.items()):
@@ -237,30 +318,36 @@ class Supply:
         if found_steps and not self._over(turn):
             future = Future.of(np.concatenate(found_places), np.concatenate(found_steps))
             self.cache.lease.publish(future, self._clock)
+            self._needed = future.places
 
 
-def _taken() -> Answer[Any]:
-    """An answer that nobody waits for: somebody else reads the block."""
-    answer: Answer[Any] = Answer()
-    answer.cancel()
-    return answer
+class _Pairs:
+    """(step, block) one by one, out of runs of them; the last one may be put back."""
 
+    def __init__(self, uses: Iterator[tuple[Int64s, Int64s]]) -> None:
+        self._pairs = (
+            (int(step), int(block))
+            for steps, blocks in uses
+            for step, block in zip(steps, blocks, strict=True)
+        )
+        self._back: list[tuple[int, int]] = []
+        self.ended = False
 
-def _groups(
-    batch: list[tuple[int, LocatedStore, BlockRequest]],
-) -> list[list[tuple[int, LocatedStore, BlockRequest]]]:
-    """Runs of blocks that lie end to end in a shard, in the order in which their first is needed."""
-    groups: list[list[tuple[int, LocatedStore, BlockRequest]]] = []
-    by_end: dict[tuple[str, int], list[tuple[int, LocatedStore, BlockRequest]]] = {}
-    for one in batch:
-        request = one[2]
-        group = by_end.pop((request.name, request.offset), None)
-        if group is None:
-            group = []
-            groups.append(group)
-        group.append(one)
-        by_end[request.name, request.offset + request.length] = group
-    return groups
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        if self._back:
+            return self._back.pop()
+        found = next(self._pairs, None)
+        if found is None:
+            self.ended = True
+            raise StopIteration
+        return found
+
+    def put_back(self, step: int, block: int) -> None:
+        """It comes next, again."""
+        self._back.append((step, block))
 
 
 def _quietly(work: Callable[[], None]) -> None:

@@ -1,0 +1,128 @@
+"""How many requests small blocks cost, and how many bytes: near ones come together, and few come for nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.storage import Repository
+from shardkit.storage.cache import Supply
+from shardkit.storage.policy import LocationRecord
+from shardkit.storage.reading import ReadSettings
+from shardkit.storage.replicating import place
+from shardkit.storage.replicating.placing import Change
+from shardkit.testing.google_server import GoogleServer, google_environment, google_server
+
+BUCKET = "shards"
+ROWS = 6_000
+SETTINGS = ReadSettings(deadline_s=60, attempt_s=20, hedge=False)  # a hedge would be one more request
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[GoogleServer]:
+    with google_server(BUCKET) as served, pytest.MonkeyPatch.context() as patch:
+        for name, value in google_environment(served.endpoint).items():
+            patch.setenv(name, value)
+        yield served
+        assert served.refused == []
+
+
+def make(root: str) -> None:
+    with shardkit.create(
+        root, {"x": "int64[128]", "kind": "int64"}, stratify="kind", shard_size="512KiB", block_size="8KiB"
+    ) as writer:
+        for number in range(ROWS):
+            writer.add({"x": [number] * 128, "kind": number % 3})
+
+
+@pytest.fixture(scope="module")
+def root(served: GoogleServer) -> str:
+    url = f"gs://{BUCKET}/{uuid.uuid4().hex}"
+    make(url)
+    return url
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The first epoch as it is read from a disk."""
+    root = str(tmp_path_factory.mktemp("local") / "root")
+    make(root)
+    return epoch(open_loader(root, cache=None, memory="64MiB"))
+
+
+def open_loader(root: str, *, cache: Path | None, memory: str, **settings: Any) -> Any:
+    dataset = shardkit.open(root, settings=SETTINGS)
+    plan = dataset.plan(global_batch=16, seed=1, lanes=4)
+    return dataset.loader(
+        plan, rank=0, world=1, tensors=False, memory=memory, prefetch=0, cache=cache, **settings
+    )
+
+
+def epoch(loader: Any) -> list[Any]:
+    with contextlib.closing(loader):
+        return [(batch["samples"].tolist(), batch["x"][:, 0].tobytes()) for batch in loader]
+
+
+def measured(served: GoogleServer, loader: Any, root: str) -> tuple[list[Any], float, float]:
+    """An epoch, its range requests per block, and its bytes over those of the shards."""
+    manifest = shardkit.open(root).manifest
+    requests, num_bytes = served.counts["GET", 206], served.body_bytes
+    blocks = int(loader._sources.rows.shard_first_block[-1])
+    found = epoch(loader)
+    return (
+        found,
+        (served.counts["GET", 206] - requests) / blocks,
+        (served.body_bytes - num_bytes) / manifest.stored_bytes,
+    )
+
+
+def test_a_cache_with_room_is_filled_by_large_requests(
+    served: GoogleServer, root: str, truth: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 8 KiB, taken along with their neighbours: about 32 of them in a request of 256 KiB."""
+    walk = Supply._walk
+
+    def patient(self: Supply, *args: Any) -> None:
+        """Begin when it is known what is needed later: until then nothing comes along."""
+        while not len(self._needed) and not self._closed:
+            time.sleep(0.01)
+        walk(self, *args)
+
+    monkeypatch.setattr(Supply, "_walk", patient)
+    settings: dict[str, Any] = {"cache": tmp_path / "cache", "memory": "4MiB", "cache_size": "1GiB"}
+    found, requests, egress = measured(served, open_loader(root, **settings), root)
+    assert found == truth
+    assert requests < 0.5
+    assert egress < 1.5
+    again, requests, _ = measured(served, open_loader(root, **settings), root)
+    assert again == truth
+    assert requests < 0.1, "what came along stayed"
+
+
+def test_streamed_with_little_room(served: GoogleServer, root: str, truth: list[Any]) -> None:
+    """What comes for nothing between blocks that come together is a small part of all."""
+    found, _, egress = measured(served, open_loader(root, cache=None, memory="2MiB"), root)
+    assert found == truth
+    assert egress < 1.6
+
+
+def test_a_local_root_with_a_copy_is_not_read_ahead(tmp_path: Path) -> None:
+    """Its blocks are files: nothing walks through the plan for them beside the loader."""
+    root = str(tmp_path / "root")
+    make(root)
+    record = LocationRecord.parse(f"copy={tmp_path / 'copy'}")
+    place(Repository.open(root), Change(locations=(record,), policy=lambda old: old.changed(copies=2)))
+    with contextlib.closing(open_loader(root, cache=None, memory="64MiB")) as loader:
+        next(iter(loader))
+        deadline = time.monotonic() + 60
+        while any(one.name == "shardkit-ahead" for one in threading.enumerate()):
+            assert time.monotonic() < deadline, "it has nothing to do, and goes on"
+            time.sleep(0.01)
