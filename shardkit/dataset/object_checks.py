@@ -14,6 +14,7 @@ from shardkit.formats import ShardIndex, extension, read_block, verify_block
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.storage import (
     AdoptedStore,
+    ObjectStat,
     Repository,
     Store,
     adopted_place,
@@ -72,6 +73,14 @@ class ShardCheck:
     format: str
     compression: str
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the shard lies on this machine."""
+        try:
+            return self.repository.store.local_path(self.name) is not None
+        except ShardkitError:
+            return False
+
     def there(self) -> list[Finding]:
         """Level list: the shard and its index exist with their sizes."""
         store = self.repository.store
@@ -79,7 +88,9 @@ class ShardCheck:
         return found + check_there(store, self.index_name, self.index_size)
 
     def stored(self) -> list[Finding]:
-        """Level stored: the checksums that the store keeps are those of the names."""
+        """Level stored: the checksums that the store keeps are those of the names; files keep none, and are read."""
+        if self.is_file:
+            return self.read()
         found = self._placed(check_stored(self.repository, self.name))
         return found + check_stored(self.repository, self.index_name) or self.there()
 
@@ -231,16 +242,18 @@ def check_there(store: Store, name: str, size: int | None) -> list[Finding]:
 
 
 def check_stored(repository: Repository, name: str) -> list[Finding]:
-    """Whether the checksum that the store keeps of an object is that of its name."""
+    """Whether the checksum that the store keeps of an object is that of its name; a local file is read instead."""
     digest, _ = parse_object_name(name)
+    store = repository.store
     try:
-        stat = repository.store.head(name)
+        stat = store.head(name)
+        if stat is not None and stat.sha256 is None and store.local_path(name) is not None:
+            stat = ObjectStat(stat.size, _sha256(store, name, stat.size).removeprefix("sha256:"))
     except ShardkitError as error:
         return [failed(name, digest, error)]
     if stat is None:
         return [Finding(name, digest, "nothing of that name", _RESTORE)]
     if stat.sha256 is None:
-        store = repository.store
         got = store.rewritten(name) if isinstance(store, AdoptedStore) else None
         got = got or f"{repository.url} keeps no checksums of its objects"
         return [Finding(name, "a stored checksum", got, "check with --level read", is_damage=False)]

@@ -5,7 +5,8 @@ see:
 
     list       every object exists and has its size
     attested   and somebody read it and found it good, within the policy's age
-    stored     and the checksums that the store keeps are those of the names: no byte is read
+    stored     and the checksums that the store keeps are those of the names: no byte is fetched. Files of this machine
+               keep none, and are read; a store behind a network that keeps none leaves it open (exit code 3)
     read       and every byte is what was written
     decode     and every sample decodes
 
@@ -159,6 +160,10 @@ def verify(
     return _conclude(repository.url, level, versions, survey, chosen, seed)
 
 
+def _is_read(check: ShardCheck, level: Level) -> bool:
+    return level in ("read", "decode") or (level == "stored" and check.is_file)
+
+
 def _conclude(
     url: str, level: Level, versions: dict[str, str], survey: _Survey, chosen: list[ShardCheck], seed: str
 ) -> Verification:
@@ -171,7 +176,7 @@ def _conclude(
         objects=survey.metadata + 2 * len(chosen),
         shards=len(survey.shards),
         shards_seen=len(chosen),
-        stored_bytes=sum(check.size for check in chosen) if level in ("read", "decode") else 0,
+        stored_bytes=sum(check.size for check in chosen if _is_read(check, level)),
         seed=seed,
         damaged=tuple(finding for finding in unique if finding.is_damage),
         unknown=tuple(finding for finding in unique if not finding.is_damage),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.dataset.verify import verify
 from shardkit.storage import Repository
 from shardkit.storage.cache import Supply
 from shardkit.storage.policy import LocationRecord
@@ -112,6 +113,21 @@ def test_streamed_with_little_room(served: GoogleServer, root: str, truth: list[
     found, _, egress = measured(served, open_loader(root, cache=None, memory="2MiB"), root)
     assert found == truth
     assert egress < 1.6
+
+
+def test_verify_does_not_fetch_what_has_no_stored_checksum(served: GoogleServer, root: str) -> None:
+    """Google keeps no SHA-256: level stored leaves it open, and says how to know."""
+    before = served.body_bytes
+    found = verify(root, level="stored")
+    assert found.exit_code == 3
+    assert not found.damaged
+    assert {(one.got, one.action) for one in found.unknown} == {
+        (f"{root} keeps no checksums of its objects", "check with --level read")
+    }
+    assert found.stored_bytes == 0
+    manifest = shardkit.open(root).manifest
+    assert served.body_bytes - before < manifest.stored_bytes / 10
+    assert verify(root, level="read").exit_code == 0
 
 
 def test_a_local_root_with_a_copy_is_not_read_ahead(tmp_path: Path) -> None:

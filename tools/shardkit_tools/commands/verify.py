@@ -47,8 +47,8 @@ def verify(
         LevelName,
         typer.Option(
             "--level",
-            help="list: objects and sizes; attested: and recorded scrubs; stored: and the store's own checksums; "
-            "read: every byte; decode: and every sample.",
+            help="list: objects and sizes; attested: and recorded scrubs; stored: and the store's own checksums, "
+            "local files are read; read: every byte; decode: and every sample.",
         ),
     ] = LevelName.READ,
     sample: Annotated[
