@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
 from shardkit.testing.drills import drill_count
-from shardkit.torch import CheckpointReader
+from shardkit.torch import CheckpointReader, checkpoint_names
 from shardkit_trainer.run_directory import read_lines
 
 STEPS, BATCH, LANES, EVERY = 40, 24, 6, 3
@@ -26,7 +28,7 @@ def settings(directory: Path, dataset: str) -> dict[str, Any]:
         "data.lanes": LANES, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd", "optimizer.lr": 1.0,
         "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "schedule.kind": "linear",
         "schedule.final": 0.5, "checkpoint.every": EVERY, "checkpoint.keep": 2, "parallel.exact": "int64",
-        "parallel.timeout_s": 300.0,
+        "parallel.timeout_s": 300.0, "log.telemetry_s": 0.0,
     }  # fmt: skip
 
 
@@ -36,55 +38,67 @@ def histogram(directory: Path) -> torch.Tensor:
     return state["model"]["seen"]
 
 
-def random_fault(random: np.random.Generator, nproc: int) -> str:
-    """A kill at a step, or inside the writing, publishing or pruning of a checkpoint."""
+def random_fault(random: np.random.Generator, rank: int, start: int) -> str:
+    """A kill at one of the steps from ``start`` on, or inside the writing, publishing or pruning of a checkpoint."""
     kind = str(random.choice(["kill", "kill", "kill", "put", "finish", "prune"]))
-    if kind == "kill":
-        return f"kill:{random.integers(nproc)}:{random.integers(1, STEPS)}"
-    # one rank publishes and prunes; objects are written by whoever owns them
-    rank = random.integers(nproc) if kind == "put" else 0
-    return f"{kind}:{rank}:{random.integers(1, 5)}"
+    return f"{kind}:{rank}:{random.integers(start, STEPS) if kind == 'kill' else random.integers(1, 5)}"
+
+
+def killed(result: Any) -> int:
+    """How many ranks of a launch were killed: what started them says so; one rank alone is the launch itself."""
+    return int(result.returncode == -9) or result.stderr.count("was killed by signal 9")
 
 
 @pytest.mark.drill
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_killed_at_random_and_resumed_elsewhere(
-    tmp_path: Path, numbers: str, launch_trainer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_killed_at_random_and_resumed_elsewhere(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
+    """In each launch one rank dies, and torchrun stops all, or rank after rank, and the survivors go on in process."""
     random = np.random.Generator(np.random.PCG64(9))
-    kills, wanted, runs = 0, drill_count(50), 0
+    wanted, started = drill_count(50), time.monotonic()
+    kills, runs, launches, hashes = Counter[str](), 0, 0, set()
     opened = shardkit.open(numbers)
     plan = opened.plan(global_batch=BATCH, lanes=LANES, seed=0)
     expected = np.zeros(len(opened))
     for step in range(STEPS):
         np.add.at(expected, plan.step(step).ravel(), -(1.0 - 0.5 * step / (STEPS - 1)) / BATCH)
-    hashes = set()
-    while kills < wanted:
+    while kills.total() < wanted:
         run = tmp_path / f"run{runs}"
         runs += 1
-        for _ in range(min(5, wanted - kills)):
+        result = None
+        while result is None or result.returncode:
             nproc = int(random.integers(1, 4))
-            result = launch_trainer(nproc, settings(run, numbers), fault=random_fault(random, nproc))
-            if result.returncode == 0:
-                break  # the fault lay before the checkpoint that it resumed from
+            recovery = str(random.choice(["restart", "in-process", "in-process"])) if nproc > 1 else "restart"
+            # in process one rank may be spared: it takes the run to its end alone
+            doomed = nproc - int(random.integers(2)) if recovery == "in-process" else 1
+            saved = (
+                [int(name.removeprefix("step-")) for name in checkpoint_names(run)] if run.exists() else []
+            )
+            start = max([0, *saved])
+            if start >= STEPS - EVERY:
+                doomed = 0  # little is left to be killed in
+            ranks = random.permutation(nproc)[:doomed]
+            faults = ",".join(random_fault(random, int(rank), start) for rank in ranks)
+            result = launch_trainer(
+                nproc, {**settings(run, numbers), "parallel.recovery": recovery}, fault=faults
+            )
+            launches += 1
+            kills[recovery] += killed(result)
             assert "Traceback" not in result.stderr, result.stderr
-            kills += 1
-        else:
-            result = launch_trainer(int(random.integers(1, 3)), settings(run, numbers))
-        assert result.returncode == 0, result.stderr
+            assert result.returncode == 0 or killed(result), result.stderr
         np.testing.assert_allclose(histogram(run).numpy(), expected, rtol=0, atol=1e-6)
         ends = [event for event in read_lines(run / "events.jsonl") if event["event"] == "end"]
         hashes.add(ends[-1]["parameters_sha256"])
     assert len(hashes) == 1, "exact mode: every run ends with the same bits, wherever it was killed"
-    record(kills, runs)
+    record({"kills": kills.total(), "of them survived in process or followed there": kills["in-process"],
+            "launches": launches, "runs": runs, "seconds": round(time.monotonic() - started)})  # fmt: skip
 
 
-def record(kills: int, runs: int) -> None:
+def record(found: dict[str, object]) -> None:
     """Keep the result of the full drill."""
     if drill_count(20) == 20:
         folder = Path(__file__).parents[2] / "tools" / "bench" / "results"
         folder.mkdir(parents=True, exist_ok=True)
-        result = {"drill": "trainer kills", "kills": kills, "runs": runs, "lost or repeated samples": 0,
+        result = {"drill": "trainer kills", **found, "lost or repeated samples": 0,
                   "distinct final parameters": 1, "torch": torch.__version__}  # fmt: skip
         (folder / f"{datetime.now(UTC).date()}-trainer-kills.json").write_text(
             json.dumps(result, indent=1) + "\n"
