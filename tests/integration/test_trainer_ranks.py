@@ -47,7 +47,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 
 
 CASES = {
-    1: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp"),
+    1: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "curves"),
     2: (
         "gradients",
         "exact_hashes",
@@ -59,9 +59,10 @@ CASES = {
         "local_steps",
         "own_seconds",
         "foreign_fsdp",
+        "curves",
     ),
     3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop"),
-    4: ("gradients", "exact_hashes", "bytes_held", "hybrid"),
+    4: ("gradients", "exact_hashes", "bytes_held", "hybrid", "curves"),
 }
 
 
@@ -120,6 +121,17 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(ranks: Any) -> None:
     assert found["equal"]
     assert found["names"] == ["step-000000000002", "step-000000000003"]
     assert found["events"] == ["checkpoint"] * 3 + ["checkpoint-damaged"]
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_loss_curves_of_all_strategies_are_one(ranks: Any, nproc: int) -> None:
+    """Sixteen AdamW steps; one process is the reference, and what is left is the order of sums in float32."""
+    reference = ranks(1)["curves"]["ddp/off"]
+    assert reference[0] - reference[-1] > 0.1, "the loss falls: equal curves would mean nothing otherwise"
+    found = ranks(nproc)["curves"]
+    assert len(found) == 8
+    for strategy, curve in found.items():
+        assert curve == pytest.approx(reference, abs=1e-4), strategy
 
 
 @pytest.mark.parametrize("nproc", [2, 4])

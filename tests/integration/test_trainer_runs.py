@@ -136,37 +136,39 @@ def test_nonfinite_gradients_end_the_run_or_are_skipped(
     assert [e["step"] for e in events] == [6]
 
 
-def test_exact_mode_is_bit_equal_across_worlds_strategies_and_restarts(
-    tmp_path: Path, digits: dict[str, str], launch_trainer: Any
-) -> None:
-    base = {
-        "run.steps": 12, "data.dataset": digits["train"], "data.global_batch": 24, "data.lanes": 6,
-        "model.kind": "classifier", "model.width": 8, "model.stages": 2, "optimizer.lr": 0.01,
-        "parallel.exact": "int64", "checkpoint.every": 4, "evaluation.dataset": digits["val"], "log.every": 4,
-    }  # fmt: skip
-
-    def result_of(name: str) -> tuple[str, float]:
-        last = ending(tmp_path / name)
-        assert last["event"] == "end"
-        return last["parameters_sha256"], last["loss"]
-
-    alone = launch_trainer(1, {**base, "run.directory": tmp_path / "alone"})
-    assert alone.returncode == 0, alone.stderr
-    assert "over 360 samples" in alone.stdout
-    # torchrun, zero1 on 2, stopped by SIGTERM inside; then zero2 on 3 to the end
-    changing = {**base, "run.directory": tmp_path / "changing"}
-    first = launch_trainer(2, {**changing, "run.steps": 12, "parallel.strategy": "zero1", "log.every": 1})
-    assert first.returncode == 0, first.stderr
-    assert result_of("alone") == result_of("changing")
-    assert evaluation_line(alone.stdout) == evaluation_line(first.stdout)
-
-
 def alone(settings: dict[str, Any]) -> str:
     """The hash of an exact run in this process."""
     values = {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parent)
         return train(load_configuration(None, [f"{k}={v}" for k, v in values.items()])).parameters_sha256
+
+
+def test_exact_mode_is_bit_equal_while_ranks_and_strategies_change(
+    tmp_path: Path, digits: dict[str, str], launch_trainer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """2, 3, 4 ranks and one again, each going on where the ones before have ended; and one rank throughout."""
+    base: dict[str, Any] = {
+        "data.dataset": digits["train"], "data.global_batch": 24, "data.lanes": 6, "model.kind": "classifier",
+        "model.width": 8, "model.stages": 2, "optimizer.lr": 0.01, "schedule.kind": "constant",
+        "schedule.warmup": 5, "parallel.exact": "int64", "evaluation.dataset": digits["val"],
+    }  # fmt: skip
+    whole = {**base, "run.steps": 12, "run.directory": tmp_path / "whole"}
+    expected = alone(whole)
+    evaluated = evaluation_line(capfd.readouterr().out)
+    assert "over 360 samples" in evaluated
+    seen = []
+    for steps, ranks, strategy in ((3, 2, "zero1"), (6, 3, "zero2"), (9, 4, "ddp"), (12, 1, "zero1")):
+        more = {"run.steps": steps, "run.directory": tmp_path / "changing", "parallel.strategy": strategy}
+        result = launch_trainer(ranks, {**base, **more})
+        assert result.returncode == 0, result.stderr
+        seen.append(ending(tmp_path / "changing")["parameters_sha256"])
+    assert len(set(seen)) == 4, "every three steps change the parameters"
+    assert seen[-1] == expected
+    assert ending(tmp_path / "changing")["loss"] == ending(tmp_path / "whole")["loss"]
+    assert evaluation_line(result.stdout) == evaluated
+    starts = [e for e in read_lines(tmp_path / "changing" / "events.jsonl") if e["event"] == "start"]
+    assert [(e["step"], e["ranks"]) for e in starts] == [(0, 2), (3, 3), (6, 4), (9, 1)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

@@ -91,26 +91,36 @@ def lone_gradients(task: Task, cells: list[Inputs]) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def step(strategy: Any, task: Any, world: World, number: int, lanes: list[int], rate: float | None) -> float:
-    """One step as the training loop takes it; returns the gradient norm."""
+def step(
+    strategy: Any,
+    task: Any,
+    world: World,
+    number: int,
+    lanes: list[int],
+    rate: float | None,
+    loss: bool = False,
+) -> float:
+    """One step as the training loop takes it; returns the gradient norm, or the loss of all ranks."""
     inputs = [task.prepare(cell(number, lane), 0) for lane in lanes]
     for lane, one in zip(lanes, inputs, strict=True):
         one.seed = mix(number, lane)
     rows = world.gather_integers([sum(i.valid for i in inputs), len(inputs)])
     valid = sum(row[0] for row in rows)
     passes = strategy.passes(inputs, [row[1] for row in rows], CELL)
+    total = torch.zeros(1, dtype=torch.float64)
     for index, one in enumerate(passes):
         torch.manual_seed(one.seed)
         with strategy.accumulate(last=index == len(passes) - 1):
-            loss, _ = task.loss(strategy.forward, one.tensors)
-            (loss * (strategy.loss_scale / valid)).backward()
+            value, _ = task.loss(strategy.forward, one.tensors)
+            (value * (strategy.loss_scale / valid)).backward()
+        total += float(value.detach())
         strategy.after_pass()
     norm: float = strategy.reduce()
     if rate is not None:
         strategy.scale_gradients(min(1.0, 0.5 / (norm + 1e-6)))
         strategy.update(rate)
         strategy.clear()
-    return norm
+    return float(world.all_reduce(total)) / valid if loss else norm
 
 
 def whole_gradients(strategy: Any) -> dict[str, torch.Tensor]:
@@ -325,6 +335,18 @@ def reductions(world: World) -> list[dict[str, float]]:
         whole = parameters_sha256(strategy)
         same = len({row[0] for row in world.gather_integers([int(whole[:15], 16)])}) == 1
         found.append({"loss": total / sum(one.valid for one in evaluation), "bytes": moved, "same": same})
+    return found
+
+
+def curves(world: World) -> dict[str, list[float]]:
+    """The loss before each of sixteen steps, with every strategy; ranks' shares differ from step to step."""
+    found = {}
+    for strategy_name, exact in STRATEGIES:
+        strategy, task = made(world, strategy_name, exact)
+        found[f"{strategy_name}/{exact}"] = [
+            step(strategy, task, world, number % 4, lane_share(world, number), 0.01, loss=True)
+            for number in range(16)
+        ]
     return found
 
 

@@ -19,7 +19,7 @@ from .distributed import World
 from .optimizers import LocalOptimizer, OwnedTensor, check_floating
 from .tasks import Inputs, Task, concatenate
 
-__all__ = ["LOSS_BITS", "Strategy", "local_part"]
+__all__ = ["LOSS_BITS", "Strategy", "local_part", "synchronise_norms"]
 
 LOSS_BITS = 20
 """Losses are summed as integers of this many fraction bits: the same sum in any order."""
@@ -45,7 +45,7 @@ class Strategy:
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         self.task, self.config, self.world = task, config, world
-        _synchronise_norms(task, config, world, cells)
+        synchronise_norms(task, config, world, cells)
         self.module = task.model.to(world.device)
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         check_floating(named.items())
@@ -178,7 +178,7 @@ class Strategy:
         }
 
 
-def _synchronise_norms(task: Task, config: Configuration, world: World, cells: int) -> None:
+def synchronise_norms(task: Task, config: Configuration, world: World, cells: int) -> None:
     """Batch statistics over all ranks, by torch's SyncBatchNorm: else results would depend on who has which lanes.
 
     Raises:
