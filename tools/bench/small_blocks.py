@@ -32,8 +32,9 @@ def epoch(served: GoogleServer, root: str, memory: str, cache: Path | None, size
     plan = dataset.plan(global_batch=16, seed=1, lanes=4)
     requests, num_bytes = served.counts["GET", 206], served.body_bytes
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    loader = dataset.loader(plan, rank=0, world=1, tensors=False, memory=memory, prefetch=0, cache=cache,
-                            **({"cache_size": size} if size else {}))  # fmt: skip
+    loader = dataset.loader(
+        plan, rank=0, world=1, tensors=False, memory=memory, prefetch=0, cache=cache, cache_size=size
+    )
     with contextlib.closing(loader):
         steps = sum(1 for _ in loader)
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
