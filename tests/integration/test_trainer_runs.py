@@ -120,6 +120,7 @@ def test_a_frozen_rank_is_named(tmp_path: Path, numbers: str, launch_trainer: An
     # torchrun would wait half a minute for the frozen process to end by itself
     result = launch_trainer(2, settings, fault="freeze:1:6", until="rank 0: run:")
     assert "rank 1 (frozen; last seen at step 6, stage data)" in result.stdout
+    assert "15000ms" in result.stdout, "it was named because of parallel.timeout_s, not of torch's half hour"
 
 
 def test_nonfinite_gradients_end_the_run_or_are_skipped(
