@@ -176,6 +176,13 @@ class TestGoogle(StoreConformance):
         assert probe(open_store(f"gs://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
         assert served.counts["PUT", 412] >= 2 * 5 * (WRITERS - 1), "the losers were told by the server"
 
+    def test_a_server_that_ignores_the_condition_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Shows that the server's own check is what the other tests rest on."""
+        monkeypatch.setattr("shardkit.testing.google_server._check_generation", lambda request, found: None)
+        url = f"gs://{BUCKET}/{uuid.uuid4().hex}"
+        with pytest.raises(StoreError, match=r"put-if-absent does not hold.*single_writer=True"):
+            Repository.create(url)
+
     def test_a_name_that_may_not_change_again_yet(self, served: GoogleServer) -> None:
         """Google lets one name change once per second; whoever is told 429 comes back."""
         served.change_every_s = 0.1
