@@ -26,8 +26,8 @@ from .membership import Membership
 __all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
 
 # the names since torch 2.13, which warns about the older ones
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 START_PATIENCE = timedelta(seconds=60)  # ranks of a busy machine start seconds apart
 _joined = itertools.count()
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
