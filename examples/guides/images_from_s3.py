@@ -4,7 +4,9 @@
     BUCKET=cats AWS_ENDPOINT_URL=http://localhost:4566 python examples/guides/images_from_s3.py     # LocalStack, S3
 
 Credentials, region and endpoint come from the environment, a profile or the machine's role, as for every S3 client;
-there is no place for them in a URL or in the dataset.
+there is no place for them in a URL or in the dataset. ``gs://`` and ``az://`` are used alike, with Google's and Azure's
+own environment (``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` …), and an emulator of Google's where
+``STORAGE_EMULATOR_HOST`` says.
 
 What to know for real data:
 
@@ -13,7 +15,8 @@ What to know for real data:
 * Pictures stay the bytes that they were. Decoding is the loader's: ``decode={"image": "rgb8"}``, and augmentation is
   yours, seeded by (seed, step, lane, slot), so that a resumed run crops the same pixels.
 * ``cache=`` is a directory on the node's own disk that all its ranks share. Blocks are verified when they come and
-  whenever they are read again; eviction knows the plan.
+  whenever they are read again; eviction knows the plan. Where it has room for the node's share, small blocks come
+  together with what lies around them; without a cache, use blocks of 256 KiB and more.
 """
 
 from __future__ import annotations
