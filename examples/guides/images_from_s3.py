@@ -5,8 +5,8 @@
 
 Credentials, region and endpoint come from the environment, a profile or the machine's role, as for every S3 client;
 there is no place for them in a URL or in the dataset. ``gs://`` and ``az://`` are used alike, with Google's and Azure's
-own environment (``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` …), and an emulator of Google's where
-``STORAGE_EMULATOR_HOST`` says.
+own environment (``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` …), and an emulator of Google's
+where ``STORAGE_EMULATOR_HOST`` says.
 
 What to know for real data:
 
