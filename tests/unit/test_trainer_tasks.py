@@ -143,11 +143,14 @@ def test_encoded_images_are_decoded_and_resized() -> None:
         (ModelConfig(kind="no.such.module:make"), ["no.such.module", "package.module:factory"]),
         (ModelConfig(kind="math:no_such_factory"), ["no_such_factory"]),
         (ModelConfig(kind="classifier"), ["label"]),
+        (ModelConfig(kind="gpt", field="label"), ["model.field = 'label'", "a token sequence"]),
+        (ModelConfig(kind="classifier", field="row"), ["model.field = 'row' is", "an image"]),
     ],
 )
 def test_models_that_do_not_fit_the_dataset(config: ModelConfig, words: list[str]) -> None:
+    extra = {"label": "int64", "row": "float32[64]"} if config.field in {"label", "row"} else {}
     with pytest.raises(ConfigurationError) as caught:
-        make_task(config, dataset({"blob": "bytes"}), 0)
+        make_task(config, dataset({"blob": "bytes", **extra}), 0)
     for word in words:
         assert word in str(caught.value)
 

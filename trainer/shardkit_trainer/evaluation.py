@@ -43,11 +43,9 @@ def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
         if isinstance(module, FSDPModule):
             module.reshard()  # without a backward pass nothing else drops the gathered parameters
     loss, right, valid, samples = world.all_reduce(totals.to(world.device)).tolist()
-    mean = loss / 2**LOSS_BITS / max(1, valid)
-    result: dict[str, Any] = {"loss": mean, "targets": valid, "samples": samples}
-    if strategy.task.unit == "sample":
-        result["accuracy"] = right / max(1, valid)
-    return result
+    targets = max(1, valid)
+    accuracy = {"accuracy": right / targets} if strategy.task.unit == "sample" else {}
+    return {"loss": loss / 2**LOSS_BITS / targets, "targets": valid, "samples": samples, **accuracy}
 
 
 def _one_step(cells: list[Any], cell_size: int, seed: int, strategy: Strategy) -> torch.Tensor:

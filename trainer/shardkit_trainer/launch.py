@@ -89,6 +89,6 @@ def _run_child(command: list[str], config: Configuration) -> int:
             child.wait()
     if code and asked:
         # torchrun reports every signal as a failure; the run itself says whether it saved and stopped
-        events = read_lines(Path(config.run.directory) / "events.jsonl")
-        return 0 if events and events[-1]["event"] in {"stop", "end"} else 1
+        events = [event["event"] for event in read_lines(Path(config.run.directory) / "events.jsonl")]
+        return int([one for one in events if one in {"start", "stop", "end"}][-1:] in ([], ["start"]))
     return 0 if code == 0 else 1

@@ -27,8 +27,7 @@ def carry_over(world: World, before: Strategy | None, strategy: Strategy, *, ste
         The step to go on from; None where nobody has the whole state.
     """
     updates = before.optimizer.updates if before is not None else 0
-    whole = strategy.state_is_whole
-    rows = world.gather_integers((step if whole else -1, updates))
+    rows = world.gather_integers((step if strategy.state_is_whole else -1, updates))
     source = max(range(world.size), key=lambda rank: (rows[rank][0], -rank))
     if rows[source][0] < 0:
         return None
@@ -39,10 +38,9 @@ def carry_over(world: World, before: Strategy | None, strategy: Strategy, *, ste
             if world.rank == source:
                 assert other is not None
                 tensor.copy_(other[part][name])
-            if world.size > 1:
-                contiguous = tensor.contiguous()
-                dist.broadcast(contiguous, source)
-                with torch.no_grad():
-                    tensor.copy_(contiguous)
+            contiguous = tensor.contiguous()
+            dist.broadcast(contiguous, source)
+            with torch.no_grad():
+                tensor.copy_(contiguous)
     strategy.after_load(rows[source][1])
     return rows[source][0]

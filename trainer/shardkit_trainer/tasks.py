@@ -109,9 +109,9 @@ class LanguageTask:
     unit = "token"
 
     def __init__(self, config: ModelConfig, schema: Mapping[str, Any]):
-        preferred = ("tokens", "text", "blob")
-        field = config.field or _input(schema, _is_sequence, preferred, "a token sequence")
-        self.field = _field(schema, field)
+        self.field = _input(
+            schema, config.field, _is_sequence, ("tokens", "text", "blob"), "a token sequence"
+        )
         self.context, self.vocabulary = config.context, config.vocabulary
         self.model: nn.Module = GPT(config)
 
@@ -155,7 +155,7 @@ class ClassifierTask:
 
     def __init__(self, config: ModelConfig, dataset: Any):
         schema = dataset.schema
-        self.field = _field(schema, config.field or _input(schema, _is_image, ("image",), "an image"))
+        self.field = _input(schema, config.field, _is_image, ("image",), "an image")
         self.label, self.size = _field(schema, config.label), config.image_size
         kind = schema[self.field]
         self.encoded = kind.kind == "bytes"
@@ -210,9 +210,13 @@ def _field(schema: Mapping[str, Any], name: str) -> str:
 
 
 def _input(
-    schema: Mapping[str, Any], fits: Callable[[Any], bool], preferred: Sequence[str], what: str
+    schema: Mapping[str, Any], named: str, fits: Callable[[Any], bool], preferred: Sequence[str], what: str
 ) -> str:
-    """The field that a model takes where model.field is empty."""
+    """The field that a model takes: the one that is named, else the only one that fits."""
+    if named:
+        kind = schema[_field(schema, named)]
+        expect((fits(kind), f"model.field = {named!r} is {kind}: expected {what}"))
+        return named
     found = [name for name, kind in schema.items() if fits(kind)]
     found = [name for name in preferred if name in found][:1] or found
     known = ", ".join(f"{name}: {kind}" for name, kind in schema.items())
