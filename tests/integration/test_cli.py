@@ -486,6 +486,17 @@ def test_a_bug_shows_its_traceback(call: Call, built: Path, monkeypatch: pytest.
     assert "this is a bug in shardkit" in err
 
 
+def test_too_little_memory_is_no_bug(call: Call, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(root: str) -> dict[str, object]:
+        raise MemoryError
+
+    monkeypatch.setattr(ls_command, "list_versions", greedy)
+    code, _, err = call("ls", built)
+    assert code == 1
+    assert "memory ran out" in err
+    assert "Traceback" not in err
+
+
 def test_a_reader_that_goes_away_is_no_error(built: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

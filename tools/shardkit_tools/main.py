@@ -104,6 +104,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
         _leave_quietly()
     except ShardkitError as error:
         _fail(f"{error}", 2 if error.kind in ("usage", "configuration") else 1)
+    except MemoryError:
+        _fail(
+            "memory ran out; use fewer --jobs or a smaller --memory where the command has them, or raise the limit "
+            "(ulimit, container), then run the same command again",
+            1,
+        )
     except Exception:  # noqa: BLE001 - the last line of defence: say that it is ours, and show where
         traceback.print_exc()
         _fail(
