@@ -58,9 +58,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run_until(
-    command: list[str], environment: dict[str, str], until: str
+    command: list[str], environment: dict[str, str], until: str, asked: signal.Signals | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Read the output up to the line that holds ``until``, then kill what was started, by its process group."""
+    """Read the output up to the line that holds ``until``, then kill what was started.
+
+    With ``asked``, the command gets that signal instead, and ends by itself.
+    """
     process = subprocess.Popen(
         command,
         env=environment,
@@ -75,6 +78,10 @@ def run_until(
         read.append(line)
         if until in line:
             break
+    if asked is not None:
+        process.send_signal(asked)
+        rest, _ = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(command, process.returncode, "".join(read) + rest, "")
     children = descendants(process.pid)
     for pid in (process.pid, *children):
         with suppress(ProcessLookupError):
@@ -107,14 +114,15 @@ def launch_trainer() -> Launch:
         until: str = "",
         restarts: int = 0,
         timeout: float = 900,
+        asked: signal.Signals | None = None,
     ) -> Any:
-        """Wait for the end, or until ``until`` is in the output; then the whole session is killed."""
+        """Wait for the end, or until ``until`` is in the output; then all is killed, or gets the signal ``asked``."""
         overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
         environment = {**os.environ, "PYTHONPATH": MODULES, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
                        "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
         command = [sys.executable, "-c", LAUNCH, str(nproc), str(restarts), *overrides]
         if until:
-            return run_until(command, environment, until)
+            return run_until(command, environment, until, asked)
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_a_frozen_rank_is_killed_and_the_others_go_on(
     assert "process-1 does not answer and is killed" in result.stderr
     assert starts(run) == [(0, 2), (5, 1)]
     np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "recovery", "asked"),
+    [(1, "restart", signal.SIGINT), (2, "restart", signal.SIGINT), (2, "in-process", signal.SIGTERM)],
+)
+def test_the_command_hands_a_signal_on_and_all_ranks_save_and_end(
+    tmp_path: Path, numbers: str, launch_trainer: Any, nproc: int, recovery: str, asked: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    endless = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000, "parallel.recovery": recovery}
+    result = launch_trainer(nproc, settings(run, numbers, **endless), until="step 3/", asked=asked)
+    assert result.returncode == 0, result.stdout
+    assert "Traceback" not in result.stdout
+    stops = [event for event in read_lines(run / "events.jsonl") if event["event"] in {"stop", "end"}]
+    assert [event["event"] for event in stops] == ["stop"]
+    assert checkpoint_names(run) == [f"step-{stops[0]['step']:012d}"]
+    assert stops[0]["step"] >= 3
 
 
 def test_torchrun_restarts_all_ranks(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
