@@ -108,6 +108,8 @@ def _shown(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if len(frames) > 1 else None
+    if last is not None and last.filename.startswith("<"):  # inside Python: nothing that a user could look at
+        last = None
     place = f" ({os.path.basename(last.filename)} line {last.lineno})" if last else ""
     return text[:_MAX_MESSAGE] + place
 
