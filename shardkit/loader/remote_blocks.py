@@ -104,7 +104,8 @@ class RemoteBlocks:
     def _fits(self) -> bool:
         """Whether the cache has room for what this machine needs of the dataset."""
         cache = self.supply.cache
-        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # as torchrun sets it
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it
+        ranks = max(1, int(told)) if told.isdecimal() else 1
         share = min(1.0, ranks * len(self._lanes) / self._plan.lanes)
         return cache is not None and self.reader.stored_bytes * share <= cache.limit
 
