@@ -18,7 +18,7 @@ from shardkit.errors import CommitConflict
 from shardkit.storage import LogEntry, Repository
 from shardkit.testing.drills import drill_count
 
-WRITERS = 8
+WRITERS = 16
 
 # Each writer counts up a ref of its own, blindly, and a shared one by compare-and-set until it wins.
 WRITER = """
