@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.row_work import RowWork
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.step_gather import GatherThreads, StepGather, rows_of
 from shardkit.plan import Plan
 
 __all__ = ["Assembler", "StepBatches"]
@@ -52,8 +53,11 @@ class Assembler:
         tensors: bool,
         pin: bool,
         work: RowWork,
+        threads: GatherThreads,
+        step_bytes: int,
         counts: LoaderCounts,
     ) -> None:
+        self._threads, self._step_bytes = threads, step_bytes
         self._plan, self._schema, self._fields = plan, schema, list(fields)
         self._lanes, self._world, self._by_cell, self._tensors = list(lanes), world, by_cell, tensors
         self._work, self._counts, self._pin = work, counts, pin
@@ -62,10 +66,19 @@ class Assembler:
         """The steps of a group, in order; `blocks` are those of `group.blocks`."""
         rows = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
         borders = group.borders.tolist()
+        gathered = iter(StepGather(rows.take, borders, threads=self._threads, step_bytes=self._step_bytes))
+        try:
+            yield from self._assembled(group, borders, gathered)
+        finally:
+            gathered.close()
+
+    def _assembled(
+        self, group: StepGroup, borders: list[int], gathered: Generator[dict[str, Any]]
+    ) -> Iterator[StepBatches]:
         for offset, counts in enumerate(group.lane_counts.tolist()):
             step, first, last = group.numbers[offset], borders[offset], borders[offset + 1]
             started = time.perf_counter()
-            columns = rows.take(first, last)
+            columns = next(gathered)
             self._counts.gather_s += time.perf_counter() - started
             samples, slots = group.samples[first:last], group.slots[first:last]
             weight = self._weight(step, last - first)
@@ -76,7 +89,7 @@ class Assembler:
             batches, a = [], 0
             for lane, count in zip(self._lanes, counts, strict=True):
                 b = a + count
-                cell = {name: _slice(value, a, b) for name, value in columns.items()}
+                cell = {name: rows_of(value, a, b) for name, value in columns.items()}
                 batches.append(self._batch(cell, step, lane, samples[a:b], slots[a:b], weight))
                 a = b
             whole = np.concatenate([batch.samples for batch in batches]) if batches else samples
@@ -105,11 +118,3 @@ class Assembler:
             self._counts.transform_s += time.perf_counter() - started
         batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
         return to_tensors(batch, pin=self._pin) if self._tensors else batch
-
-
-def _slice(value: Any, first: int, last: int) -> Any:
-    if isinstance(value, tuple):
-        values, borders = value
-        part = borders[first : last + 1]
-        return values[part[0] : part[-1]], part - part[0]
-    return value[first:last]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from shardkit.loader.gather import GatherColumns
@@ -52,15 +53,15 @@ class WindowCounts:
 class _Entry:
     """One block that is loaded or being loaded."""
 
-    __slots__ = ("future", "loaded", "mapped", "pins", "position", "size", "stale")
+    __slots__ = ("future", "good_for", "loaded", "pins", "position", "size")
 
     def __init__(
-        self, future: Future[list[GatherColumns | None]], position: int, size: int, *, mapped: bool
+        self, future: Future[list[GatherColumns | None]], position: int, size: int, good_for: float
     ) -> None:
-        self.future, self.position, self.size, self.mapped = future, position, size, mapped
+        self.future, self.position, self.size = future, position, size
+        self.good_for = good_for  # the last loop that may use it
         self.loaded: GatherColumns | None = None  # once somebody waited for it: futures are slow to ask
         self.pins = 0
-        self.stale = False  # counts, but must be loaded again before it is used
 
 
 class Lease:
@@ -80,6 +81,13 @@ class Lease:
                 assert found is not None  # only a block that no lease holds is taken out
             loaded.append(found)
         return loaded
+
+    def failed(self) -> bool:
+        """Whether loading one of the blocks has failed by now."""
+        return any(
+            (future := entry.future).done() and (future.cancelled() or future.exception() is not None)
+            for entry in self._entries
+        )
 
     def release(self) -> None:
         """The group is done; may be called twice."""
@@ -116,6 +124,7 @@ class BlockWindow:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
         self._leases = 0
+        self._loop = 0
         self._bytes = 0
         self._closed = False
         self.loading: dict[int, float] = {}  # block → when its load began
@@ -149,7 +158,7 @@ class BlockWindow:
         find, size_of = self._entries.get, self._source.size_of
         for block in blocks:
             entry = find(block)
-            if entry is None or entry.stale:
+            if entry is None or entry.good_for < self._loop:
                 missing += size_of(block)
             else:
                 held += entry.size
@@ -186,7 +195,7 @@ class BlockWindow:
             entry = find(block)
             if entry is None:
                 missing.append(block)
-            elif entry.stale:
+            elif entry.good_for < self._loop:
                 self._remove(block, entry)
                 missing.append(block)
             else:
@@ -216,10 +225,9 @@ class BlockWindow:
             part = blocks[first : first + each]
             future = self._pool.submit(self._load, part)
             entries += [
-                _Entry(future, i, sizes[first + i], mapped=mapped[first + i]) for i in range(len(part))
+                _Entry(future, i, sizes[first + i], self._loop if mapped[first + i] else inf)
+                for i in range(len(part))
             ]
-        self.counts.block_loads += len(blocks)
-        self.counts.bytes_loaded += sum(sizes)
         return entries
 
     def _load(self, blocks: list[int]) -> list[GatherColumns | None]:
@@ -231,7 +239,11 @@ class BlockWindow:
                 loaded.append(self._source.load(block))
             finally:
                 self.loading.pop(block, None)
-        self.counts.load_s += time.perf_counter() - started
+        elapsed, nbytes = time.perf_counter() - started, sum(map(self._source.size_of, blocks))
+        with self._changed:
+            self.counts.load_s += elapsed
+            self.counts.block_loads += len(blocks)
+            self.counts.bytes_loaded += nbytes
         return loaded
 
     def _make_room(self, need: int) -> None:
@@ -254,20 +266,25 @@ class BlockWindow:
         del self._entries[block]
         self._bytes -= entry.size
         future = entry.future
-        if future.done() and not future.cancelled() and future.exception() is None:
+        if not entry.pins and future.done() and not future.cancelled() and future.exception() is None:
             future.result()[entry.position] = None  # what its task loaded beside it may stay
 
+    def begin_loop(self) -> None:
+        """What is leased from now on is for another loop: it verifies again what is a view of a file.
+
+        Its bytes may have left memory since, and come back from the disk. Leases of the loop before go on.
+        """
+        self._loop += 1
+
     def end_loop(self) -> None:
-        """The next loop verifies again what is a view of a file, and tries again what failed."""
+        """What no lease holds is not loaded any more if that has not begun, and tried again if it failed."""
         with self._changed:
             for block, entry in list(self._entries.items()):
-                if entry.pins:
-                    continue
                 future = entry.future
-                if entry.loaded is None and (future.cancel() or (future.done() and future.exception())):
+                if not (entry.pins or entry.loaded) and (
+                    future.cancel() or (future.done() and future.exception())
+                ):
                     self._remove(block, entry)
-                else:
-                    entry.stale = entry.mapped
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what has, drop everything; may be called twice."""

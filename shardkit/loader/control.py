@@ -1,4 +1,4 @@
-"""`RUN/control.toml`: settings that take effect while a run goes on, gradually and with a way back (SPEC.md §9)."""
+"""`RUN/control.toml`: settings that take effect while a run goes on, gradually and with a way back (SPEC.md §10)."""
 
 from __future__ import annotations
 

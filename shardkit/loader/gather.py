@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn
 
-__all__ = ["GatherColumns", "RowAddresses"]
+__all__ = ["FREE_ITEMS", "GatherColumns", "RowAddresses"]
 
 Int64s = NDArray[np.int64]
 
@@ -33,7 +33,7 @@ _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level table
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
 # numpy lets other threads run during an indexed copy only if it is of more than 500 items. A copy of fewer, which
 # holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed.
-_FREE_ITEMS = 501
+FREE_ITEMS = 501
 _MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
 _FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
 _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
@@ -224,7 +224,7 @@ def _pieces_per_row(item: int, rows: int) -> int:
         return 1
     possible = [pieces for pieces in range(1, max(1, item // _MIN_PIECE) + 1) if item % pieces == 0]
     possible = [pieces for pieces in possible if item // pieces <= _MAX_ITEM]
-    return next((pieces for pieces in possible if pieces * rows >= _FREE_ITEMS), max(possible, default=0))
+    return next((pieces for pieces in possible if pieces * rows >= FREE_ITEMS), max(possible, default=0))
 
 
 @lru_cache(maxsize=64)

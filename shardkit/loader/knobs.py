@@ -1,4 +1,4 @@
-"""What of a loader can be changed while it runs, by the names that control.toml knows (SPEC.md §9)."""
+"""What of a loader can be changed while it runs, by the names that control.toml knows (SPEC.md §10)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from shardkit.errors import PlanError, StateError, UsageError
+from shardkit.errors import StateError, UsageError
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.agreement import agree
 from shardkit.loader.assembly import Assembler, StepBatches
@@ -24,7 +23,7 @@ from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.rebalancing import make_rebalancer
 from shardkit.loader.row_work import RowWork
 from shardkit.loader.run_watch import open_watch
-from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
+from shardkit.loader.scout import Scout, ScoutSettings
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
@@ -102,9 +101,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch."""
-        self._stop_pipeline()
         config = self._config
         check_geometry(self.plan, self._start)
+        ready = self._stop_pipeline()
         start = self._start
         self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
         self._handed_out = start
@@ -114,7 +113,7 @@ class Loader:
             self.lanes = self._rebalancer.lanes_now()
         self._reports.loop_is_over(self.counts)
         self.counts = LoaderCounts()
-        pipeline = self._pipeline = self._open_pipeline(numbers)
+        pipeline = self._pipeline = self._open_pipeline(numbers, ready)
         return self._hand_out(pipeline, stop)
 
     def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
@@ -152,7 +151,7 @@ class Loader:
         for number in range(step, stop):
             lanes = self._rebalancer.lanes_at(number)
             if lanes != self.lanes:
-                self._stop_pipeline()
+                self._drop_pipeline()
                 self.lanes = lanes
                 pipeline = self._pipeline = self._open_pipeline(range(number, stop))
                 steps = iter(pipeline)
@@ -211,37 +210,39 @@ class Loader:
             weakref.finalize(self, self._machinery.close_unwatched)
         return self._machinery
 
-    def _open_pipeline(self, numbers: range) -> Pipeline:
-        plan, sources, lanes = self.plan, self._sources, self.lanes
+    def _open_pipeline(self, numbers: range, ready: Scout | None = None) -> Pipeline:
+        """Over `numbers`; `ready` is a scout that the loop before has sent ahead."""
+        plan, sources, lanes, config = self.plan, self._sources, self.lanes, self._config
         machinery = self._open_machinery()
-        counts = self.counts
-
-        end = numbers[-1] if numbers else -1
-
-        def group(numbers: range) -> StepGroup:
-            found = plan_group(plan, sources.rows.locate, lanes, numbers)
-            if machinery.times is not None:
-                machinery.times.expect(found.blocks, first_lanes(found, plan.cell_size))
-            if numbers[-1] == end > numbers[0]:
-                # the plan shuffles each lane's blocks once per epoch and remembers it: not while a trainer waits
-                with contextlib.suppress(PlanError):  # that is for the next loop to raise
-                    plan_group(plan, sources.rows.locate, lanes, range(end + 1, end + 2))
-            return found
-
         if machinery.remote is not None and numbers:
             machinery.remote.own(lanes)
             machinery.remote.start(numbers.start, machinery.window.is_loaded)
         work = machinery.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
+        step_bytes = rows * sources.row_bytes(self._fields)
         watchdog = Watchdog(self.topology, plan, sources.rows, sources.reader, machinery.window, work, self._events,
-                            self._config.on_stall)  # fmt: skip
+                            config.on_stall)  # fmt: skip
+
+        def scout(numbers: range) -> Scout:
+            limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes,
+                                   over_memory=watchdog.over_memory, file_versions=machinery.file_versions)  # fmt: skip
+            find = machinery.group_planner(plan, sources, lanes)
+            return Scout(find, machinery.window, numbers, lanes, limits)
+
+        def following() -> Scout:
+            first = plan.epoch_bounds(numbers[-1])[1]
+            return scout(range(first + config.offset, plan.epoch_bounds(first)[1], config.stride))
+
+        if ready is None or not ready.suits(numbers, lanes):
+            if ready is not None:
+                ready.release()
+            ready = scout(numbers)
         settings = PipelineSettings(
-            rows_per_step=rows,
-            bytes_per_step=rows * sources.row_bytes(self._fields),
             prefetch=self._prefetch(rows, work),
-            stall_s=self._config.stall_s,
+            stall_s=config.stall_s,
             report=watchdog,
-            over_memory=watchdog.over_memory,
+            # remote blocks are read ahead over the end of a loop by their own reader
+            following=following if numbers and machinery.remote is None else None,
         )
         assembler = Assembler(
             plan,
@@ -249,13 +250,15 @@ class Loader:
             self._fields,
             lanes=lanes,
             world=self.topology.world,
-            by_cell=self._config.by_cell,
+            by_cell=config.by_cell,
             tensors=self._tensors,
             pin=self._pins(),
             work=work,
-            counts=counts,
+            threads=machinery.gather_threads,
+            step_bytes=step_bytes,
+            counts=self.counts,
         )
-        return Pipeline(group, assembler, machinery.window, numbers=numbers, settings=settings, counts=counts)
+        return Pipeline(ready, assembler, machinery.window, settings=settings, counts=self.counts)
 
     def _pins(self) -> bool:
         """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
@@ -274,12 +277,20 @@ class Loader:
             else self._prefetch_now or _DEFAULT_PREFETCH
         )
 
-    def _stop_pipeline(self) -> None:
+    def _stop_pipeline(self) -> Scout | None:
+        """End what runs; the scout that it has sent ahead, the caller's to use or to release."""
         pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            self._reports.pipeline_is_over(pipeline)
-        if pipeline is not None and self._machinery is not None and self._machinery.process == os.getpid():
-            pipeline.close()
+        if pipeline is None:
+            return None
+        self._reports.pipeline_is_over(pipeline)
+        if self._machinery is None or self._machinery.process != os.getpid():
+            return None
+        pipeline.close()
+        return pipeline.take_next_scout()
+
+    def _drop_pipeline(self) -> None:
+        if (ready := self._stop_pipeline()) is not None:
+            ready.release()
 
     # ---- state
 
@@ -314,7 +325,7 @@ class Loader:
         """Begin the next loop at `step`, counted over the whole run."""
         if step < 0:
             raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
-        self._stop_pipeline()
+        self._drop_pipeline()
         self._start = self._handed_out = step
 
     # ---- the rest
@@ -391,7 +402,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop threads and processes, sync and close the journal; may be called twice."""
-        self._stop_pipeline()
+        self._drop_pipeline()
         if self._machinery is not None and self._machinery.process == os.getpid():
             self._machinery.close()
         self._machinery = None

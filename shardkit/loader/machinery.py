@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +20,9 @@ from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.run_watch import RunWatch
+from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.loader.step_gather import GatherThreads
 from shardkit.loader.substitutes import SubstituteDraw
 from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
@@ -29,6 +31,7 @@ from shardkit.telemetry.slow_blocks import BlockTimes
 __all__ = ["Machinery", "default_threads"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
+_MOST_GATHERING = 3  # beside the thread that asks: a few fill the memory's bandwidth
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
@@ -76,6 +79,13 @@ class Machinery:
                 )
             return found
 
+        def file_versions(blocks: Sequence[int]) -> dict[int, object]:
+            shards = np.unique(
+                np.searchsorted(rows.shard_first_block, np.array(blocks, np.int64), side="right") - 1
+            )
+            return {shard: reader.file_version(shard) for shard in shards.tolist()}
+
+        self.file_versions = file_versions
         if config.memory >= _ROOMY_BYTES:
             _keep_freed_memory()
         threads = config.threads or default_threads()
@@ -90,6 +100,10 @@ class Machinery:
             threads,
         )
         self._threads = threads
+        helping = min(threads - 1, _MOST_GATHERING)
+        self.gather_threads = GatherThreads(
+            ThreadPoolExecutor(helping, "shardkit-gather") if helping else None, helping
+        )
         self.workers: Executor | None = None
         if function.transform is not None or function.decoders:
             self.workers = open_workers(config.workers, threads, function)
@@ -98,6 +112,18 @@ class Machinery:
             world=topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
             meta={"history": plan.history(), "dataset": reader.urls},
         )  # fmt: skip
+
+    def group_planner(self, plan: Plan, sources: Sources, lanes: list[int]) -> Callable[[range], StepGroup]:
+        """What works out some steps of these lanes."""
+        times = self.times
+
+        def find(numbers: range) -> StepGroup:
+            found = plan_group(plan, sources.rows.locate, lanes, numbers)
+            if times is not None:
+                times.expect(found.blocks, first_lanes(found, plan.cell_size))
+            return found
+
+        return find
 
     def row_work(self, plan: Plan, sources: Sources) -> RowWork:
         """Decoding and transforms for one loop."""
@@ -120,6 +146,8 @@ class Machinery:
         if self.remote is not None:
             self.remote.close()
         self.window.close()
+        if self.gather_threads.pool is not None:
+            self.gather_threads.pool.shutdown()
         if self.workers is not None:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:

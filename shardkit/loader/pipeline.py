@@ -8,7 +8,7 @@ handing it over, and no thread fights the trainer for the interpreter. Otherwise
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import threading
 import time
@@ -19,14 +19,12 @@ from shardkit.loader.assembly import Assembler, StepBatches
 from shardkit.loader.background import Background, Waits
 from shardkit.loader.block_window import BlockWindow, Lease
 from shardkit.loader.gather import GatherColumns
-from shardkit.loader.schedule import StepGroup, most_steps
+from shardkit.loader.schedule import StepGroup
+from shardkit.loader.scout import Scout
 from shardkit.loader.statistics import LoaderCounts
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
-# Groups share most of their blocks. What is missing of one is loaded before its first step is handed out: at most this
-# part of the budget, so that no step waits long for what it does not need.
-_LOADED_AT_ONCE = 12
 _GROUPS_AHEAD = 1  # leased beside the one that is gathered and the one that is planned
 
 
@@ -35,54 +33,50 @@ class PipelineSettings:
     """How far a pipeline runs ahead.
 
     Attributes:
-        rows_per_step, bytes_per_step: of this rank; set how many steps are planned at once.
         prefetch: how many finished steps may wait; 0 gathers in the trainer's own `next`.
         stall_s: the watchdog speaks after so many seconds without a batch.
         report: what it calls: (seconds, stage, the group that is waited for).
-        over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
+        following: opens the scout of the loop after this one; None where that is not to be read ahead.
     """
 
-    rows_per_step: int
-    bytes_per_step: int
     prefetch: int
     stall_s: float
     report: Callable[[float, str, StepGroup | None], None]
-    over_memory: Callable[[int, int], None]
+    following: Callable[[], Scout] | None
 
 
 class Pipeline:
-    """One pass over `numbers`, ascending steps. The window outlives it.
+    """One pass over the steps of a scout. The window outlives it.
 
     Args:
-        plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
+        scout: finds and leases what the steps need; released in the end.
         assemble: gathers and transforms one group, in step order.
         window: the blocks in memory.
-        numbers: steps to deliver.
         settings: see there.
         counts: where time goes.
     """
 
     def __init__(
         self,
-        plan_group: Callable[[range], StepGroup],
+        scout: Scout,
         assemble: Assembler,
         window: BlockWindow,
         *,
-        numbers: range,
         settings: PipelineSettings,
         counts: LoaderCounts,
     ) -> None:
-        self._plan_group, self._assemble, self._window = plan_group, assemble, window
-        self._numbers, self._settings, self._counts = numbers, settings, counts
+        self._scout, self._assemble, self._window = scout, assemble, window
+        self._settings, self._counts = settings, counts
+        scout.counts = counts
         self._process = os.getpid()
         self._stopping = threading.Event()
         self._started = time.perf_counter()
         self._ended: float | None = None
-        self._leases: list[Lease] = []
+        self._next_scout: Scout | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
         self.scout_waits, self.assembly_waits = Waits(), Waits()
         self._groups = Background(
-            self._scout(),
+            self._leased_groups(),
             _GROUPS_AHEAD,
             name="shardkit-plan",
             waits=self.scout_waits,
@@ -154,41 +148,31 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
-        for lease in list(self._leases):  # those that were dropped on the way
-            lease.release()
+        self._scout.release()  # what was dropped on the way
         self._window.end_loop()
+
+    def take_next_scout(self) -> Scout | None:
+        """The scout of the loop after this one, if there is one; the caller's from now on."""
+        found, self._next_scout = self._next_scout, None
+        return found
 
     def _stop(self) -> None:
         self._stopping.set()
-        self._window.wake()
+        self._scout.stop()
 
     # ---- stages
 
-    def _scout(self) -> Iterator[tuple[StepGroup, Lease]]:
-        settings, left = self._settings, self._numbers
-        most = most_steps(settings.rows_per_step, settings.bytes_per_step)
-        size, growth = 1, 4.0  # the first batch should not wait for a whole group
-        while left and not self._stopping.is_set():
-            started = time.perf_counter()
-            group = self._plan_group(left[:size])
-            needed, missing = self._window.measure(group.blocks)
-            while (size := len(group.numbers)) > 1:
-                if needed > self._window.budget * 2 // 3:
-                    most = size // 2  # nor would those that follow leave room for what is beside them
-                elif missing <= self._window.budget // _LOADED_AT_ONCE:
-                    break
-                else:
-                    growth = 1.25  # near what fits: planned in vain is planned twice
-                group = self._plan_group(left[: size // 2])
-                needed, missing = self._window.measure(group.blocks)
-            if needed > self._window.budget:
-                settings.over_memory(group.numbers[0], needed)
-            left = left[len(group.numbers) :]
-            size = min(most, math.ceil(size * growth))
-            self._counts.plan_s += time.perf_counter() - started
-            lease = self._window.lease(group.blocks, self._stopping.is_set)
-            self._leases.append(lease)
-            yield group, lease
+    def _leased_groups(self) -> Iterator[tuple[StepGroup, Lease]]:
+        yield from self._scout
+        following = self._settings.following
+        if following is None or self._stopping.is_set():
+            return
+        # for the next loop, while the trainer works on the last steps of this one
+        with contextlib.suppress(Exception):  # whatever it is, the next loop meets it again, and raises it
+            ahead = following()
+            ahead.counts = self._counts
+            ahead.run_ahead(self._stopping.is_set)
+            self._next_scout = ahead
 
     def _steps(self) -> Iterator[StepBatches]:
         for group, lease in self._groups:
@@ -197,8 +181,7 @@ class Pipeline:
                 # no name for the blocks here: they must be gone with the lease, not with the next group
                 yield from self._assemble(group, self._loaded(lease))
             finally:
-                lease.release()
-                self._leases.remove(lease)
+                self._scout.done(lease)
 
     def _loaded(self, lease: Lease) -> list[GatherColumns]:
         started = time.perf_counter()

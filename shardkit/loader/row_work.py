@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import RunError
+from shardkit.loader.step_gather import rows_of
 from shardkit.loader.transforms import (
     BatchTransform,
     LazyGenerators,
@@ -151,7 +152,7 @@ class RowWork:
         spans = [(a, min(a + size, len(slots))) for a in range(0, len(slots), size)]
         pieces = [
             (
-                {name: _rows_of(value, a, b) for name, value in columns.items()},
+                {name: rows_of(value, a, b) for name, value in columns.items()},
                 step,
                 slots[a:b],
                 self._cell_size,
@@ -201,14 +202,6 @@ class RowWork:
             f"sample {sample} does not decode ({failure.reason}), and neither do {_ATTEMPTS} others of its stratum; "
             "is this the right decoder?"
         )
-
-
-def _rows_of(value: Any, first: int, last: int) -> Any:
-    if isinstance(value, tuple):
-        values, borders = value
-        part = borders[first : last + 1]
-        return values[part[0] : part[-1]], part - part[0]
-    return value[first:last]
 
 
 # ---- workers

@@ -172,6 +172,20 @@ class BlockReader:
         local = self._repositories[part].store.local_path(self.shard_name(shard)) is not None
         return local and self._formats[part][1] == "none"
 
+    def file_version(self, shard: int) -> tuple[int, ...] | None:
+        """What differs once somebody has written to the local file of a shard, or put another in its place.
+
+        None where there is no such file. What its disk does to it cannot be seen here.
+        """
+        path = self.repository_of(shard).store.local_path(self.shard_name(shard))
+        try:
+            found = os.stat(path) if path is not None else None
+        except OSError:
+            return None
+        if found is None:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
     def forget(self, shard: int, block: int) -> None:
         """Let go of the pages of a block that nothing uses any more; the file stays mapped."""
         span = self.index(shard).spans[block]

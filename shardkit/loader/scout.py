@@ -1,0 +1,155 @@
+"""What the steps of one loop need, worked out in groups and leased ahead of them, at the start even before the loop."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkit.loader.block_window import BlockWindow, Lease
+from shardkit.loader.schedule import StepGroup, most_steps
+from shardkit.loader.statistics import LoaderCounts
+
+__all__ = ["Scout", "ScoutSettings"]
+
+# Groups share most of their blocks. What is missing of one is loaded before its first step is handed out: at most this
+# part of the budget, so that no step waits long for what it does not need.
+_LOADED_AT_ONCE = 12
+_BEFORE_THE_LOOP = 4  # this part of the budget may be leased for a loop that has not begun
+_FRESH_S = 30.0  # what was verified for a loop that begins later than that is verified anew
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoutSettings:
+    """How many steps are worked out at once.
+
+    Attributes:
+        rows_per_step, bytes_per_step: of this rank.
+        over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
+        file_versions: of the files that hold some blocks: what differs once one of them was written to.
+    """
+
+    rows_per_step: int
+    bytes_per_step: int
+    over_memory: Callable[[int, int], None]
+    file_versions: Callable[[Sequence[int]], Mapping[int, object]]
+
+
+class Scout:
+    """Groups of steps of one loop with their leases, in order; iterate once, on one thread at a time.
+
+    Args:
+        plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
+        window: where blocks are leased. What is a view of a file is verified anew from here on.
+        numbers: the steps of the loop, ascending.
+        lanes: whose steps they are.
+        settings: see there.
+    """
+
+    def __init__(
+        self,
+        plan_group: Callable[[range], StepGroup],
+        window: BlockWindow,
+        numbers: range,
+        lanes: list[int],
+        settings: ScoutSettings,
+    ) -> None:
+        self.numbers, self.lanes = numbers, list(lanes)
+        self.counts = LoaderCounts()  # of the loop that uses it
+        self._plan_group, self._window, self._settings = plan_group, window, settings
+        self._begun = False  # the loop: before that, groups are found ahead of it
+        self._stopping = threading.Event()
+        self._hurried: Callable[[], bool] = self._stopping.is_set
+        self._leases: list[Lease] = []
+        self._ready: deque[tuple[StepGroup, Lease]] = deque()
+        self._ahead_at = -math.inf  # when `run_ahead` began
+        self._file_versions: dict[int, object] = {}  # before anything of the file was verified ahead
+        window.begin_loop()
+        self._groups = self._lease_groups()
+
+    def __iter__(self) -> Iterator[tuple[StepGroup, Lease]]:
+        self._begun = True
+        while self._ready and not self._stopping.is_set():
+            yield self._ready.popleft()
+        yield from self._groups
+
+    def run_ahead(self, hurried: Callable[[], bool]) -> None:
+        """Work out and lease the first groups now, while the loop before is still under way.
+
+        Args:
+            hurried: somebody waits for this call to end.
+        """
+        self._hurried, self._ahead_at, leased = hurried, time.monotonic(), 0
+        try:
+            for group, lease in self._groups:
+                self._ready.append((group, lease))
+                leased += self._window.measure(group.blocks)[0]
+                if leased > self._window.budget // _BEFORE_THE_LOOP or hurried():
+                    break
+            if self._window.nbytes > self._window.budget:
+                self.stop()  # a hurried lease does not wait for room
+                self.release()
+        finally:
+            self._hurried = self._stopping.is_set
+
+    def suits(self, numbers: range, lanes: list[int]) -> bool:
+        """Whether this is the scout for these steps of these lanes, and what it has found can be used.
+
+        That is not so where a block failed to load, for the loop tries again; nor where it was verified long ago or its
+        file was written to since, for a loop verifies what it hands out.
+        """
+        if numbers != self.numbers or lanes != self.lanes or self._stopping.is_set():
+            return False
+        if time.monotonic() - self._ahead_at > _FRESH_S or any(lease.failed() for _, lease in self._ready):
+            return False
+        blocks = [block for group, _ in self._ready for block in group.blocks]
+        return self._settings.file_versions(blocks) == self._file_versions
+
+    def stop(self) -> None:
+        """No more groups."""
+        self._stopping.set()
+        self._window.wake()
+
+    def done(self, lease: Lease) -> None:
+        """The steps of this lease have been gathered."""
+        lease.release()
+        self._leases.remove(lease)
+
+    def release(self) -> None:
+        """Give up what is leased; may be called twice, and only while nobody iterates."""
+        self._ready.clear()
+        for lease in list(self._leases):
+            lease.release()
+        self._leases.clear()
+
+    def _lease_groups(self) -> Iterator[tuple[StepGroup, Lease]]:
+        settings, window, left = self._settings, self._window, self.numbers
+        most = most_steps(settings.rows_per_step, settings.bytes_per_step)
+        size, growth = 1, 4.0  # the first batch should not wait for a whole group
+        while left and not self._stopping.is_set():
+            started = time.perf_counter()
+            group = self._plan_group(left[:size])
+            needed, missing = window.measure(group.blocks)
+            while (size := len(group.numbers)) > 1:
+                if needed > window.budget * 2 // 3:
+                    most = size // 2  # nor would those that follow leave room for what is beside them
+                elif missing <= window.budget // _LOADED_AT_ONCE:
+                    break
+                else:
+                    growth = 1.25  # near what fits: planned in vain is planned twice
+                group = self._plan_group(left[: size // 2])
+                needed, missing = window.measure(group.blocks)
+            if needed > window.budget:
+                settings.over_memory(group.numbers[0], needed)
+            left = left[len(group.numbers) :]
+            size = min(most, math.ceil(size * growth))
+            self.counts.plan_s += time.perf_counter() - started
+            if not self._begun:
+                for file, version in settings.file_versions(group.blocks).items():
+                    self._file_versions.setdefault(file, version)
+            lease = window.lease(group.blocks, self._hurried)
+            self._leases.append(lease)
+            yield group, lease

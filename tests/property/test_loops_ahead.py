@@ -1,0 +1,119 @@
+"""The next loop's first blocks are read while one ends: the data are the same, and so are all promises about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.errors import IntegrityError
+from shardkit.formats import reading
+from shardkit.loader import scout
+
+ROWS, STEPS = 1200, 40
+
+
+@pytest.fixture(params=["tar", "arrow"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    target = tmp_path / "data"
+    schema = {"x": "int32[64]", "blob": "bytes"}
+    with shardkit.create(
+        str(target), schema=schema, format=request.param, shard_size="64KiB", block_size="8KiB"
+    ) as writer:
+        for number in range(ROWS):
+            writer.add({"x": np.full(64, number, np.int32), "blob": number.to_bytes(2, "little")})
+    return target
+
+
+def _loader(root: Path, **options: Any) -> Any:
+    ds = shardkit.open(str(root))
+    return ds.loader(ds.plan(global_batch=30, lanes=3, seed=5), tensors=False, **options)
+
+
+def _rows(loop: Any) -> list[tuple[int, list[int]]]:
+    return [(batch.step, batch["x"][:, 0].tolist()) for batch in loop]
+
+
+def _flip_everywhere(root: Path) -> None:
+    """One bit in the middle of every shard, in place."""
+    shards = [path for path in (root / "objects").rglob("*.*") if path.suffix != ".index"]
+    assert shards
+    for path in shards:
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            (byte,) = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+
+
+def test_loops_that_follow_each_other_are_those_of_loaders_of_their_own(root: Path) -> None:
+    with _loader(root) as loader:
+        together = [_rows(loader) for _ in range(4)]
+    for loop, found in enumerate(together):
+        with _loader(root) as alone:
+            alone.seek(loop * STEPS)
+            assert _rows(alone) == found
+    assert sorted(row for _, rows in together[3] for row in rows) == list(range(ROWS))
+
+
+def test_a_seek_after_a_loop_forgets_what_was_read_ahead(root: Path) -> None:
+    with _loader(root) as loader:
+        first = _rows(loader)
+        loader.seek(7)
+        assert _rows(loader) == first[7:]
+        loader.seek(0)
+        assert _rows(loader) == first
+
+
+def test_every_loop_verifies_every_block(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified: list[bytes] = []
+
+    def verify(stored: Any, index: Any, block: int, **how: Any) -> None:
+        verified.append(index.block_sha256[block].tobytes())
+        verify_block(stored, index, block, **how)
+
+    verify_block = reading.verify_block
+    monkeypatch.setattr(reading, "verify_block", verify)
+    with _loader(root) as loader:
+        _rows(loader)
+        everything = set(verified)
+        assert len(everything) > 30
+        for loops in (2, 3, 4):
+            _rows(loader)
+            # the last loop may have read ahead for one that does not come, but no loop leaves anything out
+            assert min(Counter(verified).values()) >= loops
+        assert set(verified) == everything
+
+
+def test_what_is_damaged_between_two_loops_is_found(root: Path) -> None:
+    with _loader(root) as loader:
+        _rows(loader)
+        _flip_everywhere(root)
+        with pytest.raises(IntegrityError, match="mismatch"):
+            _rows(loader)
+
+
+def test_what_was_read_ahead_too_long_ago_is_verified_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _loader(root) as loader:
+        _rows(loader)
+        read = loader.stats()["block_loads"]
+        monkeypatch.setattr(scout, "_FRESH_S", -1.0)
+        first = next(iter(loader))
+        assert first.step == STEPS
+        assert loader.stats()["block_loads"] > read
+
+
+def test_a_loader_that_read_ahead_leaves_its_bound_and_no_thread(root: Path) -> None:
+    loader = _loader(root, memory=2 << 20)
+    for _ in range(3):
+        _rows(loader)
+        assert loader.stats()["window_bytes"] <= 2 << 20
+    assert loader.stats()["peak_bytes"] <= 2 << 20
+    loader.close()
