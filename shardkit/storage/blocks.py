@@ -136,8 +136,8 @@ class BlockReader:
                 self._index_bytes -= self._indexes.popitem(last=False)[1][1]
         return index
 
-    def read(self, shard: int, block: int, verify: Verify | None = None) -> Block:
-        """One verified block: `block` counts inside `shard`.
+    def read(self, shard: int, block: int, verify: Verify | None = None, *, keys: bool = True) -> Block:
+        """One verified block: `block` counts inside `shard`; `keys` as in `formats.read_block`.
 
         Raises:
             IntegrityError: the bytes are not those that were written; names shard, block and store.
@@ -146,7 +146,7 @@ class BlockReader:
         """
         index = self.index(shard)
         try:
-            found = self._read(shard, block, index, verify)
+            found = self._read(shard, block, index, verify, keys)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
@@ -155,16 +155,18 @@ class BlockReader:
             self.forget(shard, block)  # what was decompressed is a copy
         return found
 
-    def _read(self, shard: int, block: int, index: ShardIndex, verify: Verify | None) -> Block:
+    def _read(self, shard: int, block: int, index: ShardIndex, verify: Verify | None, keys: bool) -> Block:
         try:
-            return read_block(self._stored(shard, block, index), index, block, verify=verify or self.verify)
+            stored = self._stored(shard, block, index)
+            return read_block(stored, index, block, verify=verify or self.verify, keys=keys)
         except (IntegrityError, NotFoundError) as error:
             store = self._elsewhere(shard, error)
             if store is None:
                 raise
             with self._lock:
                 self._maps.pop(shard, None)  # the file may be healed, and is another one then
-            return read_block(memoryview(store.read_block(self.request(shard, block))), index, block)
+            healed = memoryview(store.read_block(self.request(shard, block)))
+            return read_block(healed, index, block, keys=keys)
 
     def is_view(self, shard: int) -> bool:
         """Whether blocks of this shard are views of a memory map: their bytes may leave memory and come back."""

@@ -35,6 +35,8 @@ class _Reader:
     def verify(self, on: bool) -> None:
         """Read without verifying: in this process, for this comparison. The product has no such switch."""
         reading.verify_block = _verify_block if on else _trust
+        if self.loader is not None:
+            self.loader.seek(self.loader.handed_out)  # nor was anything of the next epoch read the other way
 
     def _workers(self, step: int | None) -> Any:
         from torch.utils.data import DataLoader
