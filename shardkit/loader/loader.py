@@ -62,6 +62,7 @@ class Loader:
         self._handed_out = 0  # the step after the last one handed out
         self._pipeline: Pipeline | None = None
         self._machinery: Machinery | None = None
+        self._loops = 0  # that have begun
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self._prefetch_now = 0  # where it was changed on the way
@@ -104,6 +105,7 @@ class Loader:
         config = self._config
         check_geometry(self.plan, self._start)
         ready = self._stop_pipeline()
+        self._loops += 1
         start = self._start
         self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
         self._handed_out = start
@@ -241,8 +243,9 @@ class Loader:
             prefetch=self._prefetch(rows, work),
             stall_s=config.stall_s,
             report=watchdog,
-            # remote blocks are read ahead over the end of a loop by their own reader
-            following=following if numbers and machinery.remote is None else None,
+            # after a first loop there may be no other: a validation pass, a worker that lives for an epoch. Remote
+            # blocks are read ahead over the end of a loop by a reader of their own
+            following=following if numbers and self._loops > 1 and machinery.remote is None else None,
         )
         assembler = Assembler(
             plan,

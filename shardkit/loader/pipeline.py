@@ -151,9 +151,16 @@ class Pipeline:
         self._scout.release()  # what was dropped on the way
         self._window.end_loop()
 
+    @property
+    def has_read_ahead(self) -> bool:
+        """Whether the first blocks of the loop after this one are leased."""
+        return self._next_scout is not None
+
     def take_next_scout(self) -> Scout | None:
         """The scout of the loop after this one, if there is one; the caller's from now on."""
         found, self._next_scout = self._next_scout, None
+        if found is not None and self._ended is not None:
+            found.paused_s = time.perf_counter() - self._ended
         return found
 
     def _stop(self) -> None:

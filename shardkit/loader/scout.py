@@ -19,7 +19,7 @@ __all__ = ["Scout", "ScoutSettings"]
 # part of the budget, so that no step waits long for what it does not need.
 _LOADED_AT_ONCE = 12
 _BEFORE_THE_LOOP = 4  # this part of the budget may be leased for a loop that has not begun
-_FRESH_S = 30.0  # what was verified for a loop that begins later than that is verified anew
+_LONGEST_PAUSE_S = 30.0  # between two loops, after which what was verified ahead is verified anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Scout:
         self._hurried: Callable[[], bool] = self._stopping.is_set
         self._leases: list[Lease] = []
         self._ready: deque[tuple[StepGroup, Lease]] = deque()
-        self._ahead_at = -math.inf  # when `run_ahead` began
+        self.paused_s = 0.0  # since the loop before has ended
         self._file_versions: dict[int, object] = {}  # before anything of the file was verified ahead
         window.begin_loop()
         self._groups = self._lease_groups()
@@ -82,7 +82,7 @@ class Scout:
         Args:
             hurried: somebody waits for this call to end.
         """
-        self._hurried, self._ahead_at, leased = hurried, time.monotonic(), 0
+        self._hurried, leased = hurried, 0
         try:
             for group, lease in self._groups:
                 self._ready.append((group, lease))
@@ -98,12 +98,12 @@ class Scout:
     def suits(self, numbers: range, lanes: list[int]) -> bool:
         """Whether this is the scout for these steps of these lanes, and what it has found can be used.
 
-        That is not so where a block failed to load, for the loop tries again; nor where it was verified long ago or its
-        file was written to since, for a loop verifies what it hands out.
+        That is not so where a block failed to load, for the loop tries again; nor after a long pause, or where a file
+        was written to since, for a loop verifies what it hands out.
         """
         if numbers != self.numbers or lanes != self.lanes or self._stopping.is_set():
             return False
-        if time.monotonic() - self._ahead_at > _FRESH_S or any(lease.failed() for _, lease in self._ready):
+        if self.paused_s > _LONGEST_PAUSE_S or any(lease.failed() for _, lease in self._ready):
             return False
         blocks = [block for group, _ in self._ready for block in group.blocks]
         return self._settings.file_versions(blocks) == self._file_versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -90,24 +91,43 @@ def test_every_loop_verifies_every_block(root: Path, monkeypatch: pytest.MonkeyP
         assert set(verified) == everything
 
 
+def _two_loops(loader: Any) -> None:
+    """Two loops, the second of which ends when the third has been read ahead for."""
+    _rows(loader)
+    deadline = time.monotonic() + 60
+    for batch in loader:
+        while batch.step == 2 * STEPS - 1 and not loader.pipeline.has_read_ahead:
+            assert time.monotonic() < deadline, "nothing was read ahead"
+            time.sleep(0.01)
+
+
 def test_what_is_damaged_between_two_loops_is_found(root: Path) -> None:
     with _loader(root) as loader:
-        _rows(loader)
+        _two_loops(loader)
         _flip_everywhere(root)
         with pytest.raises(IntegrityError, match="mismatch"):
             _rows(loader)
 
 
-def test_what_was_read_ahead_too_long_ago_is_verified_anew(
+def test_what_was_read_ahead_is_used_unless_it_is_old_or_for_another_loop(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    third, lanes = range(2 * STEPS, 3 * STEPS), [0, 1, 2]
+    with _loader(root) as loader:
+        _two_loops(loader)
+        ahead = loader.pipeline.take_next_scout()
+        assert ahead.suits(third, lanes)
+        assert not ahead.suits(third[1:], lanes)
+        assert not ahead.suits(third, lanes[:2])
+        monkeypatch.setattr(scout, "_LONGEST_PAUSE_S", -1.0)
+        assert not ahead.suits(third, lanes)
+        ahead.release()
+
+
+def test_nothing_is_read_ahead_after_a_first_loop(root: Path) -> None:
     with _loader(root) as loader:
         _rows(loader)
-        read = loader.stats()["block_loads"]
-        monkeypatch.setattr(scout, "_FRESH_S", -1.0)
-        first = next(iter(loader))
-        assert first.step == STEPS
-        assert loader.stats()["block_loads"] > read
+        assert not loader.pipeline.has_read_ahead
 
 
 def test_a_loader_that_read_ahead_leaves_its_bound_and_no_thread(root: Path) -> None:
