@@ -220,9 +220,9 @@ def test_the_watchdog_names_rank_lane_shard_and_stage(
     spoken = threading.Event()
     read = BlockReader.read
 
-    def hang(self: BlockReader, shard: int, block: int, verify: Any = None) -> Any:
+    def hang(self: BlockReader, shard: int, block: int, verify: Any = None, **how: Any) -> Any:
         spoken.wait(30)
-        return read(self, shard, block, verify)
+        return read(self, shard, block, verify, **how)
 
     def tell(facts: Any) -> None:
         told.append(facts)
