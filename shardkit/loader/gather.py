@@ -31,9 +31,9 @@ Int64s = NDArray[np.int64]
 _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
-# numpy lets other threads run during an indexed copy only if it is of more than 500 items. A copy of fewer, which
-# holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed.
 FREE_ITEMS = 501
+"""numpy lets other threads run during an indexed copy only if it is of more than 500 items. A copy of fewer, which
+holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed."""
 _MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
 _FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
 _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody

@@ -17,6 +17,7 @@ __all__ = ["GRAIN_BYTES", "MAX_GAP_BYTES", "MAX_JOINED_BYTES", "Wanted", "join",
 GRAIN_BYTES: Final = 256 * 2**10
 """A smaller request is worth filling up with what lies around it, if that is needed later anyway."""
 MAX_GAP_BYTES: Final = 64 * 2**10
+"""Between two blocks of one request: more is not fetched for nothing, whatever may be spared."""
 MAX_JOINED_BYTES: Final = 4 * 2**20
 """Of one request for several blocks: the first of them waits for the last."""
 
