@@ -293,7 +293,7 @@ class BlockReader:
         return view[offset : offset + size]
 
     def _map(self, shard: int) -> memoryview | None:
-        """A read-only map of a local shard file, or None where the store has no local files."""
+        """A read-only map of a local shard file, or None where there is none and the store has to be asked."""
         with self._lock:
             view = self._maps.get(shard)
             if view is not None:
@@ -302,7 +302,12 @@ class BlockReader:
         path = self.repository_of(shard).store.local_path(self.shard_name(shard))
         if path is None:
             return None
-        view = _map_file(os.fspath(path), int(self._table.size[shard]))
+        try:
+            view = _map_file(os.fspath(path), int(self._table.size[shard]))
+        except StoreError:
+            if self.located(shard) is None:
+                raise
+            return None  # gone in this moment, or its disk is failing: there are other places
         with self._lock:
             self._maps[shard] = view
             while len(self._maps) > _MAX_OPEN_MAPS:

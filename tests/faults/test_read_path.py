@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -389,3 +390,28 @@ def test_a_stranger_repository_is_not_mixed_in(tmp_path: Path) -> None:
     dataset = shardkit.open(tmp_path / "a", locations={"other": str(tmp_path / "b")})
     assert dataset[0] == {"x": ord("a")}
     assert Repository.open(tmp_path / "a").id == dataset.repository.id
+
+
+def test_a_file_that_goes_while_it_is_being_opened_is_read_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when it was looked for, and is not when it is opened: as if it had been gone before."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with shardkit.create(near, {"x": "int64"}, shard_size="1KiB", block_size="512") as writer:
+        for number in range(200):
+            writer.add({"x": number})
+    shutil.copytree(near, far)
+    expected = _epoch(shardkit.open(near))
+    real = os.open
+
+    def vanishing(path: Any, flags: int, *rest: Any, **how: Any) -> int:
+        if str(path).startswith(str(near / "objects")) and not str(path).endswith(".index"):
+            Path(path).unlink(missing_ok=True)
+        return real(path, flags, *rest, **how)
+
+    dataset = shardkit.open(near, locations={"far": str(far)}, settings=SETTINGS)
+    alone = shardkit.open(near)
+    monkeypatch.setattr(os, "open", vanishing)
+    assert _epoch(dataset) == expected
+    with pytest.raises(NotFoundError, match="is not in"):  # where there is no other place
+        _epoch(alone)
