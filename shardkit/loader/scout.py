@@ -81,6 +81,9 @@ class Scout:
 
         Args:
             hurried: somebody waits for this call to end.
+
+        Raises:
+            Exception: whatever planning or finding the blocks raises; nothing is leased then.
         """
         self._hurried, leased = hurried, 0
         try:
@@ -90,10 +93,16 @@ class Scout:
                 if leased > self._window.budget // _BEFORE_THE_LOOP or hurried():
                     break
             if self._window.nbytes > self._window.budget:
-                self.stop()  # a hurried lease does not wait for room
-                self.release()
+                self._give_up()  # a hurried lease does not wait for room
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             self._hurried = self._stopping.is_set
+
+    def _give_up(self) -> None:
+        self.stop()
+        self.release()
 
     def suits(self, numbers: range, lanes: list[int]) -> bool:
         """Whether this is the scout for these steps of these lanes, and what it has found can be used.
