@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,14 +67,12 @@ class Assembler:
         """The steps of a group, in order; `blocks` are those of `group.blocks`."""
         rows = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
         borders = group.borders.tolist()
-        gathered = iter(StepGather(rows.take, borders, threads=self._threads, step_bytes=self._step_bytes))
-        try:
+        steps = StepGather(rows.take, borders, threads=self._threads, step_bytes=self._step_bytes)
+        with contextlib.closing(iter(steps)) as gathered:
             yield from self._assembled(group, borders, gathered)
-        finally:
-            gathered.close()
 
     def _assembled(
-        self, group: StepGroup, borders: list[int], gathered: Generator[dict[str, Any]]
+        self, group: StepGroup, borders: list[int], gathered: Iterator[dict[str, Any]]
     ) -> Iterator[StepBatches]:
         for offset, counts in enumerate(group.lane_counts.tolist()):
             step, first, last = group.numbers[offset], borders[offset], borders[offset + 1]

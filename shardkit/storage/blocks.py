@@ -180,11 +180,11 @@ class BlockReader:
         None where there is no such file. What its disk does to it cannot be seen here.
         """
         path = self.repository_of(shard).store.local_path(self.shard_name(shard))
-        try:
-            found = os.stat(path) if path is not None else None
-        except OSError:
+        if path is None:
             return None
-        if found is None:
+        try:
+            found = os.stat(path)
+        except OSError:
             return None
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
