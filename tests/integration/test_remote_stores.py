@@ -129,12 +129,7 @@ class TestAzure(StoreConformance):
         return open_store(f"az://{BUCKET}/{uuid.uuid4().hex}/deep")
 
     def test_a_root_for_several_writers(self) -> None:
-        url = f"az://{BUCKET}/{uuid.uuid4().hex}"
-        first = Repository.create(url)
-        manifest = first.put_object(b"manifest", "manifest").digest
-        Repository.open(url).commit({"main": manifest}, message="first")
-        assert first.resolve() == manifest
-        assert probe(open_store(f"az://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
+        several_writers_may_use("az")
 
     def test_errors_hold_no_credential(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:9/{AZURE_ACCOUNT}")
@@ -168,12 +163,7 @@ class TestGoogle(StoreConformance):
         return open_store(f"gs://{BUCKET}/{uuid.uuid4().hex}/deep")
 
     def test_a_root_for_several_writers(self, served: GoogleServer) -> None:
-        url = f"gs://{BUCKET}/{uuid.uuid4().hex}"
-        first = Repository.create(url)
-        manifest = first.put_object(b"manifest", "manifest").digest
-        Repository.open(url).commit({"main": manifest}, message="first")
-        assert first.resolve() == manifest
-        assert probe(open_store(f"gs://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
+        several_writers_may_use("gs")
         assert served.counts["PUT", 412] >= 2 * 5 * (WRITERS - 1), "the losers were told by the server"
 
     def test_a_server_that_ignores_the_condition_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,3 +478,13 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"shardkit\[s3\]"):
         open_store("s3://bucket/x").put_new("x", b"")
+
+
+def several_writers_may_use(scheme: str) -> None:
+    """A root of this scheme takes commits, and its store lets one of many win."""
+    url = f"{scheme}://{BUCKET}/{uuid.uuid4().hex}"
+    first = Repository.create(url)
+    manifest = first.put_object(b"manifest", "manifest").digest
+    Repository.open(url).commit({"main": manifest}, message="first")
+    assert first.resolve() == manifest
+    assert probe(open_store(f"{scheme}://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
