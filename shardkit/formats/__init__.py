@@ -27,6 +27,7 @@ whole_shard    find damage in a shard, check what lies around its blocks
 rebuilding     a shard's index from its bytes
 """
 
+from .arrow_reading import FixedPlace, fixed_places
 from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
@@ -34,11 +35,12 @@ from .digest import format_digest, parse_digest, sha256_digest, xxh3
 from .index import ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
-from .reading import Verify, read_block, verify_block
+from .reading import Verify, is_intact, read_block, verify_block
 from .rebuilding import build_index
 from .row_block import RowBlock
 from .rows import Row
 from .schema import RESERVED_NAMES, FieldType, Schema
+from .tar_blocks import parse_decimals
 from .texts import Texts
 from .whole_shard import Damage, check_whole_shard, find_damage
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
@@ -52,6 +54,7 @@ __all__ = [
     "Damage",
     "FieldType",
     "FixedColumn",
+    "FixedPlace",
     "Row",
     "RowBlock",
     "Schema",
@@ -67,13 +70,16 @@ __all__ = [
     "extension",
     "find_damage",
     "fit_key",
+    "fixed_places",
     "format_digest",
+    "is_intact",
     "is_key",
     "max_key_bytes",
     "normalise_compression",
     "npy_payload_offset",
     "open_writer",
     "pack_columns",
+    "parse_decimals",
     "parse_digest",
     "raw_row_bytes",
     "read_block",

@@ -23,7 +23,7 @@ from .block import Column, FixedColumn, VariableColumn
 from .compression import MAX_RATIO
 from .schema import FieldType, Schema
 
-__all__ = ["BatchReader"]
+__all__ = ["BatchReader", "FixedPlace", "fixed_places"]
 
 _TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)
@@ -54,17 +54,7 @@ class BatchReader:
 
     def __init__(self, stored: memoryview, schema: Schema, codec: str, rows: int, raw_size: int) -> None:
         message = _aligned(stored)
-        header = read_batch_header(message.data)
-        if header.message_bytes != len(message) or header.rows != rows or header.codec != codec:
-            raise FormatError(
-                f"arrow message of {header.message_bytes} bytes, {header.rows} rows, codec {header.codec}; "
-                f"the index says {len(message)}, {rows}, {codec}"
-            )
-        if codec != "none" and raw_size > MAX_RATIO * len(message):
-            raise FormatError(f"arrow message: {len(message)} bytes cannot hold {raw_size}")
-        declared = raw_message_bytes(header, message.data)
-        if declared != raw_size:
-            raise FormatError(f"arrow message: {declared} raw bytes, the index says {raw_size}")
+        header = _checked_header(message.data, codec, rows, raw_size)
         self._rows, self._schema, self._lengths = rows, schema, header.lengths
         self._places, self._fixed = _layout(header, schema)
         if codec == "none":
@@ -148,7 +138,46 @@ class BatchReader:
         return _read_only(np.unpackbits(bits, count=count, bitorder="little").view(np.bool_))
 
 
-class _FixedPlace(NamedTuple):
+def _checked_header(message: memoryview, codec: str, rows: int, raw_size: int) -> BatchHeader:
+    """The header of a message, seen to be what the index says."""
+    header = read_batch_header(message)
+    if header.message_bytes != len(message) or header.rows != rows or header.codec != codec:
+        raise FormatError(
+            f"arrow message of {header.message_bytes} bytes, {header.rows} rows, codec {header.codec}; "
+            f"the index says {len(message)}, {rows}, {codec}"
+        )
+    if codec != "none" and raw_size > MAX_RATIO * len(message):
+        raise FormatError(f"arrow message: {len(message)} bytes cannot hold {raw_size}")
+    declared = raw_message_bytes(header, message)
+    if declared != raw_size:
+        raise FormatError(f"arrow message: {declared} raw bytes, the index says {raw_size}")
+    return header
+
+
+def fixed_places(
+    message: memoryview, schema: Schema, rows: int, raw_size: int
+) -> tuple[int, dict[str, FixedPlace]]:
+    """Where the fixed-size columns of an uncompressed message lie, from its metadata alone.
+
+    Two messages of equal metadata, length, rows and raw size have equal places.
+
+    Args:
+        message: Its digest checked.
+        schema: The index's schema.
+        rows: Rows that the index counts.
+        raw_size: Bytes that the index declares.
+
+    Returns:
+        Bytes before the body, that is prefix and metadata; and the columns, offsets counted from the body.
+
+    Raises:
+        FormatError: not the message that `ArrowEncoder` writes for this schema.
+    """
+    header = _checked_header(message, "none", rows, raw_size)
+    return header.body_offset, _layout(header, schema)[1]
+
+
+class FixedPlace(NamedTuple):
     """A column of fixed-size items that needs nothing but its metadata: where it lies in the body, and as what."""
 
     offset: int
@@ -157,7 +186,7 @@ class _FixedPlace(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, int]], dict[str, _FixedPlace]]:
+def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, int]], dict[str, FixedPlace]]:
     """What the metadata alone says of every column, checked; kept, for most blocks have that of another.
 
     Headers of equal metadata are one object (`read_batch_header`), so this asks by identity.
@@ -193,7 +222,7 @@ def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, i
             if any(size for _, size in header.buffers[buffer:last]):
                 raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
             _expect_bytes(length, count * kind.numpy_dtype.itemsize, name)
-            fixed[name] = _FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)
+            fixed[name] = FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)
     return places, fixed
 
 

@@ -133,6 +133,14 @@ class ShardIndex:
         """Offset in its raw block and size of the tar member of every row, for field number `field`: int64 (rows,)."""
         return self._member_places[field]
 
+    def member_ends(self, field: int) -> NDArray[np.int64]:
+        """Where the tar member of every row ends in its raw block, inside of it: int64 (rows,), contiguous."""
+        return self._member_ends[field]
+
+    @cached_property
+    def _member_ends(self) -> list[NDArray[np.int64]]:
+        return [starts + sizes for starts, sizes in self._member_places]
+
     @cached_property
     def _member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         # `check_index` has seen that every member lies inside its block, so int64 holds them.

@@ -16,7 +16,7 @@ from .digest import xxh3
 from .index import BlockSpan, ShardIndex
 from .tar_blocks import tar_column
 
-__all__ = ["Verify", "read_block", "verify_block"]
+__all__ = ["Verify", "is_intact", "read_block", "verify_block"]
 
 Verify = Literal["fast", "strong"]
 """By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
@@ -59,6 +59,15 @@ def verify_block(
         f"block {block}: {name} mismatch (expected {expected}, got {got}); "
         "read another copy or repair the shard"
     )
+
+
+def is_intact(stored: memoryview, index: ShardIndex, block: int) -> bool:
+    """Whether `stored` is the block that was written, by its size and XXH3."""
+    try:
+        verify_block(stored, index, block)
+    except IntegrityError:
+        return False
+    return True
 
 
 def read_block(

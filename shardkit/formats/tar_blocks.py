@@ -19,7 +19,7 @@ from .row_block import RowBlock, payloads_of
 from .schema import FieldType, Schema
 from .ustar import BLOCK, TRAILER, member_header, member_headers, padded
 
-__all__ = ["TarEncoder", "member_bytes", "tar_column"]
+__all__ = ["TarEncoder", "member_bytes", "parse_decimals", "tar_column"]
 
 _PADDING = tuple(bytes(size) for size in range(BLOCK))
 _MAX_DIGITS = 20  # of a 64-bit integer, sign included
@@ -275,19 +275,49 @@ def _parse_integers(
     dtype: np.dtype[Any],
     name: str,
 ) -> NDArray[Any]:
-    """Canonical decimals of all rows at once, by Horner's rule in uint64 over right-aligned digits."""
+    """Canonical decimals of all rows of a block."""
     if len(starts) <= _FEW_ROWS:
         return _parse_few(data, starts, sizes, dtype, name)
+    return parse_decimals(data, starts, sizes, dtype, name, first=0)
+
+
+def parse_decimals(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    dtype: np.dtype[Any],
+    name: str,
+    *,
+    first: NDArray[np.int64] | int,
+) -> NDArray[Any]:
+    """Canonical decimals at any places at once, by Horner's rule in uint64 over right-aligned digits.
+
+    Args:
+        data: Bytes.
+        starts: Where each text begins in them, (n,).
+        sizes: Bytes of each.
+        dtype: Of the result, an integer type or bool.
+        name: The field's, for messages.
+        first: No byte before this place is looked at; of the block that each text lies in.
+
+    Returns:
+        (n,) of `dtype`, read-only.
+
+    Raises:
+        FormatError: a text is not what shardkit writes for a value of `dtype`.
+    """
+    if not len(starts):
+        return np.empty(0, dtype)
     _refuse_rows((sizes < 1) | (sizes > _MAX_DIGITS), name, "expected a decimal of 1 to 20 characters")
     width = int(sizes.max())
     places = (starts + sizes)[:, None] + np.arange(-width, 0)
-    digits = data[np.maximum(places, 0)] - np.uint8(ord("0"))
+    digits = data[np.maximum(places, np.reshape(first, (-1, 1)))] - np.uint8(ord("0"))
     negative = data[starts] == ord("-")
     used = sizes - negative
     present = np.arange(-width, 0) >= -used[:, None]
-    first = data[starts + np.where(sizes > 1, negative, 0)]
+    leading = data[starts + np.where(sizes > 1, negative, 0)]
     bad = (used < 1) | ((digits > 9) & present).any(axis=1)
-    bad |= (first == ord("0")) & (sizes > 1)  # leading zeros and "-0"
+    bad |= (leading == ord("0")) & (sizes > 1)  # leading zeros and "-0"
     digits = np.where(present, digits, 0).astype(np.uint64)
     high = np.zeros(len(starts), np.uint64)
     for place in range(width - 1):

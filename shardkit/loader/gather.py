@@ -22,9 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
-from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn
+from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn, parse_decimals
 
-__all__ = ["FREE_ITEMS", "GatherColumns", "RowAddresses"]
+row_copies: Any
+try:
+    from shardkit.loader import row_copies
+except ImportError:  # not compiled where this was installed: the same in numpy, whose copies others wait for
+    row_copies = None
+
+__all__ = ["DECIMALS", "FREE_ITEMS", "GatherColumns", "RowAddresses"]
 
 Int64s = NDArray[np.int64]
 
@@ -36,6 +42,9 @@ FREE_ITEMS = 501
 holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed."""
 _MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
 _FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
+DECIMALS = -8
+"""Stands for the bytes between rows where a fixed-size field lies in its block as decimal texts, as in our tars: the
+addresses are then those of starts, ends and data."""
 _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
 
 
@@ -63,6 +72,16 @@ class GatherColumns:
             else:
                 facts.extend(self._add_variable(column))
         self.facts = facts.tobytes()  # thousands of blocks at a time are put into one table
+
+    @classmethod
+    def of_facts(
+        cls, rows: int, facts: Sequence[int], views: list[memoryview | None], keep: Any
+    ) -> GatherColumns:
+        """The same from what is known already; `keep` holds what the addresses in `facts` refer to."""
+        self = cls.__new__(cls)
+        self.rows, self.views, self._keep = rows, views, [keep]
+        self.facts = array("q", facts).tobytes()
+        return self
 
     def _add_fixed(self, values: NDArray[Any]) -> tuple[int, int, int, int]:
         if values.size and not values[0].flags.c_contiguous:
@@ -99,7 +118,7 @@ class _FieldAddresses(NamedTuple):
 
     name: str
     field: FieldType
-    addresses: Int64s  # of bytes and text: where they begin in the view of their block
+    addresses: Int64s  # of bytes and text copied by numpy: where they begin in the view of their block
     sizes: Int64s | None  # bytes; None where all are equal
     views: list[memoryview | None]  # by block
     pieces: dict[int, Int64s]  # places of so many pieces per row in the address space, once they are known
@@ -138,21 +157,40 @@ class RowAddresses:
             raise FormatError(
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
-        self._blocks = list(blocks)
+        self._blocks: list[Any] = list(blocks)  # what the addresses refer to
         self._which = which
         self._fields: list[_FieldAddresses] = []
         for position, name in enumerate(fields):
             field = schema[name]
             first, second, third, pitch = table[:, 1 + _FACTS * position : 1 + _FACTS * (position + 1)].T
-            offsets = row * pitch[which]
+            offsets = row * np.abs(pitch)[which]
             addresses, sizes, views = first[which] + offsets, None, []
+            if bool((pitch == DECIMALS).any()):
+                texts = np.flatnonzero((pitch == DECIMALS)[which])
+                ends = second[which[texts]] + offsets[texts]
+                addresses[texts] = self._parsed(name, field, addresses[texts], ends, third[which[texts]])
             if field.kind not in ("scalar", "array"):
                 starts = _items(np.dtype(np.int64), addresses)
                 sizes = _items(np.dtype(np.int64), second[which] + offsets) - starts
-                # only ragged fields are copied by address; of the others a slice of the block's view is enough
-                addresses = third[which] + starts if field.kind == "ragged" else starts
+                by_address = field.kind == "ragged" or row_copies is not None
+                addresses = third[which] + starts if by_address else starts  # else a slice of the block's view
                 views = [one.views[position] for one in blocks]
             self._fields.append(_FieldAddresses(name, field, addresses, sizes, views, {}))
+
+    def _parsed(
+        self, name: str, field: FieldType, starts_at: Int64s, ends_at: Int64s, data: Int64s
+    ) -> Int64s:
+        """Addresses of the values of decimal texts, of which it is given where starts, ends and blocks lie."""
+        int64 = np.dtype(np.int64)
+        starts, ends = _items(int64, starts_at), _items(int64, ends_at)
+        space = _address_space(1).view(np.uint8)
+        values = parse_decimals(
+            space, data + starts - _FIRST_ADDRESS, ends - starts, field.numpy_dtype, name,
+            first=data - _FIRST_ADDRESS,
+        )  # fmt: skip
+        self._blocks.append(values)
+        address: int = values.__array_interface__["data"][0]
+        return address + np.arange(len(values), dtype=np.int64) * values.itemsize
 
     def take(self, first: int, last: int) -> dict[str, Any]:
         """Rows `first` … `last - 1`, in order.
@@ -194,6 +232,10 @@ def _fixed(one: _FieldAddresses, first: int, last: int) -> NDArray[Any]:
     shape = (rows, *field.shape)
     if item == 0 or not rows:
         return np.empty(shape, dtype=dtype)
+    if row_copies is not None:
+        out = np.empty(shape, dtype=dtype)
+        row_copies.copy_rows(out, one.addresses[first:last], item)
+        return out
     pieces = _pieces_per_row(item, rows)
     if not pieces:
         return _one_by_one(np.empty(shape, dtype=dtype), one.addresses[first:last], item)
@@ -236,6 +278,11 @@ def _opaque(
     field: FieldType, views: Sequence[Any], which: Int64s, starts: Int64s, sizes: Int64s
 ) -> list[Any]:
     """bytes, str or parsed JSON of each row; one copy each, out of the block."""
+    if row_copies is not None:
+        if field.kind == "str":
+            return list(row_copies.texts_at(starts, sizes))
+        found = row_copies.bytes_at(starts, sizes)
+        return list(found) if field.kind == "bytes" else [json.loads(one) for one in found]
     spans = zip(which.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
     if field.kind == "bytes":
         return [bytes(views[block][start:end]) for block, start, end in spans]
@@ -249,6 +296,9 @@ def _ragged(field: FieldType, addresses: Int64s, sizes: Int64s) -> tuple[NDArray
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=borders[1:])
     values = np.empty(int(borders[-1]) // dtype.itemsize, dtype=dtype)
+    if row_copies is not None:
+        row_copies.copy_spans(values, addresses, sizes)
+        return values, borders // dtype.itemsize
     target = values.__array_interface__["data"][0]
     for start, address, size in zip(borders.tolist(), addresses.tolist(), sizes.tolist(), strict=False):
         ctypes.memmove(target + start, address, size)

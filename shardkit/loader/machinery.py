@@ -16,6 +16,7 @@ from shardkit.ledger import Journal
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
 from shardkit.loader.gather import GatherColumns
+from shardkit.loader.placing import BlockPlacer
 from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
@@ -63,13 +64,16 @@ class Machinery:
             self.times = BlockTimes(
                 lambda shard: reader.shard_name(shard)[18:30], lru_cache(maxsize=None)(reader.has_file)
             )
-        times = self.times
+        times, placer = self.times, BlockPlacer(fields)
 
         def load(block: int) -> GatherColumns:
             shard, inside = rows.shard_of_block(block)
             started = time.perf_counter()
             try:
-                found = GatherColumns(reader.read(shard, inside, keys=False), fields)
+                view = reader.verified_view(shard, inside)
+                found = None if view is None else placer(view, inside)
+                if found is None:
+                    found = GatherColumns(reader.read(shard, inside, keys=False), fields)
             except IntegrityError:
                 self.verification_failures += 1
                 raise

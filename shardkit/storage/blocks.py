@@ -8,13 +8,13 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
+from shardkit.formats import Block, ShardIndex, Verify, extension, is_intact, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import AdoptedStore, adopted_place
 from shardkit.storage.objects import object_name
@@ -22,7 +22,7 @@ from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
 
-__all__ = ["BlockReader"]
+__all__ = ["BlockReader", "VerifiedView"]
 
 
 class BlockSupply(Protocol):
@@ -30,6 +30,27 @@ class BlockSupply(Protocol):
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
         """The block's bytes, verified."""
+
+
+class VerifiedView(NamedTuple):
+    """The stored bytes of a block, as they lie in a mapped file, and verified.
+
+    Attributes:
+        view: of the bytes; keeps the map open.
+        address: of the first of them in memory.
+        index: of the shard.
+    """
+
+    view: memoryview
+    address: int
+    index: ShardIndex
+
+
+class _Map(NamedTuple):
+    """A mapped file and where in memory it begins."""
+
+    view: memoryview
+    address: int
 
 
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
@@ -73,7 +94,7 @@ class BlockReader:
         self._lock = threading.Lock()
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
-        self._maps: OrderedDict[int, memoryview] = OrderedDict()
+        self._maps: OrderedDict[int, _Map] = OrderedDict()
         self.supply: BlockSupply | None = None  # of this process: a cache is opened where it is used
         _readers.add(self)
 
@@ -192,9 +213,9 @@ class BlockReader:
         """Let go of the pages of a block that nothing uses any more; the file stays mapped."""
         span = self.index(shard).spans[block]
         with self._lock:
-            view = self._maps.get(shard)
-        if view is not None:
-            _forget(view, span.offset, span.offset + span.size)
+            mapped = self._maps.get(shard)
+        if mapped is not None:
+            _forget(mapped.view, span.offset, span.offset + span.size)
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
@@ -274,17 +295,37 @@ class BlockReader:
         reader.supply = supply
         return reader
 
+    def verified_view(self, shard: int, block: int) -> VerifiedView | None:
+        """The stored bytes of a block that lies in a local file without compression, if they are what was written.
+
+        What `read` does, for those who need no column of it. None wherever there is more to do or to say, a mismatch
+        among it: `read` then says what is wrong, and looks in other places.
+        """
+        index = self.index(shard)
+        if self.verify != "fast" or index.compression != "none":
+            return None
+        try:
+            mapped = self._map(shard)
+        except ShardkitError:
+            return None
+        if mapped is None or not 0 <= block < index.blocks:
+            return None
+        span = index.spans[block]
+        view = mapped.view[span.offset : span.offset + span.size]  # shorter where the file is; then not intact
+        return VerifiedView(view, mapped.address + span.offset, index) if is_intact(view, index, block) else None
+
     def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
-        view = self._map(shard)
+        mapped = self._map(shard)
         span = index.spans[block]
         offset, size = span.offset, span.size
-        if view is None:
+        if mapped is None:
             store = self.located(shard)
             if store is None:
                 plain = self.repository_of(shard).store
                 return memoryview(plain.get_range(self.shard_name(shard), offset, size))
             request = self.request(shard, block)
             return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
+        view = mapped.view
         if offset + size > len(view):
             raise IntegrityError(
                 f"{self._where(shard, 0)}: the file ends at byte {len(view)}, a block is expected up to "
@@ -292,13 +333,13 @@ class BlockReader:
             )
         return view[offset : offset + size]
 
-    def _map(self, shard: int) -> memoryview | None:
+    def _map(self, shard: int) -> _Map | None:
         """A read-only map of a local shard file, or None where there is none and the store has to be asked."""
         with self._lock:
-            view = self._maps.get(shard)
-            if view is not None:
+            mapped = self._maps.get(shard)
+            if mapped is not None:
                 self._maps.move_to_end(shard)
-                return view
+                return mapped
         path = self.repository_of(shard).store.local_path(self.shard_name(shard))
         if path is None:
             return None
@@ -308,11 +349,12 @@ class BlockReader:
             if self.located(shard) is None:
                 raise
             return None  # gone in this moment, or its disk is failing: there are other places
+        mapped = _Map(view, np.frombuffer(view, np.uint8).__array_interface__["data"][0])
         with self._lock:
-            self._maps[shard] = view
+            self._maps[shard] = mapped
             while len(self._maps) > _MAX_OPEN_MAPS:
                 self._maps.popitem(last=False)  # the map closes when the last block that views it is dropped
-        return view
+        return mapped
 
 
 def _forget(view: memoryview, first: int, last: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ class RowMap:
 
     def shard_of_block(self, block: int) -> tuple[int, int]:
         """(shard, block inside it) of a dataset-wide block number."""
-        shard = int(np.searchsorted(self.shard_first_block, block, side="right")) - 1
+        shard = bisect.bisect_right(self.shard_first_block, block) - 1
         return shard, block - int(self.shard_first_block[shard])
 
     def locate(self, samples: Int64s) -> Locations:

@@ -1,0 +1,110 @@
+"""Where the rows of a verified block lie, without making a column of it.
+
+A gather by address needs a few integers of each block. `read_block` finds them by way of a block and its columns, forty
+objects and as many microseconds; what is the same for every block of a shard (the layout of an Arrow message, the
+places of tar members) is known after the first one. This is a shorter way to the same integers, never to others:
+whatever it has not seen to be the same, it leaves to `read_block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardkit.errors import FormatError
+from shardkit.formats import FieldType, FixedPlace, Schema, ShardIndex, fixed_places
+from shardkit.loader.gather import DECIMALS, GatherColumns
+from shardkit.storage import VerifiedView
+
+__all__ = ["BlockPlacer"]
+
+_MOST_LAYOUTS = 64
+
+# Metadata of an Arrow message, its rows and raw size → bytes before the body, and (offset in it, pitch) per field;
+# None where some field needs a look at its bytes.
+_Layout = tuple[tuple[int, int], ...]
+
+
+class BlockPlacer:
+    """Finds `GatherColumns` of verified blocks of one dataset.
+
+    Args:
+        fields: to be gathered, in order.
+    """
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        self._fields = list(fields)
+        self._layouts: dict[tuple[bytes, int, int, int], _Layout | None] = {}
+        self._metadata_bytes = 0  # of the last message; nearly always that of the next
+
+    def __call__(self, found: VerifiedView, block: int) -> GatherColumns | None:
+        """Where the rows of an uncompressed block lie; None where only `read_block` can tell."""
+        place: Callable[..., GatherColumns | None] = self._arrow if found.index.format == "arrow" else self._tar
+        return place(*found, block)
+
+    def _arrow(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
+        if address % 8:
+            return None  # read from a copy that is aligned
+        span = index.spans[block]
+        rows = span.end_row - span.first_row
+        key = bytes(view[: self._metadata_bytes]), rows, span.raw_size, len(view)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if key in self._layouts:
+                return None
+            layout = self._read_layout(view, index.schema, rows, span.raw_size)
+            if layout is None:
+                return None
+        facts = [rows]
+        for offset, pitch in layout:
+            facts += (address + offset, 0, 0, pitch)
+        return GatherColumns.of_facts(rows, facts, [None] * len(layout), view)
+
+    def _read_layout(self, view: memoryview, schema: Schema, rows: int, raw_size: int) -> _Layout | None:
+        try:
+            body, places = fixed_places(view, schema, rows, raw_size)
+        except FormatError:
+            return None  # `read_block` says so
+        layout = None
+        if all(name in places for name in self._fields):
+            layout = tuple((body + places[name].offset, _pitch(places[name])) for name in self._fields)
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            self._layouts.clear()
+        self._metadata_bytes = body
+        self._layouts[bytes(view[:body]), rows, raw_size, len(view)] = layout
+        return layout
+
+    def _tar(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
+        span = index.spans[block]
+        if index.is_adopted or len(view) != span.raw_size:
+            return None
+        first, rows = span.first_row, span.end_row - span.first_row
+        facts, views, schema = [rows], [], index.schema
+        for name in self._fields:
+            kind = schema[name]
+            if not (is_decimal(kind) or kind.kind == "bytes"):
+                return None  # text is checked, arrays have headers
+            number = schema.position(name)
+            # the index has seen that all of them lie inside the block
+            starts, _ = index.member_places(number)
+            ends = index.member_ends(number)
+            facts += (
+                starts.__array_interface__["data"][0] + 8 * first,
+                ends.__array_interface__["data"][0] + 8 * first,
+                address,
+                8 if kind.kind == "bytes" else DECIMALS,
+            )
+            views.append(view if kind.kind == "bytes" else None)
+        return GatherColumns.of_facts(rows, facts, views, (view, index))
+
+
+def is_decimal(kind: FieldType) -> bool:
+    """Whether a tar member of this type is a decimal number."""
+    return kind.kind == "scalar" and kind.numpy_dtype.kind in "biu"
+
+
+def _pitch(place: FixedPlace) -> int:
+    size = place.dtype.itemsize
+    for length in place.shape[1:]:
+        size *= length
+    return size

@@ -1,0 +1,232 @@
+/* Copies of many rows in one call, during which other threads run.
+ *
+ * What gather.py does with numpy, ctypes and slices, for the places that it has checked: each row lies at an absolute
+ * address inside a verified block that the caller keeps alive. A loop in Python would take the interpreter back after
+ * every row; here it is let go once per call. Optional: without this module gather.py copies by itself.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define WORTH_LETTING_GO (1 << 15) /* bytes; a shorter copy is over before another thread has begun */
+#define AHEAD 512                  /* bytes of the next row that are asked for while one is copied */
+
+/* An int64 array of a caller, as (values, number); 0 on success. */
+static int borrow(PyObject *array, Py_buffer *held, const char *name)
+{
+    if (PyObject_GetBuffer(array, held, PyBUF_SIMPLE) < 0)
+        return -1;
+    if (held->len % 8 || (uintptr_t)held->buf % 8) {
+        PyBuffer_Release(held);
+        PyErr_Format(PyExc_ValueError, "%s: expected contiguous, aligned int64 values", name);
+        return -1;
+    }
+    return 0;
+}
+
+static void ask_for(const char *row, Py_ssize_t size)
+{
+#if defined(__GNUC__) || defined(__clang__)
+    for (Py_ssize_t at = 0; at < size && at < AHEAD; at += 64)
+        __builtin_prefetch(row + at);
+#else
+    (void)row, (void)size;
+#endif
+}
+
+static PyObject *copy_rows(PyObject *self, PyObject *args)
+{
+    PyObject *target_object, *addresses_object;
+    Py_ssize_t size;
+    Py_buffer target, addresses;
+    if (!PyArg_ParseTuple(args, "OOn:copy_rows", &target_object, &addresses_object, &size))
+        return NULL;
+    if (PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if (borrow(addresses_object, &addresses, "addresses") < 0) {
+        PyBuffer_Release(&target);
+        return NULL;
+    }
+    const int64_t *from = addresses.buf;
+    const Py_ssize_t rows = addresses.len / 8;
+    char *to = target.buf;
+    if (size < 0 || (size && rows > PY_SSIZE_T_MAX / size) || target.len != rows * size) {
+        PyErr_Format(PyExc_ValueError, "a target of %zd bytes for %zd rows of %zd", target.len, rows, size);
+    } else {
+        PyThreadState *let_go = target.len >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t row = 0; row < rows; row++) {
+            if (row + 1 < rows)
+                ask_for((const char *)(intptr_t)from[row + 1], size);
+            memcpy(to + row * size, (const char *)(intptr_t)from[row], (size_t)size);
+        }
+        if (let_go)
+            PyEval_RestoreThread(let_go);
+    }
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&target);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* (addresses, sizes) of the arguments: as many of the one as of the other; 0 on success. */
+static int borrow_spans(PyObject *args, Py_buffer *addresses, Py_buffer *sizes)
+{
+    PyObject *addresses_object, *sizes_object;
+    if (!PyArg_ParseTuple(args, "OO", &addresses_object, &sizes_object))
+        return -1;
+    if (borrow(addresses_object, addresses, "addresses") < 0)
+        return -1;
+    if (borrow(sizes_object, sizes, "sizes") < 0) {
+        PyBuffer_Release(addresses);
+        return -1;
+    }
+    if (addresses->len != sizes->len) {
+        PyErr_Format(PyExc_ValueError, "%zd addresses and %zd sizes", addresses->len / 8, sizes->len / 8);
+        PyBuffer_Release(sizes);
+        PyBuffer_Release(addresses);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *copy_spans(PyObject *self, PyObject *args)
+{
+    PyObject *target_object, *spans;
+    Py_buffer target, addresses, sizes;
+    if (PyTuple_GET_SIZE(args) != 3)
+        return PyErr_Format(PyExc_TypeError, "copy_spans: expected target, addresses, sizes");
+    target_object = PyTuple_GET_ITEM(args, 0);
+    spans = PyTuple_GetSlice(args, 1, 3);
+    if (!spans || borrow_spans(spans, &addresses, &sizes) < 0) {
+        Py_XDECREF(spans);
+        return NULL;
+    }
+    Py_DECREF(spans);
+    if (PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0) {
+        const int64_t *from = addresses.buf, *size = sizes.buf;
+        const Py_ssize_t rows = addresses.len / 8;
+        Py_ssize_t left = target.len;
+        for (Py_ssize_t row = 0; row < rows && left >= 0; row++)
+            left = size[row] < 0 || size[row] > left ? -1 : left - (Py_ssize_t)size[row];
+        if (left) {
+            PyErr_Format(PyExc_ValueError, "a target of %zd bytes for rows of another sum", target.len);
+        } else {
+            char *to = target.buf;
+            PyThreadState *let_go = target.len >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+            for (Py_ssize_t row = 0; row < rows; to += size[row++])
+                memcpy(to, (const char *)(intptr_t)from[row], (size_t)size[row]);
+            if (let_go)
+                PyEval_RestoreThread(let_go);
+        }
+        PyBuffer_Release(&target);
+    }
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&addresses);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* A list of new bytes objects of these sizes, not filled; nobody else sees them yet. Sets *total. */
+static PyObject *empty_bytes(const int64_t *size, Py_ssize_t rows, Py_ssize_t *total)
+{
+    PyObject *list = PyList_New(rows);
+    *total = 0;
+    for (Py_ssize_t row = 0; list && row < rows; row++) {
+        PyObject *one = NULL;
+        if (size[row] < 0)
+            PyErr_Format(PyExc_ValueError, "row %zd: a size of %lld bytes", row, (long long)size[row]);
+        else
+            one = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size[row]);
+        if (!one) {
+            Py_CLEAR(list);
+            break;
+        }
+        *total += (Py_ssize_t)size[row];
+        PyList_SET_ITEM(list, row, one);
+    }
+    return list;
+}
+
+static PyObject *bytes_at(PyObject *self, PyObject *args)
+{
+    Py_buffer addresses, sizes;
+    Py_ssize_t total;
+    if (borrow_spans(args, &addresses, &sizes) < 0)
+        return NULL;
+    const int64_t *from = addresses.buf, *size = sizes.buf;
+    const Py_ssize_t rows = addresses.len / 8;
+    PyObject *list = empty_bytes(size, rows, &total);
+    char **to = list ? PyMem_Malloc((size_t)(rows ? rows : 1) * sizeof *to) : NULL;
+    if (list && !to) {
+        PyErr_NoMemory();
+        Py_CLEAR(list);
+    }
+    if (list) {
+        for (Py_ssize_t row = 0; row < rows; row++)
+            to[row] = PyBytes_AS_STRING(PyList_GET_ITEM(list, row));
+        PyThreadState *let_go = total >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t row = 0; row < rows; row++)
+            memcpy(to[row], (const char *)(intptr_t)from[row], (size_t)size[row]);
+        if (let_go)
+            PyEval_RestoreThread(let_go);
+    }
+    PyMem_Free(to);
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&addresses);
+    return list;
+}
+
+static PyObject *texts_at(PyObject *self, PyObject *args)
+{
+    Py_buffer addresses, sizes;
+    if (borrow_spans(args, &addresses, &sizes) < 0)
+        return NULL;
+    const int64_t *from = addresses.buf, *size = sizes.buf;
+    const Py_ssize_t rows = addresses.len / 8;
+    PyObject *list = PyList_New(rows);
+    for (Py_ssize_t row = 0; list && row < rows; row++) {
+        PyObject *one = NULL;
+        if (size[row] < 0)
+            PyErr_Format(PyExc_ValueError, "row %zd: a size of %lld bytes", row, (long long)size[row]);
+        else
+            one = PyUnicode_DecodeUTF8((const char *)(intptr_t)from[row], (Py_ssize_t)size[row], "strict");
+        if (!one)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, row, one);
+    }
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&addresses);
+    return list;
+}
+
+static PyMethodDef functions[] = {
+    {"copy_rows", copy_rows, METH_VARARGS,
+     "copy_rows(target, addresses, size): the row of `size` bytes at each address, end to end into `target`."},
+    {"copy_spans", copy_spans, METH_VARARGS,
+     "copy_spans(target, addresses, sizes): rows of any sizes, end to end into `target`."},
+    {"bytes_at", bytes_at, METH_VARARGS, "bytes_at(addresses, sizes): a list of the bytes at each address."},
+    {"texts_at", texts_at, METH_VARARGS,
+     "texts_at(addresses, sizes): a list of the UTF-8 text at each address, as str."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+#if PY_VERSION_HEX >= 0x030D0000
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "row_copies",
+    .m_doc = "Copies of many rows in one call, during which other threads run.",
+    .m_methods = functions,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_row_copies(void) { return PyModuleDef_Init(&definition); }
