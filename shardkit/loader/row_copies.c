@@ -179,6 +179,20 @@ static PyObject *bytes_at(PyObject *self, PyObject *args)
     return list;
 }
 
+static int is_ascii(const char *text, int64_t size)
+{
+    uint64_t seen = 0, word;
+    int64_t at = 0;
+    for (; at + 8 <= size; at += 8) {
+        memcpy(&word, text + at, 8);
+        seen |= word;
+    }
+    for (; at < size; at++)
+        seen |= (unsigned char)text[at];
+    return !(seen & 0x8080808080808080u);
+}
+
+/* Texts that are ASCII, as most are, need no decoder: a new str of that size is filled while others run. */
 static PyObject *texts_at(PyObject *self, PyObject *args)
 {
     Py_buffer addresses, sizes;
@@ -187,17 +201,40 @@ static PyObject *texts_at(PyObject *self, PyObject *args)
     const int64_t *from = addresses.buf, *size = sizes.buf;
     const Py_ssize_t rows = addresses.len / 8;
     PyObject *list = PyList_New(rows);
+    void **to = list ? PyMem_Calloc((size_t)(rows ? rows : 1), sizeof *to) : NULL; /* NULL: is decoded */
+    if (list && !to) {
+        PyErr_NoMemory();
+        Py_CLEAR(list);
+    }
+    if (list) {
+        PyThreadState *let_go = PyEval_SaveThread();
+        for (Py_ssize_t row = 0; row < rows; row++) /* one character is a str that exists already */
+            to[row] = size[row] > 1 && is_ascii((const char *)(intptr_t)from[row], size[row]) ? to : NULL;
+        PyEval_RestoreThread(let_go);
+    }
     for (Py_ssize_t row = 0; list && row < rows; row++) {
         PyObject *one = NULL;
         if (size[row] < 0)
             PyErr_Format(PyExc_ValueError, "row %zd: a size of %lld bytes", row, (long long)size[row]);
+        else if (to[row])
+            one = PyUnicode_New((Py_ssize_t)size[row], 127);
         else
             one = PyUnicode_DecodeUTF8((const char *)(intptr_t)from[row], (Py_ssize_t)size[row], "strict");
-        if (!one)
+        if (!one) {
             Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, row, one);
+            break;
+        }
+        to[row] = to[row] ? PyUnicode_DATA(one) : NULL;
+        PyList_SET_ITEM(list, row, one);
     }
+    if (list) {
+        PyThreadState *let_go = PyEval_SaveThread();
+        for (Py_ssize_t row = 0; row < rows; row++)
+            if (to[row])
+                memcpy(to[row], (const char *)(intptr_t)from[row], (size_t)size[row]);
+        PyEval_RestoreThread(let_go);
+    }
+    PyMem_Free(to);
     PyBuffer_Release(&sizes);
     PyBuffer_Release(&addresses);
     return list;
