@@ -35,7 +35,7 @@ from .digest import format_digest, parse_digest, sha256_digest, xxh3
 from .index import ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
-from .reading import Verify, is_intact, read_block, verify_block
+from .reading import StoredBlock, Verify, read_block, verify_block
 from .rebuilding import build_index
 from .row_block import RowBlock
 from .rows import Row
@@ -61,6 +61,7 @@ __all__ = [
     "ShardIndex",
     "ShardWriter",
     "Sink",
+    "StoredBlock",
     "Texts",
     "VariableColumn",
     "Verify",
@@ -72,7 +73,6 @@ __all__ = [
     "fit_key",
     "fixed_places",
     "format_digest",
-    "is_intact",
     "is_key",
     "max_key_bytes",
     "normalise_compression",

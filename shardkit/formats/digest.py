@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
 
-__all__ = ["DIGEST_PREFIX", "format_digest", "parse_digest", "sha256_digest", "xxh3"]
+span_hashes: Any
+try:
+    from shardkit.formats import span_hashes
+except ImportError:  # not compiled where this was installed
+    span_hashes = None
+
+__all__ = ["DIGEST_PREFIX", "format_digest", "parse_digest", "sha256_digest", "xxh3", "xxh3_of_spans"]
 
 DIGEST_PREFIX = "sha256:"
 """Stands before the hex digits of a digest in text."""
 
+_SHORT_BYTES = 240  # XXH3 hashes longer inputs in another way
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 
 
@@ -44,3 +54,21 @@ def parse_digest(text: object) -> str:
 def xxh3(data: bytes | bytearray | memoryview) -> int:
     """XXH3-64 of `data` with seed 0, as an unsigned 64-bit integer."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def xxh3_of_spans(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[int] | None:
+    """XXH3-64 of spans of this process's memory, in one call during which other threads run.
+
+    Args:
+        addresses: (n,) where each begins; whoever calls has seen that the memory is there, and keeps it.
+        sizes: (n,) bytes of each.
+
+    Returns:
+        (n,) hashes; None where the compiled module is absent or a span has no more than 240 bytes: ask `xxh3` then.
+    """
+    if span_hashes is None or (len(sizes) and int(sizes.min()) <= _SHORT_BYTES):
+        return None
+    hashes = np.empty(len(addresses), dtype=np.uint64)
+    span_hashes.xxh3_spans(hashes, addresses, sizes)
+    found: list[int] = hashes.tolist()
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,11 +13,11 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageErr
 from .arrow_reading import BatchReader
 from .block import Block, Column, VariableColumn
 from .compression import decompress_frame
-from .digest import xxh3
+from .digest import xxh3, xxh3_of_spans
 from .index import BlockSpan, ShardIndex
 from .tar_blocks import tar_column
 
-__all__ = ["Verify", "is_intact", "read_block", "verify_block"]
+__all__ = ["StoredBlock", "Verify", "are_intact", "read_block", "verify_block"]
 
 Verify = Literal["fast", "strong"]
 """By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
@@ -61,13 +62,37 @@ def verify_block(
     )
 
 
-def is_intact(stored: memoryview, index: ShardIndex, block: int) -> bool:
-    """Whether `stored` is the block that was written, by its size and XXH3."""
-    try:
-        verify_block(stored, index, block)
-    except IntegrityError:
-        return False
-    return True
+class StoredBlock(NamedTuple):
+    """The stored bytes of a block, not verified yet, as they lie in memory.
+
+    Attributes:
+        view: of the bytes; keeps them where they are.
+        address: of the first of them.
+        index: of the shard.
+        block: number in the shard; it has one of this number.
+    """
+
+    view: memoryview
+    address: int
+    index: ShardIndex
+    block: int
+
+
+def are_intact(blocks: Sequence[StoredBlock]) -> list[bool]:
+    """Whether each is the block that was written, by its size and XXH3.
+
+    What `verify_block` finds, for several blocks at once: other threads run while all of them are hashed.
+    """
+    spans = [one.index.spans[one.block] for one in blocks]
+    sizes = [len(one.view) for one in blocks]
+    addresses = np.array([one.address for one in blocks], dtype=np.int64)
+    hashes = xxh3_of_spans(addresses, np.array(sizes, dtype=np.int64))
+    if hashes is None:
+        hashes = [xxh3(one.view) for one in blocks]
+    return [
+        size == span.size and found == span.xxh3
+        for span, size, found in zip(spans, sizes, hashes, strict=True)
+    ]
 
 
 def read_block(

@@ -24,13 +24,13 @@ class BlockSource:
     """Where a window's blocks come from.
 
     Attributes:
-        load: reads and verifies one block; called on the window's threads.
+        load: reads and verifies some blocks; called on the window's threads.
         size_of: upper bound of the bytes that a block takes, known before it is loaded.
         mapped: whether the block is a view of a file: its bytes may leave memory and come back unverified.
         forget: the block's bytes are no longer needed.
     """
 
-    load: Callable[[int], GatherColumns]
+    load: Callable[[Sequence[int]], list[GatherColumns]]
     size_of: Callable[[int], int]
     mapped: Callable[[int], bool]
     forget: Callable[[int], None]
@@ -231,13 +231,12 @@ class BlockWindow:
         return entries
 
     def _load(self, blocks: list[int]) -> list[GatherColumns | None]:
-        loaded: list[GatherColumns | None] = []
         started = time.perf_counter()
-        for block in blocks:
-            self.loading[block] = time.perf_counter()
-            try:
-                loaded.append(self._source.load(block))
-            finally:
+        self.loading.update(dict.fromkeys(blocks, started))
+        try:
+            loaded: list[GatherColumns | None] = [*self._source.load(blocks)]
+        finally:
+            for block in blocks:
                 self.loading.pop(block, None)
         elapsed, nbytes = time.perf_counter() - started, sum(map(self._source.size_of, blocks))
         with self._changed:

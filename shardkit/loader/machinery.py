@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
 
-from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal
+from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
-from shardkit.loader.gather import GatherColumns
-from shardkit.loader.placing import BlockPlacer
 from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
@@ -57,31 +54,13 @@ class Machinery:
 
         is_view = lru_cache(maxsize=1 << 16)(reader.is_view)
 
-        self.verification_failures = 0
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(
                 lambda shard: reader.shard_name(shard)[18:30], lru_cache(maxsize=None)(reader.has_file)
             )
-        times, placer = self.times, BlockPlacer(fields)
-
-        def load(block: int) -> GatherColumns:
-            shard, inside = rows.shard_of_block(block)
-            started = time.perf_counter()
-            try:
-                view = reader.verified_view(shard, inside)
-                found = None if view is None else placer(view, inside)
-                if found is None:
-                    found = GatherColumns(reader.read(shard, inside, keys=False), fields)
-            except IntegrityError:
-                self.verification_failures += 1
-                raise
-            if times is not None:
-                times.note(
-                    shard, inside, time.perf_counter() - started, sources.block_bytes(block), number=block
-                )
-            return found
+        load = self._load = BlockLoading(sources, reader, fields, self.times)
 
         def file_versions(blocks: Sequence[int]) -> dict[int, object]:
             shards = np.unique(
@@ -116,6 +95,11 @@ class Machinery:
             world=topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
             meta={"history": plan.history(), "dataset": reader.urls},
         )  # fmt: skip
+
+    @property
+    def verification_failures(self) -> int:
+        """How many blocks were not what was written."""
+        return self._load.verification_failures
 
     def group_planner(self, plan: Plan, sources: Sources, lanes: list[int]) -> Callable[[range], StepGroup]:
         """What works out some steps of these lanes."""

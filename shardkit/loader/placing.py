@@ -8,13 +8,11 @@ whatever it has not seen to be the same, it leaves to `read_block`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from shardkit.errors import FormatError
-from shardkit.formats import FieldType, FixedPlace, Schema, ShardIndex, fixed_places
+from shardkit.formats import FieldType, FixedPlace, Schema, ShardIndex, StoredBlock, fixed_places
 from shardkit.loader.gather import DECIMALS, GatherColumns
-from shardkit.storage import VerifiedView
 
 __all__ = ["BlockPlacer"]
 
@@ -37,10 +35,9 @@ class BlockPlacer:
         self._layouts: dict[tuple[bytes, int, int, int], _Layout | None] = {}
         self._metadata_bytes = 0  # of the last message; nearly always that of the next
 
-    def __call__(self, found: VerifiedView, block: int) -> GatherColumns | None:
-        """Where the rows of an uncompressed block lie; None where only `read_block` can tell."""
-        place: Callable[..., GatherColumns | None] = self._arrow if found.index.format == "arrow" else self._tar
-        return place(*found, block)
+    def __call__(self, stored: StoredBlock) -> GatherColumns | None:
+        """Where the rows of an uncompressed, verified block lie; None where only `read_block` can tell."""
+        return (self._arrow if stored.index.format == "arrow" else self._tar)(*stored)
 
     def _arrow(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
         if address % 8:

@@ -32,7 +32,7 @@ SPEC.md says the layout, the order of writes, and what is promised when.
 """
 
 from shardkit.storage.adopted import AdoptedStore, adopted_place, put_adopted, with_adopted
-from shardkit.storage.blocks import BlockReader, VerifiedView
+from shardkit.storage.blocks import BlockReader
 from shardkit.storage.catalog import Part, Version, load_manifest, load_selection, put_manifest, put_selection
 from shardkit.storage.local import LocalStore
 from shardkit.storage.locating import Locations, locate
@@ -49,7 +49,6 @@ __all__ = [
     "DEFAULT_REF",
     "AdoptedStore",
     "BlockReader",
-    "VerifiedView",
     "Descriptor",
     "LocalStore",
     "LocatedStore",

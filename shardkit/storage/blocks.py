@@ -8,13 +8,15 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.formats import Block, ShardIndex, Verify, extension, is_intact, read_block
+from shardkit.formats import reading as block_reading
+from shardkit.formats import Block, ShardIndex, StoredBlock, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import AdoptedStore, adopted_place
 from shardkit.storage.objects import object_name
@@ -22,7 +24,7 @@ from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
 
-__all__ = ["BlockReader", "VerifiedView"]
+__all__ = ["BlockReader"]
 
 
 class BlockSupply(Protocol):
@@ -30,20 +32,6 @@ class BlockSupply(Protocol):
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
         """The block's bytes, verified."""
-
-
-class VerifiedView(NamedTuple):
-    """The stored bytes of a block, as they lie in a mapped file, and verified.
-
-    Attributes:
-        view: of the bytes; keeps the map open.
-        address: of the first of them in memory.
-        index: of the shard.
-    """
-
-    view: memoryview
-    address: int
-    index: ShardIndex
 
 
 class _Map(NamedTuple):
@@ -295,24 +283,32 @@ class BlockReader:
         reader.supply = supply
         return reader
 
-    def verified_view(self, shard: int, block: int) -> VerifiedView | None:
-        """The stored bytes of a block that lies in a local file without compression, if they are what was written.
+    def verified_views(self, places: Sequence[tuple[int, int]]) -> list[StoredBlock | None]:
+        """The stored bytes of blocks, (shard, block in it) each, that are what was written.
 
-        What `read` does, for those who need no column of it. None wherever there is more to do or to say, a mismatch
-        among it: `read` then says what is wrong, and looks in other places.
+        What `read` does, for those who need no column of them; of blocks that lie in local files without compression.
+        None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks in
+        other places.
         """
+        found = [self._stored_in_file(shard, block) for shard, block in places]
+        intact = iter(block_reading.are_intact([one for one in found if one is not None]))
+        return [one if one is not None and next(intact) else None for one in found]
+
+    def _stored_in_file(self, shard: int, block: int) -> StoredBlock | None:
+        if self.verify != "fast":
+            return None
         index = self.index(shard)
-        if self.verify != "fast" or index.compression != "none":
+        if index.compression != "none" or not 0 <= block < index.blocks:
             return None
         try:
             mapped = self._map(shard)
         except ShardkitError:
             return None
-        if mapped is None or not 0 <= block < index.blocks:
+        if mapped is None:
             return None
         span = index.spans[block]
         view = mapped.view[span.offset : span.offset + span.size]  # shorter where the file is; then not intact
-        return VerifiedView(view, mapped.address + span.offset, index) if is_intact(view, index, block) else None
+        return StoredBlock(view, mapped.address + span.offset, index, block)
 
     def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
         mapped = self._map(shard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,12 @@ def test_a_seek_after_a_loop_forgets_what_was_read_ahead(root: Path) -> None:
 def test_every_loop_verifies_every_block(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verified: list[bytes] = []
 
-    def verify(stored: Any, index: Any, block: int, **how: Any) -> None:
-        verified.append(index.block_sha256[block].tobytes())
-        verify_block(stored, index, block, **how)
+    def verify(blocks: Sequence[Any]) -> list[bool]:
+        verified.extend(one.index.block_sha256[one.block].tobytes() for one in blocks)
+        return are_intact(blocks)
 
-    verify_block = reading.verify_block
-    monkeypatch.setattr(reading, "verify_block", verify)
+    are_intact = reading.are_intact
+    monkeypatch.setattr(reading, "are_intact", verify)
     with _loader(root) as loader:
         _rows(loader)
         everything = set(verified)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,10 +24,10 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
     there: weakref.WeakSet[Loaded] = weakref.WeakSet()
     dropped: list[int] = []
 
-    def load(block: int) -> GatherColumns:
-        loaded = Loaded(block)
-        there.add(loaded)
-        return loaded
+    def load(blocks: Sequence[int]) -> list[GatherColumns]:
+        loaded = [Loaded(block) for block in blocks]
+        there.update(loaded)
+        return [*loaded]
 
     source = BlockSource(
         load=load, size_of=lambda block: 1, mapped=lambda block: mapped, forget=dropped.append

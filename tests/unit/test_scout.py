@@ -29,7 +29,7 @@ def _group(numbers: range) -> StepGroup:
 
 def test_a_scout_that_fails_ahead_of_its_loop_holds_nothing() -> None:
     source = BlockSource(
-        load=lambda block: Empty(),
+        load=lambda blocks: [Empty() for _ in blocks],
         size_of=lambda block: 1,
         mapped=lambda block: False,
         forget=lambda block: None,
