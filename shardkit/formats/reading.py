@@ -68,13 +68,13 @@ class StoredBlock(NamedTuple):
     Attributes:
         view: of the bytes; keeps them where they are.
         address: of the first of them.
-        index: of the shard.
+        shard: its index.
         block: number in the shard; it has one of this number.
     """
 
     view: memoryview
     address: int
-    index: ShardIndex
+    shard: ShardIndex
     block: int
 
 
@@ -83,7 +83,7 @@ def are_intact(blocks: Sequence[StoredBlock]) -> list[bool]:
 
     What `verify_block` finds, for several blocks at once: other threads run while all of them are hashed.
     """
-    spans = [one.index.spans[one.block] for one in blocks]
+    spans = [one.shard.spans[one.block] for one in blocks]
     sizes = [len(one.view) for one in blocks]
     addresses = np.array([one.address for one in blocks], dtype=np.int64)
     hashes = xxh3_of_spans(addresses, np.array(sizes, dtype=np.int64))

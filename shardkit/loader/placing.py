@@ -9,6 +9,7 @@ whatever it has not seen to be the same, it leaves to `read_block`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from shardkit.errors import FormatError
 from shardkit.formats import FieldType, FixedPlace, Schema, ShardIndex, StoredBlock, fixed_places
@@ -33,11 +34,12 @@ class BlockPlacer:
     def __init__(self, fields: Sequence[str]) -> None:
         self._fields = list(fields)
         self._layouts: dict[tuple[bytes, int, int, int], _Layout | None] = {}
+        self._members: WeakKeyDictionary[ShardIndex, list[tuple[int, int, int]]] = WeakKeyDictionary()
         self._metadata_bytes = 0  # of the last message; nearly always that of the next
 
     def __call__(self, stored: StoredBlock) -> GatherColumns | None:
         """Where the rows of an uncompressed, verified block lie; None where only `read_block` can tell."""
-        return (self._arrow if stored.index.format == "arrow" else self._tar)(*stored)
+        return (self._arrow if stored.shard.format == "arrow" else self._tar)(*stored)
 
     def _arrow(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
         if address % 8:
@@ -73,26 +75,33 @@ class BlockPlacer:
 
     def _tar(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
         span = index.spans[block]
-        if index.is_adopted or len(view) != span.raw_size:
+        members = self._members.get(index)
+        if members is None:
+            members = self._members[index] = _read_members(index, self._fields)
+        if not members or len(view) != span.raw_size:
             return None
-        first, rows = span.first_row, span.end_row - span.first_row
-        facts, views, schema = [rows], [], index.schema
-        for name in self._fields:
-            kind = schema[name]
-            if not (is_decimal(kind) or kind.kind == "bytes"):
-                return None  # text is checked, arrays have headers
-            number = schema.position(name)
-            # the index has seen that all of them lie inside the block
-            starts, _ = index.member_places(number)
-            ends = index.member_ends(number)
-            facts += (
-                starts.__array_interface__["data"][0] + 8 * first,
-                ends.__array_interface__["data"][0] + 8 * first,
-                address,
-                8 if kind.kind == "bytes" else DECIMALS,
-            )
-            views.append(view if kind.kind == "bytes" else None)
+        first = 8 * span.first_row
+        rows = span.end_row - span.first_row
+        facts, views = [rows], []
+        for starts, ends, pitch in members:
+            facts += (starts + first, ends + first, address, pitch)
+            views.append(None if pitch == DECIMALS else view)
         return GatherColumns.of_facts(rows, facts, views, (view, index))
+
+
+def _read_members(index: ShardIndex, fields: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Of each field, where starts and ends of its members lie, and the pitch; empty where `read_block` has to look."""
+    members = []
+    for name in fields:
+        kind = index.schema[name]
+        if index.is_adopted or not (is_decimal(kind) or kind.kind == "bytes"):
+            return []  # text is checked, arrays have headers
+        number = index.schema.position(name)
+        # the index has seen that all of them lie inside their blocks; both arrays are contiguous, and stay
+        starts, ends = index.member_places(number)[0], index.member_ends(number)
+        places = [one.__array_interface__["data"][0] for one in (starts, ends)]
+        members.append((places[0], places[1], DECIMALS if is_decimal(kind) else 8))
+    return members
 
 
 def is_decimal(kind: FieldType) -> bool:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.formats import reading as block_reading
 from shardkit.formats import Block, ShardIndex, StoredBlock, Verify, extension, read_block
+from shardkit.formats import reading as block_reading
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import AdoptedStore, adopted_place
 from shardkit.storage.objects import object_name

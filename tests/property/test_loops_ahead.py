@@ -76,7 +76,7 @@ def test_every_loop_verifies_every_block(root: Path, monkeypatch: pytest.MonkeyP
     verified: list[bytes] = []
 
     def verify(blocks: Sequence[Any]) -> list[bool]:
-        verified.extend(one.index.block_sha256[one.block].tobytes() for one in blocks)
+        verified.extend(one.shard.block_sha256[one.block].tobytes() for one in blocks)
         return are_intact(blocks)
 
     are_intact = reading.are_intact
