@@ -5,16 +5,17 @@ BIN := $(VENV)/bin
 JOBS ?= auto
 STAMP := $(VENV)/.installed-dev
 DEMO_STAMP := $(VENV)/.installed-demo
+COMPILED := hatch_build.py shardkit/formats/span_hashes.c shardkit/loader/row_copies.c
 
 .PHONY: demo test lint drills setup clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt tools/install.sh
+$(STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh dev
 	@touch $(STAMP) $(DEMO_STAMP)
 
-$(DEMO_STAMP): pyproject.toml constraints.txt tools/install.sh
+$(DEMO_STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh demo
 	@touch $(DEMO_STAMP)
 

@@ -4,7 +4,7 @@
 
     opening        from a URL to a dataset; several as one
     dataset        samples, views, plans, loaders
-    create         the writer: samples in, one version out
+    creating       the writer: samples in, one version out
     version_writing  from rows to a committed version, in one process
     part_files     named parts, durable until they are committed
     parts          many writers, one commit
@@ -32,9 +32,37 @@
 SPEC.md says the layout rules and what decides the manifest id.
 """
 
-from shardkit.dataset.create import Writer, create
-from shardkit.dataset.dataset import Dataset
-from shardkit.dataset.opening import open_dataset
-from shardkit.dataset.parts import commit_parts, list_parts
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardkit.dataset.creating import Writer, create
+    from shardkit.dataset.dataset import Dataset
+    from shardkit.dataset.opening import open_dataset
+    from shardkit.dataset.parts import commit_parts, list_parts
 
 __all__ = ["Dataset", "Writer", "commit_parts", "create", "list_parts", "open_dataset"]
+
+# who reads does not wait until what writes is imported
+_MODULES = {
+    "Dataset": "dataset",
+    "Writer": "creating",
+    "commit_parts": "parts",
+    "create": "creating",
+    "list_parts": "parts",
+    "open_dataset": "opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found  # a submodule may have taken the name of what it defines
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardkit.dataset.about import given_about
 from shardkit.dataset.committing import NewVersion
-from shardkit.dataset.create import load_base_of, part_folder
+from shardkit.dataset.creating import load_base_of, part_folder
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.part_files import PartFolder, WrittenPart

@@ -165,20 +165,23 @@ __attribute__((target("avx512f"))) static void add_by_avx512(uint64_t *lanes, co
 }
 #endif
 
-/* The widest way that this processor knows. */
-static void add_blocks(uint64_t *lanes, const unsigned char *from, int64_t size)
+typedef void (*way)(uint64_t *, const unsigned char *, int64_t);
+
+/* Ways to add blocks, the widest that this processor knows last; returns how many. */
+static int ways_here(way *found)
 {
+    int ways = 0;
+    found[ways++] = add_plainly;
 #if defined(BY_PROCESSOR)
+    if (__builtin_cpu_supports("avx2"))
+        found[ways++] = add_by_avx2;
     if (__builtin_cpu_supports("avx512f"))
-        add_by_avx512(lanes, from, size);
-    else if (__builtin_cpu_supports("avx2"))
-        add_by_avx2(lanes, from, size);
-    else
+        found[ways++] = add_by_avx512;
 #endif
-        add_plainly(lanes, from, size);
+    return ways;
 }
 
-static uint64_t xxh3(const unsigned char *from, int64_t size)
+static uint64_t xxh3(way add_blocks, const unsigned char *from, int64_t size)
 {
     uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     add_blocks(lanes, from, size);
@@ -194,19 +197,22 @@ static uint64_t xxh3(const unsigned char *from, int64_t size)
 static PyObject *xxh3_spans(PyObject *self, PyObject *args)
 {
     Py_buffer hashes, addresses, sizes;
-    if (!PyArg_ParseTuple(args, "w*y*y*:xxh3_spans", &hashes, &addresses, &sizes))
+    way found[3];
+    const int ways = ways_here(found);
+    int wanted = ways - 1;
+    if (!PyArg_ParseTuple(args, "w*y*y*|i:xxh3_spans", &hashes, &addresses, &sizes, &wanted))
         return NULL;
     const Py_ssize_t spans = hashes.len / 8;
     const int64_t *from = addresses.buf, *size = sizes.buf;
     int fits = hashes.len % 8 == 0 && addresses.len == hashes.len && sizes.len == hashes.len &&
-               ((uintptr_t)hashes.buf | (uintptr_t)from | (uintptr_t)size) % 8 == 0;
+               ((uintptr_t)hashes.buf | (uintptr_t)from | (uintptr_t)size) % 8 == 0 && wanted >= 0 && wanted < ways;
     for (Py_ssize_t span = 0; fits && span < spans; span++)
         fits = size[span] >= SHORTEST;
     if (fits) {
         uint64_t *to = hashes.buf;
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t span = 0; span < spans; span++)
-            to[span] = xxh3((const unsigned char *)(intptr_t)from[span], size[span]);
+            to[span] = xxh3(found[wanted], (const unsigned char *)(intptr_t)from[span], size[span]);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&sizes);
@@ -217,9 +223,16 @@ static PyObject *xxh3_spans(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *ways(PyObject *self, PyObject *ignored)
+{
+    way found[3];
+    return PyLong_FromLong(ways_here(found));
+}
+
 static PyMethodDef functions[] = {
     {"xxh3_spans", xxh3_spans, METH_VARARGS,
-     "xxh3_spans(hashes, addresses, sizes): XXH3-64 of the bytes at each address, into `hashes`."},
+     "xxh3_spans(hashes, addresses, sizes, way=ways() - 1): XXH3-64 of the bytes at each address, into `hashes`."},
+    {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can do it; all give the same hashes."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -173,7 +173,9 @@ class RowAddresses:
                 starts = _items(np.dtype(np.int64), addresses)
                 sizes = _items(np.dtype(np.int64), second[which] + offsets) - starts
                 by_address = field.kind == "ragged" or row_copies is not None
-                addresses = third[which] + starts if by_address else starts  # else a slice of the block's view
+                addresses = (
+                    third[which] + starts if by_address else starts
+                )  # else a slice of the block's view
                 views = [one.views[position] for one in blocks]
             self._fields.append(_FieldAddresses(name, field, addresses, sizes, views, {}))
 

@@ -31,7 +31,7 @@ from shardkit.testing.faulty_operations import FaultyOperations
 DRIVER = """
 import json, sys
 import shardkit
-import shardkit.dataset.create, shardkit.storage.collecting.commits, shardkit.storage.replicating.committing
+import shardkit.dataset.creating, shardkit.storage.collecting.commits, shardkit.storage.replicating.committing
 from shardkit.storage import Repository
 from shardkit.storage.collecting import collect
 from shardkit.storage.file_operations import substituted

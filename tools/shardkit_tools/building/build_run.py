@@ -14,7 +14,7 @@ import numpy as np
 
 from shardkit.dataset.appending import Base
 from shardkit.dataset.committing import MadeVersion, NewVersion, commit_version, make_manifest
-from shardkit.dataset.create import load_base_of, scratch_folder
+from shardkit.dataset.creating import load_base_of, scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.row_table import join_parts
 from shardkit.dataset.scratch import RowColumns

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardkit.dataset.create import scratch_folder
+from shardkit.dataset.creating import scratch_folder
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import LocalStore, Repository

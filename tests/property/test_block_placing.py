@@ -1,0 +1,153 @@
+"""The short way to where rows lie finds what the long way finds, or leaves it to the long way."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import FormatError
+from shardkit.formats import Row, Schema, StoredBlock, open_writer, read_block
+from shardkit.formats.reading import are_intact
+from shardkit.loader import gather
+from shardkit.loader.gather import GatherColumns, RowAddresses
+from shardkit.loader.placing import BlockPlacer
+
+FIELDS = {
+    "image": "bytes",
+    "label": "int64",
+    "small": "uint8",
+    "flag": "bool",
+    "tokens": "int32[70]",
+    "score": "float64",
+    "text": "str",
+    "ragged": "int16[*]",
+}
+SHORT_WAY = {  # the fields of which it knows all that it needs, by format
+    "arrow": {"label", "small", "tokens", "score"},
+    "tar": {"image", "label", "small", "flag"},
+}
+
+
+def _sample(number: int) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    return {
+        "image": rng.bytes(int(rng.integers(0, 3000))),
+        "label": int(rng.choice([0, -1, 7, 2**63 - 1, -(2**63), int(rng.integers(-99999, 99999))])),
+        "small": int(rng.integers(0, 256)),
+        "flag": bool(number % 2),
+        "tokens": rng.integers(-9, 9, 70, dtype=np.int32),
+        "score": float(rng.normal()),
+        "text": "é" * (number % 3),
+        "ragged": rng.integers(-9, 9, number % 4, dtype=np.int16),
+    }
+
+
+def _stored(format: str, names: list[str], sizes: list[int]) -> list[StoredBlock]:
+    schema = Schema.parse({name: FIELDS[name] for name in names})
+    sink = io.BytesIO()
+    writer = open_writer(sink, format=format, compression="none", schema=schema, block_rows=max(sizes))
+    first = 0
+    for size in sizes:
+        samples = [{name: _sample(n)[name] for name in names} for n in range(first, first + size)]
+        writer.write_block(
+            [Row(f"k{first + i}", schema.encode(one, where="")) for i, one in enumerate(samples)]
+        )
+        first += size
+    index = writer.finish()
+    data = np.frombuffer(bytearray(sink.getvalue()), dtype=np.uint8)
+    spans = index.spans
+    return [
+        StoredBlock(
+            data[one.offset : one.offset + one.size].data, data.ctypes.data + one.offset, index, number
+        )
+        for number, one in enumerate(spans)
+    ]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("format", ["arrow", "tar"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=4, unique=True))
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    stored = _stored(format, names, sizes)
+    fields = data.draw(st.permutations(names))
+    place = BlockPlacer(fields)
+    long_way = [GatherColumns(read_block(one.view, one.shard, one.block), fields) for one in stored]
+    short_way = [place(one) for one in stored]
+    assert all((one is not None) == SHORT_WAY[format].issuperset(fields) for one in short_way)
+    # some blocks by the one way and some by the other, as where a dataset has parts
+    mixed = [short or long for short, long in zip(short_way, long_way, strict=True)]
+    which = np.array(data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)), dtype=np.int64)
+    row = np.array([data.draw(st.integers(0, sizes[block] - 1)) for block in which], dtype=np.int64)
+    chosen = [mixed[n] if data.draw(st.booleans()) else long_way[n] for n in range(len(sizes))]
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(gather, "row_copies", None)
+        schema = stored[0].shard.schema
+        expected, found = (
+            RowAddresses(schema, fields, blocks, which, row).take(0, len(which))
+            for blocks in (long_way, chosen)
+        )
+    for name in fields:
+        if isinstance(expected[name], np.ndarray):
+            assert found[name].dtype == expected[name].dtype
+            np.testing.assert_array_equal(found[name], expected[name])
+        elif isinstance(expected[name], tuple):
+            for one, other in zip(found[name], expected[name], strict=True):
+                np.testing.assert_array_equal(one, other)
+        else:
+            assert found[name] == expected[name]
+
+
+@pytest.mark.parametrize("format", ["arrow", "tar"])
+def test_every_flipped_byte_is_noticed_by_hashing_together(format: str) -> None:
+    stored = _stored(format, ["label", "small"], [3, 4, 2])
+    assert are_intact(stored) == [True, True, True]
+    view = stored[1].view
+    for place in range(len(view)):
+        view[place] ^= 1
+        assert are_intact(stored) == [True, False, True]
+        view[place] ^= 1
+    cut = stored[1]._replace(view=view[:-1])
+    assert are_intact([stored[0], cut, stored[2]]) == [True, False, True]
+
+
+@pytest.mark.parametrize("text", [b"01", b"-0", b"+1", b" 1", b"1.", b"9223372036854775808", b"-", b"1" * 20])
+def test_a_number_that_no_writer_writes_is_refused(text: bytes) -> None:
+    """With right digests: whoever wrote it wrote something else than shardkit's format."""
+    stored = _stored("tar", ["label"], [1, 1])[0]
+    starts, ends = stored.shard.member_places(0)[0], stored.shard.member_ends(0)
+    begin = int(starts[0])
+    stored.view[begin : begin + len(text)] = text
+    ends.flags.writeable = True
+    ends[0] = begin + len(text)
+    placed = BlockPlacer(["label"])(stored)
+    assert placed is not None
+    zero = np.zeros(1, dtype=np.int64)
+    with pytest.raises(FormatError, match="label"):
+        RowAddresses(stored.shard.schema, ["label"], [placed], zero, zero)
+
+
+def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
+    stored = _stored("tar", ["label"], [70])[0]
+    starts, _ = stored.shard.member_places(0)
+    ends = stored.shard.member_ends(0)
+    for column in (starts, ends):
+        column.flags.writeable = True
+    starts[0], ends[0] = 0, 1  # as a hostile index may say; in front of a map there may be no memory
+    stored.view[0:1] = b"7"
+    placed = BlockPlacer(["label"])(stored)
+    assert placed is not None
+    rows = np.arange(70, dtype=np.int64)
+    found = RowAddresses(stored.shard.schema, ["label"], [placed], np.zeros_like(rows), rows).take(0, 70)[
+        "label"
+    ]
+    assert found[0] == 7
+    assert found[1:].tolist() == [_sample(n)["label"] for n in range(1, 70)]
