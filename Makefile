@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= auto
 STAMP := $(VENV)/.installed-dev
 DEMO_STAMP := $(VENV)/.installed-demo
-COMPILED := hatch_build.py shardkit/formats/span_hashes.c shardkit/loader/row_copies.c
+COMPILED := hatch_build.py $(wildcard shardkit/*/*.c)
 
 .PHONY: demo test lint drills setup clean
 

@@ -1,7 +1,7 @@
-"""Compiles two modules where there is a C compiler; without one shardkit installs, and runs, as well.
+"""Compiles three modules where there is a C compiler; without one shardkit installs, and runs, as well.
 
-They copy rows and hash blocks in calls during which other threads run. Without them numpy and xxhash do the same, and
-reading uncompressed samples takes up to twice as long.
+They copy rows, hash blocks and make digests in calls during which other threads run. Without them numpy, xxhash and
+hashlib do the same, and reading uncompressed samples takes up to twice as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("shardkit/formats/span_hashes.c", "shardkit/loader/row_copies.c")
+SOURCES = (
+    "shardkit/formats/span_hashes.c",
+    "shardkit/formats/span_digests.c",
+    "shardkit/loader/row_copies.c",
+)
 
 
 class CompiledCopies(BuildHookInterface):  # type: ignore[type-arg]

@@ -4,6 +4,8 @@ schema         field types and schemas
 encoding       values to canonical payloads and back
 keys           names of samples inside a shard
 digest         SHA-256 and XXH3
+span_hashes    XXH3 of many places in memory at once; compiled, optional
+span_digests   SHA-256 of several buffers at once; compiled, optional
 canonical_json one text for one value
 compression    settings, checked zstd frames
 columns        the container of index sidecars, manifest pages and selections
@@ -31,7 +33,7 @@ from .arrow_reading import FixedPlace, fixed_places
 from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
-from .digest import format_digest, parse_digest, sha256_digest, xxh3
+from .digest import format_digest, parse_digest, sha256_digest, sha256_each, xxh3
 from .index import ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
@@ -84,6 +86,7 @@ __all__ = [
     "raw_row_bytes",
     "read_block",
     "sha256_digest",
+    "sha256_each",
     "unpack_columns",
     "verify_block",
     "xxh3",

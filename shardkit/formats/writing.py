@@ -15,7 +15,7 @@ from shardkit.errors import SampleError, UsageError
 
 from .arrow_writing import ArrowEncoder
 from .compression import extension, normalise_compression
-from .digest import xxh3
+from .digest import sha256_each, xxh3
 from .index import ShardIndex
 from .keys import check_keys, max_key_bytes
 from .row_block import RowBlock, sizes_of
@@ -30,6 +30,7 @@ MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, an
 """Of one sample; it fills a shard of its own."""
 
 _MAX_UNHASHED = 4
+_TOGETHER = 2  # blocks, by a thread of its own
 _ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
 
 
@@ -149,7 +150,8 @@ class ShardWriter:
         self._sizes: list[int] = []
         self._raw_sizes: list[int] = []
         self._executor = executor
-        self._hashes: list[tuple[int, bytes] | Future[tuple[int, bytes]]] = []
+        self._hashes: list[list[tuple[int, bytes]] | Future[list[tuple[int, bytes]]]] = []
+        self._unhashed: list[bytes | memoryview] = []
         self._field_offsets: list[NDArray[np.uint64]] = []
         self._field_sizes: list[NDArray[np.uint64]] = []
         head = encoder.head()
@@ -196,7 +198,9 @@ class ShardWriter:
         tail = self._encoder.tail()
         self._write(tail)
         sizes = np.array(self._sizes, np.uint64)
-        hashes = [one.result() if isinstance(one, Future) else one for one in self._hashes]
+        self._begin_hashes()
+        parts = [part.result() if isinstance(part, Future) else part for part in self._hashes]
+        hashes = [one for part in parts for one in part]
         return ShardIndex(
             format=self.format,
             compression=self.compression,
@@ -219,14 +223,20 @@ class ShardWriter:
         )
 
     def _hash(self, stored: bytes | memoryview) -> None:
+        self._unhashed.append(stored)
+        if self._executor is None or len(self._unhashed) == _TOGETHER:
+            self._begin_hashes()
+
+    def _begin_hashes(self) -> None:
+        blocks, self._unhashed = self._unhashed, []
         if self._executor is None:
-            self._hashes.append(_hashes_of(stored))
+            self._hashes.append(_hashes_of(blocks))
             return
-        if len(self._hashes) >= _MAX_UNHASHED:  # every one of them holds its block in memory
-            behind = self._hashes[-_MAX_UNHASHED]
+        if len(self._hashes) >= _MAX_UNHASHED // _TOGETHER:  # every one of them holds its blocks in memory
+            behind = self._hashes[-(_MAX_UNHASHED // _TOGETHER)]
             if isinstance(behind, Future):
                 behind.result()
-        self._hashes.append(self._executor.submit(_hashes_of, stored))
+        self._hashes.append(self._executor.submit(_hashes_of, blocks))
 
     def _write(self, data: bytes | memoryview) -> None:
         self._written += len(data)
@@ -274,8 +284,8 @@ class ShardWriter:
         }
 
 
-def _hashes_of(stored: bytes | memoryview) -> tuple[int, bytes]:
-    return xxh3(stored), hashlib.sha256(stored).digest()
+def _hashes_of(blocks: Sequence[bytes | memoryview]) -> list[tuple[int, bytes]]:
+    return list(zip(map(xxh3, blocks), sha256_each(blocks), strict=True))
 
 
 class _Lineage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,30 @@ def test_hashing_refuses_what_does_not_fit() -> None:
             span_hashes.xxh3_spans(*arguments)
     with pytest.raises((TypeError, BufferError)):
         row_copies.copy_rows(bytes(8), addresses, 8)  # cannot be written to
+
+
+@settings(max_examples=200, deadline=None)
+@given(pieces=st.lists(st.binary(max_size=300) | st.integers(0, 9000).map(bytes), max_size=9))
+def test_digests_together_are_those_of_hashlib(pieces: list[bytes]) -> None:
+    expected = [hashlib.sha256(one).digest() for one in pieces]
+    assert digest.sha256_each([memoryview(one) for one in pieces]) == expected
+    if digest.span_digests is not None:
+        assert digest.span_digests.sha256_each(pieces) == expected
+
+
+def test_digests_of_every_length_beside_one_of_any_other() -> None:
+    data = BYTES.tobytes()
+    for other in (0, 63, 64, 1000):
+        pieces = [part for size in range(200) for part in (data[:size], data[size : size + other])]
+        assert digest.sha256_each(pieces) == [hashlib.sha256(one).digest() for one in pieces]
+
+
+def test_digests_refuse_what_is_no_buffer() -> None:
+    if digest.span_digests is None:
+        pytest.skip("this processor has no instructions for SHA-256")
+    for wrong in ([b"a", "text"], [b"a", None], 17):
+        with pytest.raises(TypeError):
+            digest.span_digests.sha256_each(wrong)
 
 
 def test_both_are_in_use_where_they_are_compiled() -> None:
