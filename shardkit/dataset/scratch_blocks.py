@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
 from shardkit.dataset.scratch_parts import NO_ROW, Parts, changed_record, read_ranges, record_header
-from shardkit.formats import RowBlock, Schema
+from shardkit.formats import JoinedPayloads, RowBlock, Schema
 
 __all__ = ["HeldRecords", "ScratchReader"]
+
+_FEW_ROWS = 64  # below this comparing names as an array costs more than one by one
 
 
 class ScratchReader:
@@ -93,7 +95,7 @@ class SourceContents:
         held: tuple[NDArray[np.uint8], NDArray[np.int64]],
         words: NDArray[np.uint64],
     ) -> NDArray[np.uint8]:
-        """The payloads of a field, one behind the other.
+        """The payloads of a field, one behind the other; the next call uses the memory again.
 
         Args:
             place: of the field.
@@ -124,7 +126,7 @@ class SourceContents:
 
 
 class HeldRecords:
-    """Verified records in memory; blocks of them borrow the memory.
+    """Verified records in memory; blocks of them borrow the memory, a block until the next one is made.
 
     Args:
         data: uint8, that the records are in.
@@ -190,19 +192,19 @@ class HeldRecords:
         """Of rows ``start`` … ``stop`` − 1."""
         return int(self._size[start:stop].sum())
 
-    def _column(self, place: int, start: int, stop: int) -> NDArray[np.uint8] | list[memoryview]:
+    def _column(
+        self, place: int, start: int, stop: int
+    ) -> NDArray[np.uint8] | list[memoryview] | JoinedPayloads:
         begin, size = self._start[start:stop, place], self._size[start:stop, place]
         fixed = list(self._schema.values())[place].item_bytes
         is_fixed = fixed is not None and bool((size == fixed).all())
-        view = self._view
         if self._is_extent[start:stop, place].any():
             words = self._words[start:stop, place]
             found = self._contents.read(place, self._part[start:stop], (self._data, begin), words)
-            if is_fixed:
-                return found.reshape(stop - start, -1)
-            view, begin = found.data, np.cumsum(size) - size
-        elif is_fixed:
+            return found.reshape(stop - start, -1) if is_fixed else JoinedPayloads(found, size)
+        if is_fixed:
             return _runs(self._data, begin, fixed or 0)
+        view = self._view
         return [view[first:last] for first, last in zip(begin.tolist(), (begin + size).tolist(), strict=True)]
 
     def _keys(self, start: int, header: NDArray[np.void]) -> tuple[list[str], list[tuple[int, str]]]:
@@ -226,7 +228,7 @@ class HeldRecords:
         begin = self._texts[start : start + rows] + header["key"] + header["original"]
         size = header["source"].astype(np.int64)
         first = int(size[0])
-        if bool((size == first).all()) and bool((header["row"] != NO_ROW).all()):
+        if rows > _FEW_ROWS and bool((size == first).all()) and bool((header["row"] != NO_ROW).all()):
             names = _runs(self._data, begin, first)
             if bool((names == names[:1]).all()):
                 return (names[0].tobytes().decode("utf-8"),), np.zeros(rows, np.int32)

@@ -39,7 +39,7 @@ from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
 from .reading import StoredBlock, Verify, read_block, verify_block
 from .rebuilding import build_index
-from .row_block import RowBlock
+from .row_block import JoinedPayloads, RowBlock
 from .rows import Row
 from .schema import RESERVED_NAMES, FieldType, Schema
 from .tar_blocks import parse_decimals
@@ -57,6 +57,7 @@ __all__ = [
     "FieldType",
     "FixedColumn",
     "FixedPlace",
+    "JoinedPayloads",
     "Row",
     "RowBlock",
     "Schema",

@@ -14,7 +14,7 @@ from shardkit.errors import SampleError
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
 from .arrow_schema import arrow_item_type, arrow_schema, arrow_type
 from .compression import zstd_level
-from .row_block import PayloadColumn, RowBlock, sizes_of
+from .row_block import JoinedPayloads, PayloadColumn, RowBlock, sizes_of
 from .schema import FieldType, Schema
 
 __all__ = ["ArrowEncoder"]
@@ -66,6 +66,7 @@ class ArrowEncoder:
         self._chunks = _Chunks()
         self._writer = pa.ipc.new_file(self._chunks, self._schema, options=self._options)
         self._begun = False
+        self._compresses = compression != "none"
 
     def head(self) -> bytes:
         """Magic and schema message."""
@@ -79,6 +80,8 @@ class ArrowEncoder:
             arrays.append(_to_array(kind, column, name))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         written = self._take()
+        if not self._compresses:
+            return written, len(written), None, None
         header = read_batch_header(memoryview(written))
         return written, raw_message_bytes(header, memoryview(written)), None, None
 
@@ -115,6 +118,8 @@ def _borders(payloads: PayloadColumn) -> NDArray[np.int64]:
 
 def _joined(payloads: PayloadColumn) -> Any:
     """All payloads, one behind the other: a buffer."""
+    if isinstance(payloads, JoinedPayloads):
+        return payloads.data
     return (
         np.ascontiguousarray(payloads).reshape(-1) if isinstance(payloads, np.ndarray) else b"".join(payloads)
     )

@@ -24,7 +24,15 @@ try:
 except ImportError:  # or for a processor without the instructions
     span_digests = None
 
-__all__ = ["DIGEST_PREFIX", "format_digest", "parse_digest", "sha256_digest", "sha256_each", "xxh3", "xxh3_of_spans"]
+__all__ = [
+    "DIGEST_PREFIX",
+    "format_digest",
+    "parse_digest",
+    "sha256_digest",
+    "sha256_each",
+    "xxh3",
+    "xxh3_of_spans",
+]
 
 DIGEST_PREFIX = "sha256:"
 """Stands before the hex digits of a digest in text."""

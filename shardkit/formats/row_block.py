@@ -12,10 +12,27 @@ from shardkit.errors import SampleError
 
 from .rows import Row
 
-__all__ = ["PayloadColumn", "RowBlock", "payloads_of", "sizes_of"]
+__all__ = ["JoinedPayloads", "PayloadColumn", "RowBlock", "payloads_of", "sizes_of"]
 
-PayloadColumn = Sequence[bytes | memoryview] | NDArray[np.uint8]
-"""Canonical payloads of one field: one buffer per row, or uint8 (rows, bytes) whose rows are contiguous."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedPayloads:
+    """Payloads that lie one behind the other already.
+
+    Attributes:
+        data: uint8 (sum of the sizes,), contiguous.
+        sizes: int64 (rows,).
+    """
+
+    data: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+PayloadColumn = Sequence[bytes | memoryview] | NDArray[np.uint8] | JoinedPayloads
+"""Canonical payloads of one field: one buffer per row, uint8 (rows, bytes) whose rows are contiguous, or joined."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +91,11 @@ class RowBlock:
 
 def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
     """One buffer per row."""
+    if isinstance(column, JoinedPayloads):
+        stops = np.cumsum(column.sizes)
+        view = column.data.data
+        starts = (stops - column.sizes).tolist()
+        return [view[start:stop] for start, stop in zip(starts, stops.tolist(), strict=True)]
     if not isinstance(column, np.ndarray):
         return column
     flat, size = np.ascontiguousarray(column).reshape(-1).data, column.shape[1]
@@ -82,6 +104,8 @@ def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
 
 def sizes_of(column: PayloadColumn) -> NDArray[np.int64]:
     """Bytes of each row's payload: int64[n]."""
+    if isinstance(column, JoinedPayloads):
+        return column.sizes
     if isinstance(column, np.ndarray):
         return np.full(len(column), column.shape[1], np.int64)
     return np.fromiter(map(len, column), np.int64, len(column))
