@@ -18,6 +18,7 @@ from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.scratch_parts import Part, read_rows
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row, RowBlock, Schema
+from shardkit.formats.row_block import payloads_of
 
 TYPES = ["bool", "int64", "uint8", "float16", "int32[5]", "float64[2,3]"]
 COLUMNS = (
@@ -114,10 +115,11 @@ def rows_of(block: RowBlock) -> list[Row]:
     originals = dict(block.originals)
     assert block.source_id is not None
     assert block.source_row is not None
+    columns = [payloads_of(column) for column in block.columns]
     return [
         Row(
             key,
-            tuple(bytes(column[place]) for column in block.columns),
+            tuple(bytes(column[place]) for column in columns),
             originals.get(place),
             (block.source_names[source], int(block.source_row[place])) if source >= 0 else None,
             None if block.stratum is None else int(block.stratum[place]),

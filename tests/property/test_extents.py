@@ -20,6 +20,7 @@ from shardkit.dataset.scratch_blocks import HeldRecords, ScratchReader
 from shardkit.dataset.scratch_parts import Part, read_rows
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import Row, RowBlock, Schema
+from shardkit.formats.row_block import payloads_of
 
 SCHEMA = Schema.parse({"blob": "bytes", "n": "int64"})
 
@@ -45,7 +46,8 @@ def held(
 
 
 def payloads(block: RowBlock) -> list[tuple[bytes, ...]]:
-    return [tuple(bytes(column[row]) for column in block.columns) for row in range(len(block))]
+    columns = [payloads_of(column) for column in block.columns]
+    return [tuple(bytes(column[row]) for column in columns) for row in range(len(block))]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
