@@ -60,7 +60,8 @@ class BlockLoading:
 
     def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:
         found = []
-        for (shard, inside), stored in zip(places, self._reader.verified_views(places), strict=True):
+        views = self._reader.verified_views(places, self._place.suits)
+        for (shard, inside), stored in zip(places, views, strict=True):
             one = None if stored is None else self._place(stored)
             found.append(one or GatherColumns(self._reader.read(shard, inside, keys=False), self._fields))
         return found

@@ -34,11 +34,28 @@ class BlockPlacer:
     def __init__(self, fields: Sequence[str]) -> None:
         self._fields = list(fields)
         self._layouts: dict[tuple[bytes, int, int, int], _Layout | None] = {}
+        self._suits: WeakKeyDictionary[ShardIndex, bool] = WeakKeyDictionary()
         self._members: WeakKeyDictionary[ShardIndex, list[tuple[int, int, int]]] = WeakKeyDictionary()
         self._metadata_bytes = 0  # of the last message; nearly always that of the next
 
+    def suits(self, shard: ShardIndex) -> bool:
+        """Whether blocks of a shard can be placed, as far as its index tells; else their bytes need a closer look."""
+        found = self._suits.get(shard)
+        if found is None:
+            kinds = [shard.schema[name] for name in self._fields]
+            if shard.format == "arrow":  # bits are unpacked, and offsets and text are checked
+                found = all(kind.item_bytes is not None and kind.dtype != "bool" for kind in kinds)
+            else:  # text is checked, arrays have headers
+                found = not shard.is_adopted and all(
+                    is_decimal(kind) or kind.kind == "bytes" for kind in kinds
+                )
+            self._suits[shard] = found
+        return found
+
     def __call__(self, stored: StoredBlock) -> GatherColumns | None:
         """Where the rows of an uncompressed, verified block lie; None where only `read_block` can tell."""
+        if not self.suits(stored.shard):
+            return None
         return (self._arrow if stored.shard.format == "arrow" else self._tar)(*stored)
 
     def _arrow(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
@@ -78,7 +95,7 @@ class BlockPlacer:
         members = self._members.get(index)
         if members is None:
             members = self._members[index] = _read_members(index, self._fields)
-        if not members or len(view) != span.raw_size:
+        if len(view) != span.raw_size:
             return None
         first = 8 * span.first_row
         rows = span.end_row - span.first_row
@@ -90,12 +107,10 @@ class BlockPlacer:
 
 
 def _read_members(index: ShardIndex, fields: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Of each field, where starts and ends of its members lie, and the pitch; empty where `read_block` has to look."""
+    """Of each field, where starts and ends of its members lie, and the pitch."""
     members = []
     for name in fields:
         kind = index.schema[name]
-        if index.is_adopted or not (is_decimal(kind) or kind.kind == "bytes"):
-            return []  # text is checked, arrays have headers
         number = index.schema.position(name)
         # the index has seen that all of them lie inside their blocks; both arrays are contiguous, and stay
         starts, ends = index.member_places(number)[0], index.member_ends(number)

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -283,22 +283,32 @@ class BlockReader:
         reader.supply = supply
         return reader
 
-    def verified_views(self, places: Sequence[tuple[int, int]]) -> list[StoredBlock | None]:
+    def verified_views(
+        self, places: Sequence[tuple[int, int]], wanted: Callable[[ShardIndex], bool]
+    ) -> list[StoredBlock | None]:
         """The stored bytes of blocks, (shard, block in it) each, that are what was written.
 
         What `read` does, for those who need no column of them; of blocks that lie in local files without compression.
-        None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks in
-        other places.
+
+        Args:
+            places: of the blocks.
+            wanted: whether the bytes alone are of use, by the shard's index; the others are not verified.
+
+        Returns:
+            None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks
+            in other places.
         """
-        found = [self._stored_in_file(shard, block) for shard, block in places]
+        found = [self._stored_in_file(shard, block, wanted) for shard, block in places]
         intact = iter(block_reading.are_intact([one for one in found if one is not None]))
         return [one if one is not None and next(intact) else None for one in found]
 
-    def _stored_in_file(self, shard: int, block: int) -> StoredBlock | None:
+    def _stored_in_file(
+        self, shard: int, block: int, wanted: Callable[[ShardIndex], bool]
+    ) -> StoredBlock | None:
         if self.verify != "fast":
             return None
         index = self.index(shard)
-        if index.compression != "none" or not 0 <= block < index.blocks:
+        if index.compression != "none" or not 0 <= block < index.blocks or not wanted(index):
             return None
         try:
             mapped = self._map(shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardkit
 from shardkit.errors import FormatError
-from shardkit.formats import Row, Schema, StoredBlock, open_writer, read_block
+from shardkit.formats import Row, Schema, StoredBlock, open_writer, read_block, reading
 from shardkit.formats.reading import are_intact
 from shardkit.loader import gather
 from shardkit.loader.gather import GatherColumns, RowAddresses
@@ -82,6 +84,7 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
     long_way = [GatherColumns(read_block(one.view, one.shard, one.block), fields) for one in stored]
     short_way = [place(one) for one in stored]
     assert all((one is not None) == SHORT_WAY[format].issuperset(fields) for one in short_way)
+    assert all(place.suits(one.shard) == SHORT_WAY[format].issuperset(fields) for one in stored)
     # some blocks by the one way and some by the other, as where a dataset has parts
     mixed = [short or long for short, long in zip(short_way, long_way, strict=True)]
     which = np.array(data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)), dtype=np.int64)
@@ -151,3 +154,34 @@ def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
     ]
     assert found[0] == 7
     assert found[1:].tolist() == [_sample(n)["label"] for n in range(1, 70)]
+
+
+@pytest.mark.parametrize("format", ["arrow", "tar"])
+@pytest.mark.parametrize("fields", [["label"], ["image", "label"], ["label", "text"], ["tokens"], ["ragged"]])
+def test_a_block_is_verified_once_whichever_way_it_goes(
+    format: str, fields: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified: list[int] = []
+
+    def verify(stored: Any, index: Any, block: int, **how: Any) -> None:
+        verified.append(block)
+        verify_block(stored, index, block, **how)
+
+    def together(blocks: Any) -> list[bool]:
+        verified.extend(one.block for one in blocks)
+        return are_intact(blocks)
+
+    verify_block = reading.verify_block
+    monkeypatch.setattr(reading, "verify_block", verify)
+    monkeypatch.setattr(reading, "are_intact", together)
+    schema = {name: FIELDS[name] for name in fields}
+    with shardkit.create(tmp_path / "root", schema=schema, format=format, block_size="4KiB") as writer:
+        for number in range(300):
+            writer.add({name: _sample(number)[name] for name in fields})
+    ds = shardkit.open(tmp_path / "root")
+    verified.clear()
+    with ds.loader(ds.plan(global_batch=10), tensors=False) as loader:
+        assert sum(len(batch.samples) for batch in loader) == 300
+    assert ds.manifest.shards == 1
+    assert sorted(verified) == list(range(max(verified) + 1))
+    assert len(verified) > 2
