@@ -7,7 +7,6 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 from shardkit.errors import StateError, UsageError
@@ -22,7 +21,6 @@ from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.rebalancing import make_rebalancer
 from shardkit.loader.row_work import RowWork
-from shardkit.loader.run_watch import open_watch
 from shardkit.loader.scout import Scout, ScoutSettings
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
@@ -89,6 +87,8 @@ class Loader:
             or not distributed.is_initialized()
         ):
             return
+        from importlib.metadata import version  # slow to import, and asked where there are several ranks only
+
         mine = {"software": version("shardkit"), "manifest": self._sources.manifest, "plan": self.plan.digest,
                 "world": self.topology.world, "fields": self._fields, "lanes": self.lanes}  # fmt: skip
         agree(distributed.get_rank(), distributed.get_world_size(), mine, lanes=self.plan.lanes,
@@ -207,7 +207,10 @@ class Loader:
         if self._machinery is None or self._machinery.process != os.getpid():
             self._machinery = Machinery(self.plan, self._sources, self._config, self.topology, self._function,
                                          self._fields, self.lanes, self._events)  # fmt: skip
-            self._machinery.watch = open_watch(self, self._config, self._sources, self._events)
+            if self._config.run is not None:  # whoever has no run does not wait for these imports
+                from shardkit.loader.run_watch import open_watch
+
+                self._machinery.watch = open_watch(self, self._config, self._sources, self._events)
             # not through `self`: what the machinery's threads hold must not keep the loader alive
             weakref.finalize(self, self._machinery.close_unwatched)
         return self._machinery

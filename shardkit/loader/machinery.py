@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from shardkit.loader.events import EventLog
 from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
-from shardkit.loader.run_watch import RunWatch
 from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.step_gather import GatherThreads
@@ -25,6 +25,9 @@ from shardkit.loader.substitutes import SubstituteDraw
 from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
 from shardkit.telemetry.slow_blocks import BlockTimes
+
+if TYPE_CHECKING:
+    from shardkit.loader.run_watch import RunWatch
 
 __all__ = ["Machinery", "default_threads"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import importlib.metadata
 import random
 import time
 import uuid
@@ -193,6 +192,8 @@ def _checked(entry: LogEntry) -> LogEntry:
 
 
 def _version() -> str:
+    import importlib.metadata  # takes as long as ten modules of ours, and is asked by writers only
+
     try:
         return importlib.metadata.version("shardkit")
     except importlib.metadata.PackageNotFoundError:
