@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define WORTH_LETTING_GO (1 << 15) /* bytes; a shorter copy is over before another thread has begun */
-#define AHEAD 512                  /* bytes of the next row that are asked for while one is copied */
+#define AHEAD 2048              /* bytes of the next row that are asked for while one is copied */
 
 /* An int64 array of a caller, as (values, number); 0 on success. */
 static int borrow(PyObject *array, Py_buffer *held, const char *name)
