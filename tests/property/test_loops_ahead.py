@@ -75,12 +75,17 @@ def test_a_seek_after_a_loop_forgets_what_was_read_ahead(root: Path) -> None:
 def test_every_loop_verifies_every_block(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verified: list[bytes] = []
 
-    def verify(blocks: Sequence[Any]) -> list[bool]:
+    def verify(stored: Any, index: Any, block: int, **how: Any) -> None:
+        verified.append(index.block_sha256[block].tobytes())
+        verify_block(stored, index, block, **how)
+
+    def together(blocks: Sequence[Any]) -> list[bool]:
         verified.extend(one.shard.block_sha256[one.block].tobytes() for one in blocks)
         return are_intact(blocks)
 
-    are_intact = reading.are_intact
-    monkeypatch.setattr(reading, "are_intact", verify)
+    verify_block, are_intact = reading.verify_block, reading.are_intact
+    monkeypatch.setattr(reading, "verify_block", verify)
+    monkeypatch.setattr(reading, "are_intact", together)
     with _loader(root) as loader:
         _rows(loader)
         everything = set(verified)
