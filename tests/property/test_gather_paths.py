@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats import Row, Schema, open_writer, read_block
-from shardkit.loader import gather
 from shardkit.loader.gather import GatherColumns, RowAddresses
 
-
-@pytest.fixture(scope="module", autouse=True, params=["compiled", "in Python"])
-def copies(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test of this file, with the compiled copies and without them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "in Python":
-            patch.setattr(gather, "row_copies", None)
-        elif gather.row_copies is None:
-            pytest.skip("the module is not compiled here")
-        yield
-
+pytestmark = pytest.mark.usefixtures("copies")
 
 MIXED = Schema.parse(
     {
