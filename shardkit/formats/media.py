@@ -48,6 +48,6 @@ def member_extension(kind: FieldType, payload: bytes | memoryview) -> str:
         return "txt"
     if kind.kind == "json":
         return "json"
-    if kind.kind == "scalar" and kind.numpy_dtype.kind in "biu":
+    if kind.is_whole:
         return "cls"
     return "npy"

@@ -93,6 +93,11 @@ class FieldType:
         return np.dtype(self.dtype or "uint8").newbyteorder("<")
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a value is one whole number, or a bool: a tar holds it as a decimal text."""
+        return self.kind == "scalar" and self.numpy_dtype.kind in "biu"
+
+    @property
     def item_bytes(self) -> int | None:
         """Bytes of every payload of this type, or None where they vary."""
         if self.kind in ("scalar", "array"):

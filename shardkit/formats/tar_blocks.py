@@ -104,7 +104,7 @@ def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, 
     if kind.kind in ("bytes", "str", "json"):
         return b"", payload
     dtype = kind.numpy_dtype
-    if kind.kind == "scalar" and dtype.kind in "biu":
+    if kind.is_whole:
         value = int.from_bytes(payload, "little", signed=dtype.kind == "i")
         return b"", b"%d" % value
     return npy_header(kind, len(payload) // dtype.itemsize), payload
@@ -115,7 +115,7 @@ def _fixed_members(
 ) -> tuple[NDArray[np.uint8], bytes, NDArray[np.uint8], NDArray[np.int64]]:
     """Headers, common prefix, contents (zero-padded) and sizes of the members of one field of many rows."""
     rows, dtype = len(keys), kind.numpy_dtype
-    if kind.kind == "scalar" and dtype.kind in "biu":
+    if kind.is_whole:
         whole = np.ascontiguousarray(payloads).view(np.uint8 if dtype.kind == "b" else dtype).ravel()
         texts = [b"%d" % value for value in whole.tolist()]
         sizes = np.fromiter(map(len, texts), np.int64, rows)
@@ -132,7 +132,7 @@ def _fixed_members(
 
 def member_bytes(kind: FieldType, payload_bytes: int) -> int:
     """Bytes of the tar member, header and padding included, of a payload of so many bytes."""
-    if kind.kind == "scalar" and kind.numpy_dtype.kind in "biu":
+    if kind.is_whole:
         return 2 * BLOCK
     is_array = kind.kind in ("scalar", "array", "ragged")
     return BLOCK + padded(payload_bytes + (len(npy_header(kind)) if is_array else 0))
@@ -167,7 +167,7 @@ def tar_column(
             check_text(data, starts, starts + sizes, name)
         return VariableColumn(data, starts, starts + sizes, kind)
     dtype = kind.numpy_dtype
-    if kind.kind == "scalar" and dtype.kind in "biu" and not is_payload:
+    if kind.is_whole and not is_payload:
         return FixedColumn(_parse_integers(data, starts, sizes, dtype, name))
     header_bytes = 0 if is_payload else _header_bytes(kind)
     lengths = sizes - header_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardkit.dataset.sizes import parse_size
 from shardkit.errors import IntegrityError, SourceError, UsageError
-from shardkit.formats import FieldType, Schema, canonical_json
+from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
 from shardkit.storage import LogEntry, Repository, put_manifest
 from shardkit_tools.adopting.promises import Promise, broken_promises
@@ -226,7 +226,7 @@ class _Adopting:
             for labels, rows in tar.runs:
                 counts[labels] = counts.get(labels, 0) + rows
         by_number = [
-            _is_whole(self._schema[axis]) and self._schema[axis].dtype != "bool" for axis in self._axes
+            self._schema[axis].is_whole and self._schema[axis].dtype != "bool" for axis in self._axes
         ]
 
         def order(labels: tuple[str, ...]) -> tuple[object, ...]:
@@ -276,12 +276,8 @@ def _schema(files: Sequence[SourceFile], field_types: Mapping[str, str]) -> Sche
 
 def _check_axes(axes: Sequence[str], schema: Schema) -> None:
     for axis in axes:
-        fits = [name for name, kind in schema.items() if kind.kind == "str" or _is_whole(kind)]
+        fits = [name for name, kind in schema.items() if kind.kind == "str" or kind.is_whole]
         if axis not in fits:
             raise UsageError(
                 f"stratify by {axis!r}: expected whole numbers or text ({', '.join(fits) or 'no field is such'})"
             )
-
-
-def _is_whole(kind: FieldType) -> bool:
-    return kind.kind == "scalar" and kind.numpy_dtype.kind in "biu"
