@@ -34,7 +34,7 @@ from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
 from .digest import format_digest, parse_digest, sha256_digest, sha256_each, xxh3
-from .index import ShardIndex, block_starts
+from .index import BlockSpan, ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
 from .reading import StoredBlock, Verify, read_block, verify_block
@@ -51,6 +51,7 @@ __all__ = [
     "MAX_SAMPLE_BYTES",
     "RESERVED_NAMES",
     "Block",
+    "BlockSpan",
     "Column",
     "Columns",
     "Damage",

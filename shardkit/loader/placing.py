@@ -12,16 +12,12 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from shardkit.errors import FormatError
-from shardkit.formats import FieldType, FixedPlace, Schema, ShardIndex, StoredBlock, fixed_places
+from shardkit.formats import BlockSpan, Schema, ShardIndex, StoredBlock, fixed_places
 from shardkit.loader.gather import DECIMALS, GatherColumns
 
 __all__ = ["BlockPlacer"]
 
 _MOST_LAYOUTS = 64
-
-# Metadata of an Arrow message, its rows and raw size → bytes before the body, and (offset in it, pitch) per field;
-# None where some field needs a look at its bytes.
-_Layout = tuple[tuple[int, int], ...]
 
 
 class BlockPlacer:
@@ -33,99 +29,96 @@ class BlockPlacer:
 
     def __init__(self, fields: Sequence[str]) -> None:
         self._fields = list(fields)
-        self._layouts: dict[tuple[bytes, int, int, int], _Layout | None] = {}
-        self._suits: WeakKeyDictionary[ShardIndex, bool] = WeakKeyDictionary()
-        self._members: WeakKeyDictionary[ShardIndex, list[tuple[int, int, int]]] = WeakKeyDictionary()
-        self._metadata_bytes = 0  # of the last message; nearly always that of the next
+        self._shards: WeakKeyDictionary[ShardIndex, _ArrowShard | _TarShard | None] = WeakKeyDictionary()
 
     def suits(self, shard: ShardIndex) -> bool:
         """Whether blocks of a shard can be placed, as far as its index tells; else their bytes need a closer look."""
-        found = self._suits.get(shard)
-        if found is None:
-            kinds = [shard.schema[name] for name in self._fields]
-            if shard.format == "arrow":  # bits are unpacked, and offsets and text are checked
-                found = all(kind.item_bytes is not None and kind.dtype != "bool" for kind in kinds)
-            else:  # text is checked, arrays have headers
-                found = not shard.is_adopted and all(
-                    is_decimal(kind) or kind.kind == "bytes" for kind in kinds
-                )
-            self._suits[shard] = found
-        return found
+        return self._of(shard) is not None
 
     def __call__(self, stored: StoredBlock) -> GatherColumns | None:
         """Where the rows of an uncompressed, verified block lie; None where only `read_block` can tell."""
-        if not self.suits(stored.shard):
-            return None
-        return (self._arrow if stored.shard.format == "arrow" else self._tar)(*stored)
+        shard = self._of(stored.shard)
+        return None if shard is None else shard.place(stored, stored.shard.spans[stored.block])
 
-    def _arrow(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
+    def _of(self, shard: ShardIndex) -> _ArrowShard | _TarShard | None:
+        if shard not in self._shards:
+            self._shards[shard] = (_ArrowShard if shard.format == "arrow" else _TarShard).of(
+                shard, self._fields
+            )
+        return self._shards[shard]
+
+
+class _ArrowShard:
+    """Messages of equal metadata, length, rows and raw size have equal layouts."""
+
+    def __init__(self, schema: Schema, pitches: dict[str, int]) -> None:
+        self._schema, self._pitches = schema, pitches
+        # metadata, rows, raw size, length → per field its offset in the message and the bytes between rows
+        self._layouts: dict[tuple[bytes, int, int, int], list[tuple[int, int]]] = {}
+        self._metadata_bytes = 0  # of the last message; nearly always that of the next
+
+    @classmethod
+    def of(cls, shard: ShardIndex, fields: Sequence[str]) -> _ArrowShard | None:
+        kinds = {name: shard.schema[name] for name in fields}
+        # of others offsets and text are checked; bits are unpacked
+        pitches = {name: kind.item_bytes for name, kind in kinds.items() if kind.item_bytes is not None}
+        if len(pitches) < len(fields) or any(kind.dtype == "bool" for kind in kinds.values()):
+            return None
+        return cls(shard.schema, pitches)
+
+    def place(self, stored: StoredBlock, span: BlockSpan) -> GatherColumns | None:
+        view, address = stored.view, stored.address
         if address % 8:
             return None  # read from a copy that is aligned
-        span = index.spans[block]
         rows = span.end_row - span.first_row
-        key = bytes(view[: self._metadata_bytes]), rows, span.raw_size, len(view)
-        layout = self._layouts.get(key)
+        known = self._layouts.get((bytes(view[: self._metadata_bytes]), rows, span.raw_size, len(view)))
+        layout = self._read_layout(view, rows, span.raw_size) if known is None else known
         if layout is None:
-            if key in self._layouts:
-                return None
-            layout = self._read_layout(view, index.schema, rows, span.raw_size)
-            if layout is None:
-                return None
+            return None
         facts = [rows]
         for offset, pitch in layout:
             facts += (address + offset, 0, 0, pitch)
         return GatherColumns.of_facts(rows, facts, [None] * len(layout), view)
 
-    def _read_layout(self, view: memoryview, schema: Schema, rows: int, raw_size: int) -> _Layout | None:
+    def _read_layout(self, view: memoryview, rows: int, raw_size: int) -> list[tuple[int, int]] | None:
         try:
-            body, places = fixed_places(view, schema, rows, raw_size)
+            body, places = fixed_places(view, self._schema, rows, raw_size)
         except FormatError:
             return None  # `read_block` says so
-        layout = None
-        if all(name in places for name in self._fields):
-            layout = tuple((body + places[name].offset, _pitch(places[name])) for name in self._fields)
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
+        layout = [(body + places[name].offset, pitch) for name, pitch in self._pitches.items()]
         self._metadata_bytes = body
         self._layouts[bytes(view[:body]), rows, raw_size, len(view)] = layout
         return layout
 
-    def _tar(self, view: memoryview, address: int, index: ShardIndex, block: int) -> GatherColumns | None:
-        span = index.spans[block]
-        members = self._members.get(index)
-        if members is None:
-            members = self._members[index] = _read_members(index, self._fields)
-        if len(view) != span.raw_size:
+
+class _TarShard:
+    """The index has seen that all members lie inside their blocks."""
+
+    def __init__(self, members: list[tuple[int, int, int]]) -> None:
+        self._members = members  # of each field, where starts and ends lie in memory, and the pitch
+
+    @classmethod
+    def of(cls, shard: ShardIndex, fields: Sequence[str]) -> _TarShard | None:
+        members = []
+        for name in fields:
+            kind, number = shard.schema[name], shard.schema.position(name)
+            if shard.is_adopted or not (kind.is_whole or kind.kind == "bytes"):
+                return None  # text is checked, arrays have headers
+            starts, ends = (  # contiguous, and kept by the index
+                one.__array_interface__["data"][0]
+                for one in (shard.member_places(number)[0], shard.member_ends(number))
+            )
+            members.append((starts, ends, DECIMALS if kind.is_whole else 8))
+        return cls(members)
+
+    def place(self, stored: StoredBlock, span: BlockSpan) -> GatherColumns | None:
+        if len(stored.view) != span.raw_size:
             return None
-        first = 8 * span.first_row
-        rows = span.end_row - span.first_row
+        first, rows = 8 * span.first_row, span.end_row - span.first_row
         facts, views = [rows], []
-        for starts, ends, pitch in members:
-            facts += (starts + first, ends + first, address, pitch)
-            views.append(None if pitch == DECIMALS else view)
-        return GatherColumns.of_facts(rows, facts, views, (view, index))
-
-
-def _read_members(index: ShardIndex, fields: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Of each field, where starts and ends of its members lie, and the pitch."""
-    members = []
-    for name in fields:
-        kind = index.schema[name]
-        number = index.schema.position(name)
-        # the index has seen that all of them lie inside their blocks; both arrays are contiguous, and stay
-        starts, ends = index.member_places(number)[0], index.member_ends(number)
-        places = [one.__array_interface__["data"][0] for one in (starts, ends)]
-        members.append((places[0], places[1], DECIMALS if is_decimal(kind) else 8))
-    return members
-
-
-def is_decimal(kind: FieldType) -> bool:
-    """Whether a tar member of this type is a decimal number."""
-    return kind.kind == "scalar" and kind.numpy_dtype.kind in "biu"
-
-
-def _pitch(place: FixedPlace) -> int:
-    size = place.dtype.itemsize
-    for length in place.shape[1:]:
-        size *= length
-    return size
+        for starts, ends, pitch in self._members:
+            facts += (starts + first, ends + first, stored.address, pitch)
+            views.append(None if pitch == DECIMALS else stored.view)
+        return GatherColumns.of_facts(rows, facts, views, (stored.view, stored.shard))
