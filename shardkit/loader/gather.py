@@ -173,9 +173,8 @@ class RowAddresses:
                 starts = _items(np.dtype(np.int64), addresses)
                 sizes = _items(np.dtype(np.int64), second[which] + offsets) - starts
                 by_address = field.kind == "ragged" or row_copies is not None
-                addresses = (
-                    third[which] + starts if by_address else starts
-                )  # else a slice of the block's view
+                # else a slice of the block's view is copied
+                addresses = third[which] + starts if by_address else starts
                 views = [one.views[position] for one in blocks]
             self._fields.append(_FieldAddresses(name, field, addresses, sizes, views, {}))
 
@@ -282,9 +281,10 @@ def _opaque(
     """bytes, str or parsed JSON of each row; one copy each, out of the block."""
     if row_copies is not None:
         if field.kind == "str":
-            return list(row_copies.texts_at(starts, sizes))
-        found = row_copies.bytes_at(starts, sizes)
-        return list(found) if field.kind == "bytes" else [json.loads(one) for one in found]
+            texts: list[str] = row_copies.texts_at(starts, sizes)
+            return texts
+        found: list[bytes] = row_copies.bytes_at(starts, sizes)
+        return found if field.kind == "bytes" else [json.loads(one) for one in found]
     spans = zip(which.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
     if field.kind == "bytes":
         return [bytes(views[block][start:end]) for block, start, end in spans]

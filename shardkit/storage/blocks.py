@@ -317,9 +317,8 @@ class BlockReader:
         if mapped is None:
             return None
         span = index.spans[block]
-        view = mapped.view[
-            span.offset : span.offset + span.size
-        ]  # shorter where the file is; then not intact
+        # shorter where the file is, and then not intact
+        view = mapped.view[span.offset : span.offset + span.size]
         return StoredBlock(view, mapped.address + span.offset, index, block)
 
     def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
