@@ -68,9 +68,11 @@ class Deal:
             (n, k) int64; the column of the last group is ``steps * B / L``.
         """
         of = slice(None) if chosen is None else chosen
-        residue = self._residue[of]
-        lanes = np.asarray(lane, dtype=np.int64).reshape(-1, 1)
+        residue, carry = self._residue[of], self._carry[of]
         at = steps[:, None]
+        if not (residue.any() or carry.any()):  # as of the last group: every step deals whole rounds
+            return at * self._turn[of]
+        lanes = np.asarray(lane, dtype=np.int64).reshape(-1, 1)
         # Slots 0..q-1 of each step: q // L rounds, and one more while the phase lies in (lane - q % L, lane].
         first = lanes - residue + 1  # may be negative: then the range of phases wraps
         inside = self._time(at, lanes + 1) - self._time(at, np.maximum(first, 0))
@@ -79,14 +81,18 @@ class Deal:
         # Slot q exists in the steps that carry; it reaches this lane in one phase of the turn.
         phase = (lanes - residue) % self.lanes
         begin, end = self._ramp[phase], self._ramp[phase + 1]
-        return drawn + self._carries(self._carry[of], begin, np.clip(at, begin, end))
+        return drawn + self._carries(carry, begin, np.clip(at, begin, end))
 
     def lane_counts(
         self, steps: NDArray[np.int64], lane: NDArray[np.int64] | int, chosen: NDArray[np.int64]
     ) -> Counts:
         """Samples of the chosen groups drawn by ``lane`` before each step: (n, k) int64."""
+        drawn = self.lane_prefix(steps, lane, chosen)
+        above_first = chosen > 0
+        if not above_first.any():
+            return drawn
         below = self.lane_prefix(steps, lane, np.maximum(chosen - 1, 0))
-        return self.lane_prefix(steps, lane, chosen) - np.where(chosen > 0, below, 0)
+        return drawn - np.where(above_first, below, 0)
 
     def _time(self, at: Counts, phase: Counts) -> Counts:
         """Steps before ``at`` that lie in phases before ``phase``."""

@@ -324,7 +324,7 @@ class NaturalGrid:
         self, cells: NDArray[np.int64], epoch: int, lanes: NDArray[np.int64], first: int, filled: int
     ) -> NDArray[np.int64]:
         """Cells (lanes, steps, m), each permuted under its key; read-only."""
-        if self.shuffle != "none":
+        if self.shuffle != "none" and filled > 1:
             num, steps, size = cells.shape
             numbers = epoch * self.steps_per_epoch + np.arange(first, first + steps, dtype=np.int64)
             of_lane = derive_each(derive(self.seed, _CELLS), lanes)
