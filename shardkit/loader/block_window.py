@@ -50,17 +50,33 @@ class WindowCounts:
         self.peak_bytes = 0
 
 
+class _Task:
+    """Some blocks that are loaded together."""
+
+    __slots__ = ("blocks", "found", "future")
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+        self.future: Future[None]
+        self.found: list[GatherColumns | None] | None = None  # once loaded: a future is slow to ask
+
+    def is_over(self) -> bool:
+        """Whether it was loaded, has failed, or was cancelled."""
+        return self.found is not None or self.future.done()
+
+    def failed(self) -> bool:
+        """Whether it is over without its blocks."""
+        return self.future.done() and self.found is None  # in this order: it is found before that is done
+
+
 class _Entry:
     """One block that is loaded or being loaded."""
 
-    __slots__ = ("future", "good_for", "loaded", "pins", "position", "size")
+    __slots__ = ("good_for", "pins", "position", "size", "task")
 
-    def __init__(
-        self, future: Future[list[GatherColumns | None]], position: int, size: int, good_for: float
-    ) -> None:
-        self.future, self.position, self.size = future, position, size
+    def __init__(self, task: _Task, position: int, size: int, good_for: float) -> None:
+        self.task, self.position, self.size = task, position, size
         self.good_for = good_for  # the last loop that may use it
-        self.loaded: GatherColumns | None = None  # once somebody waited for it: futures are slow to ask
         self.pins = 0
 
 
@@ -74,20 +90,18 @@ class Lease:
         """The loaded blocks in the order in which they were asked for; raises what loading one of them raised."""
         loaded = []
         for entry in self._entries:
-            found = entry.loaded
-            if found is None:
-                _wait(entry.future, timeout_s, on_stall)
-                found = entry.loaded = entry.future.result()[entry.position]
-                assert found is not None  # only a block that no lease holds is taken out
+            task = entry.task
+            if task.found is None:
+                _wait(task.future, timeout_s, on_stall)
+                task.future.result()
+            found = task.found and task.found[entry.position]
+            assert found  # only a block that no lease holds is taken out
             loaded.append(found)
         return loaded
 
     def failed(self) -> bool:
         """Whether loading one of the blocks has failed by now."""
-        return any(
-            (future := entry.future).done() and (future.cancelled() or future.exception() is not None)
-            for entry in self._entries
-        )
+        return any(entry.task.failed() for entry in self._entries)
 
     def release(self) -> None:
         """The group is done; may be called twice."""
@@ -150,7 +164,7 @@ class BlockWindow:
     def is_loaded(self, block: int) -> bool:
         """Whether a block is in memory; one that still waits for its turn to be loaded is not."""
         entry = self._entries.get(block)
-        return entry is not None and entry.future.done()
+        return entry is not None and entry.task.is_over()
 
     def measure(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Bytes of these blocks, and of those among them that are still to be loaded."""
@@ -218,23 +232,24 @@ class BlockWindow:
 
     def _submit(self, blocks: list[int], sizes: list[int]) -> list[_Entry]:
         entries: list[_Entry] = []
+        loop, pool = self._loop, self._pool
         mapped = [self._source.mapped(block) for block in blocks]
         share = -(-len(blocks) // self._threads)
         each = max(1, min(_BLOCKS_PER_TASK, share)) if all(mapped) else 1
         for first in range(0, len(blocks), each):
-            part = blocks[first : first + each]
-            future = self._pool.submit(self._load, part)
+            task = _Task(blocks[first : first + each])
+            task.future = pool.submit(self._load, task)
             entries += [
-                _Entry(future, i, sizes[first + i], self._loop if mapped[first + i] else inf)
-                for i in range(len(part))
+                _Entry(task, i, sizes[first + i], loop if mapped[first + i] else inf)
+                for i in range(len(task.blocks))
             ]
         return entries
 
-    def _load(self, blocks: list[int]) -> list[GatherColumns | None]:
-        started = time.perf_counter()
+    def _load(self, task: _Task) -> None:
+        started, blocks = time.perf_counter(), task.blocks
         self.loading.update(dict.fromkeys(blocks, started))
         try:
-            loaded: list[GatherColumns | None] = [*self._source.load(blocks)]
+            found: list[GatherColumns | None] = [*self._source.load(blocks)]
         finally:
             for block in blocks:
                 self.loading.pop(block, None)
@@ -243,7 +258,7 @@ class BlockWindow:
             self.counts.load_s += elapsed
             self.counts.block_loads += len(blocks)
             self.counts.bytes_loaded += nbytes
-        return loaded
+        task.found = found
 
     def _make_room(self, need: int) -> None:
         wanted = self._bytes + need - self._budget
@@ -253,7 +268,7 @@ class BlockWindow:
         for block, entry in self._entries.items():
             if wanted <= 0:
                 break
-            if not entry.pins and entry.future.done():
+            if not entry.pins and entry.task.is_over():
                 wanted -= entry.size
                 dropped.append((block, entry))
         for block, entry in dropped:
@@ -264,9 +279,8 @@ class BlockWindow:
     def _remove(self, block: int, entry: _Entry) -> None:
         del self._entries[block]
         self._bytes -= entry.size
-        future = entry.future
-        if not entry.pins and future.done() and not future.cancelled() and future.exception() is None:
-            future.result()[entry.position] = None  # what its task loaded beside it may stay
+        if not entry.pins and entry.task.found is not None:
+            entry.task.found[entry.position] = None  # what its task loaded beside it may stay
 
     def begin_loop(self) -> None:
         """What is leased from now on is for another loop: it verifies again what is a view of a file.
@@ -279,10 +293,8 @@ class BlockWindow:
         """What no lease holds is not loaded any more if that has not begun, and tried again if it failed."""
         with self._changed:
             for block, entry in list(self._entries.items()):
-                future = entry.future
-                if not (entry.pins or entry.loaded) and (
-                    future.cancel() or (future.done() and future.exception())
-                ):
+                task = entry.task
+                if not entry.pins and task.found is None and (task.future.cancel() or task.failed()):
                     self._remove(block, entry)
 
     def close(self) -> None:
