@@ -30,7 +30,7 @@ try:
 except ImportError:  # not compiled where this was installed: the same in numpy, whose copies others wait for
     row_copies = None
 
-__all__ = ["DECIMALS", "FREE_ITEMS", "GatherColumns", "RowAddresses"]
+__all__ = ["DECIMALS", "FREE_ITEMS", "GatherColumns", "RowAddresses", "is_only_copied"]
 
 Int64s = NDArray[np.int64]
 
@@ -46,6 +46,11 @@ DECIMALS = -8
 """Stands for the bytes between rows where a fixed-size field lies in its block as decimal texts, as in our tars: the
 addresses are then those of starts, ends and data."""
 _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
+
+
+def is_only_copied(field: FieldType) -> bool:
+    """Whether gathering a field is one copy of many rows, beside which other threads run."""
+    return field.item_bytes is not None or (row_copies is not None and field.kind != "json")
 
 
 class GatherColumns:

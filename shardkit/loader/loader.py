@@ -16,6 +16,7 @@ from shardkit.loader.assembly import Assembler, StepBatches
 from shardkit.loader.batch import Batch
 from shardkit.loader.decoders import find_decoders
 from shardkit.loader.events import EventLog
+from shardkit.loader.gather import is_only_copied
 from shardkit.loader.machinery import Machinery
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.ranks import Topology, find_topology
@@ -26,6 +27,7 @@ from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.step_gather import GatherThreads
 from shardkit.loader.telemetry_sources import LoaderSource
 from shardkit.loader.transforms import RowFunction
 from shardkit.loader.watchdog import Watchdog
@@ -34,8 +36,10 @@ from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
 
-# A step of this size is gathered in the trainer's own `next`: a tenth of a millisecond of copying.
+# A step of at most this size is gathered in the trainer's own `next`: a tenth of a millisecond of copying, or a
+# millisecond, most of which threads that gather beside it have done before.
 _INLINE_BYTES = 1 << 20
+_HELPED_INLINE_BYTES = 8 << 20
 _DEFAULT_PREFETCH = 4
 _AGREEMENT_S = 600.0
 
@@ -243,7 +247,7 @@ class Loader:
                 ready.release()
             ready = scout(numbers)
         settings = PipelineSettings(
-            prefetch=self._prefetch(rows, work),
+            prefetch=self._prefetch(step_bytes, work, machinery.gather_threads),
             stall_s=config.stall_s,
             report=watchdog,
             # after a first loop there may be no other: a validation pass, a worker that lives for an epoch. Remote
@@ -271,15 +275,14 @@ class Loader:
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         return bool(self._tensors and cuda is not None and cuda.is_initialized())
 
-    def _prefetch(self, rows: int, work: RowWork) -> int:
+    def _prefetch(self, step_bytes: int, work: RowWork, threads: GatherThreads) -> int:
         if self._config.prefetch is not None:
             return (self._config.prefetch and self._prefetch_now) or self._config.prefetch
-        schema, row_bytes = self._sources.schema, self._sources.row_bytes
-        fixed = all(schema[name].item_bytes is not None for name in self._fields)
-        small = rows * row_bytes(self._fields) <= _INLINE_BYTES
+        small = step_bytes <= (_HELPED_INLINE_BYTES if threads.number else _INLINE_BYTES)
+        only_copied = all(is_only_copied(self._sources.schema[name]) for name in self._fields)
         return (
             0
-            if fixed and small and not work and not self._pins()
+            if small and only_copied and not work and not self._pins()
             else self._prefetch_now or _DEFAULT_PREFETCH
         )
 
