@@ -71,6 +71,8 @@ class Reader:
             sys.executable
         ):  # two environments may share one binary
             environment.pop("PYTHONPATH", None)  # it leads to our packages
+        # an installed package is compiled once; one that runs from its source tree would be at every start
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._process = subprocess.Popen(
             [python, str(_WORKER), name, workload.name, str(scale), str(data), str(workers)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
