@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,13 +63,23 @@ class Assembler:
         self._lanes, self._world, self._by_cell, self._tensors = list(lanes), world, by_cell, tensors
         self._work, self._counts, self._pin = work, counts, pin
 
-    def __call__(self, group: StepGroup, blocks: Sequence[GatherColumns]) -> Iterator[StepBatches]:
-        """The steps of a group, in order; `blocks` are those of `group.blocks`."""
+    def gather(
+        self, group: StepGroup, blocks: Sequence[GatherColumns], beside: Callable[[], None] | None = None
+    ) -> StepGather:
+        """Where the rows of a group lie, ready to be copied; `blocks` are those of `group.blocks`."""
         rows = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
-        borders = group.borders.tolist()
-        steps = StepGather(rows.take, borders, threads=self._threads, step_bytes=self._step_bytes)
-        with contextlib.closing(iter(steps)) as gathered:
-            yield from self._assembled(group, borders, gathered)
+        return StepGather(
+            rows.take,
+            group.borders.tolist(),
+            threads=self._threads,
+            step_bytes=self._step_bytes,
+            beside=beside,
+        )
+
+    def __call__(self, group: StepGroup, gather: StepGather) -> Iterator[StepBatches]:
+        """The steps of a group, in order; closes `gather` in the end."""
+        with contextlib.closing(gather):
+            yield from self._assembled(group, group.borders.tolist(), iter(gather))
 
     def _assembled(
         self, group: StepGroup, borders: list[int], gathered: Iterator[dict[str, Any]]

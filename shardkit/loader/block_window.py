@@ -99,6 +99,10 @@ class Lease:
             loaded.append(found)
         return loaded
 
+    def is_loaded(self) -> bool:
+        """Whether `wait` would not wait, and raise nothing."""
+        return all(entry.task.found is not None for entry in self._entries)
+
     def failed(self) -> bool:
         """Whether loading one of the blocks has failed by now."""
         return any(entry.task.failed() for entry in self._entries)

@@ -22,6 +22,7 @@ from shardkit.loader.gather import GatherColumns
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.scout import Scout
 from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.step_gather import StepGather
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
@@ -74,6 +75,8 @@ class Pipeline:
         self._ended: float | None = None
         self._next_scout: Scout | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
+        self._preparing = threading.Lock()
+        self._prepared: tuple[StepGroup, StepGather] | None = None  # the group after it
         self.scout_waits, self.assembly_waits = Waits(), Waits()
         self._groups = Background(
             self._leased_groups(),
@@ -148,6 +151,8 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
+        with self._preparing:
+            self._prepared = None
         self._scout.release()  # what was dropped on the way
         self._window.end_loop()
 
@@ -186,9 +191,30 @@ class Pipeline:
             self._current = group
             try:
                 # no name for the blocks here: they must be gone with the lease, not with the next group
-                yield from self._assemble(group, self._loaded(lease))
+                yield from self._assemble(group, self._gather(group, lease))
             finally:
                 self._scout.done(lease)
+
+    def _gather(self, group: StepGroup, lease: Lease) -> StepGather:
+        with self._preparing:
+            if self._prepared is not None and self._prepared[0] is group:
+                gather = self._prepared[1]
+                self._prepared = None
+                return gather
+        return self._assemble.gather(group, self._loaded(lease), self._prepare_next)
+
+    def _prepare_next(self) -> None:
+        """Find where the rows of the group that comes next lie, if its blocks are there, before they are waited for."""
+        with self._preparing:
+            following = self._groups.peek()
+            if self._stopping.is_set() or self._prepared is not None or following is None:
+                return
+            group, lease = following
+            if lease.is_loaded():
+                # what is raised here is raised again where it is handed to the trainer
+                with contextlib.suppress(Exception):
+                    blocks = lease.wait(self._settings.stall_s, lambda _: None)
+                    self._prepared = group, self._assemble.gather(group, blocks, self._prepare_next)
 
     def _loaded(self, lease: Lease) -> list[GatherColumns]:
         started = time.perf_counter()

@@ -37,15 +37,16 @@ class GatherThreads(NamedTuple):
 
 
 class StepGather:
-    """Columns of each step of one group, in order; iterate once.
+    """Columns of each step of one group, in order; iterate once, and close.
 
-    No thread touches the group's blocks any more once the iteration has ended, however it ends.
+    No thread touches the group's blocks any more once `close` has returned.
 
     Args:
         take: copies rows `first` … `last - 1`; called by several threads at once.
         borders: (steps + 1) of the rows of the steps.
         threads: who helps.
         step_bytes: of one step, about.
+        beside: called by helping threads, between two copies, once half of the steps are begun.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class StepGather:
         *,
         threads: GatherThreads,
         step_bytes: int,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         steps = len(borders) - 1
         rows = max(1, borders[-1] // max(1, steps))
         # a part is some steps that are gathered at once
         self._each = each = max(1, min(-(-FREE_ITEMS // rows), _TOGETHER_BYTES // max(1, step_bytes)))
-        self._take, self._borders, self._threads = take, borders, threads
+        self._take, self._borders, self._threads, self._beside = take, borders, threads, beside
         self._parts = -(-steps // each)
         worth = threads.pool is not None and step_bytes * each >= _WORTH_BYTES
         # so that whoever is late with a part holds nobody up
@@ -74,15 +76,12 @@ class StepGather:
 
     def __iter__(self) -> Generator[Columns]:
         borders, steps = self._borders, len(self._borders) - 1
-        try:
-            for part in range(self._parts):
-                columns = self._gathered(part)
-                first = part * self._each
-                for step in range(first, min(first + self._each, steps)):
-                    a, b = borders[step] - borders[first], borders[step + 1] - borders[first]
-                    yield {name: rows_of(value, a, b) for name, value in columns.items()}
-        finally:
-            self._end()
+        for part in range(self._parts):
+            columns = self._gathered(part)
+            first = part * self._each
+            for step in range(first, min(first + self._each, steps)):
+                a, b = borders[step] - borders[first], borders[step + 1] - borders[first]
+                yield {name: rows_of(value, a, b) for name, value in columns.items()}
 
     def _gathered(self, part: int) -> Columns:
         self._allow(min(self._parts, part + 1 + self._ahead))
@@ -134,6 +133,8 @@ class StepGather:
             if self._waits:
                 with self._changed:
                     self._changed.notify_all()
+            if self._beside is not None and 2 * self._next >= self._parts:
+                self._beside()
         with self._changed:
             self._helping -= 1
             self._changed.notify_all()
@@ -145,7 +146,8 @@ class StepGather:
                 self._changed.wait()
             self._waits = False
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """No more steps; waits for whoever copies. May be called twice."""
         with self._changed:
             self._limit = 0
             while self._helping:

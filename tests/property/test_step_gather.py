@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -83,10 +84,11 @@ def test_nobody_takes_rows_after_the_iteration_was_left(
 ) -> None:
     borders = [0, *itertools.accumulate(sizes)]
     table = Table(borders[-1])
-    gathered = iter(StepGather(table.take, borders, threads=threads, step_bytes=step_bytes))
+    gather = StepGather(table.take, borders, threads=threads, step_bytes=step_bytes)
+    gathered = iter(gather)
     for _ in range(data.draw(st.integers(0, len(sizes)))):
         next(gathered)
-    gathered.close()
+    gather.close()
     assert table.active == 0
     before = table.taken.total()
     if threads.pool is not None:
@@ -97,10 +99,10 @@ def test_nobody_takes_rows_after_the_iteration_was_left(
 def test_a_row_that_cannot_be_taken_is_raised_after_the_steps_before_it(threads: GatherThreads) -> None:
     table = Table(4000, refuse=3210)
     borders = list(range(0, 4001, 10))
-    gathered = iter(StepGather(table.take, borders, threads=threads, step_bytes=700_000))
+    gather = StepGather(table.take, borders, threads=threads, step_bytes=700_000)
     seen: list[int] = []
-    with pytest.raises(ValueError, match="row 3210"):
-        seen.extend(columns["array"][0] for columns in gathered)
+    with pytest.raises(ValueError, match="row 3210"), contextlib.closing(gather):
+        seen.extend(columns["array"][0] for columns in gather)
     assert seen == list(range(0, 10 * len(seen), 10))
     assert len(seen) > 310  # what is gathered together is lost together: at most a few steps
 
@@ -123,3 +125,28 @@ def test_a_thread_that_is_late_holds_nobody_up() -> None:
         gather = StepGather(take, borders, threads=GatherThreads(pool, 1), step_bytes=2 << 20)
         assert [columns["array"][0] for columns in gather] == [0, 1000, 2000, 3000]
     assert len(mine) >= 3
+
+
+def test_what_is_done_beside_waits_for_half_of_the_steps_and_leaves_them_to_others() -> None:
+    table, caller = Table(4000), threading.get_ident()
+    begun_when_asked: list[int] = []
+
+    def beside() -> None:
+        assert threading.get_ident() != caller
+        begun_when_asked.append(table.taken.total())
+
+    def take(first: int, last: int) -> dict[str, Any]:
+        if threading.get_ident() == caller:
+            helped.wait(60)  # so that there is something to help with
+        found = table.take(first, last)
+        helped.set()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        helped = threading.Event()
+        borders = list(range(0, 4001, 1000))
+        gather = StepGather(take, borders, threads=GatherThreads(pool, 1), step_bytes=2 << 20, beside=beside)
+        with contextlib.closing(gather):
+            assert [columns["array"][0] for columns in gather] == [0, 1000, 2000, 3000]
+    assert begun_when_asked
+    assert min(begun_when_asked) >= 1000
