@@ -189,11 +189,13 @@ class RowAddresses:
         """Addresses of the values of decimal texts, of which it is given where starts, ends and blocks lie."""
         int64 = np.dtype(np.int64)
         starts, ends = _items(int64, starts_at), _items(int64, ends_at)
-        space = _address_space(1).view(np.uint8)
-        values = parse_decimals(
-            space, data + starts - _FIRST_ADDRESS, ends - starts, field.numpy_dtype, name,
-            first=data - _FIRST_ADDRESS,
-        )  # fmt: skip
+        values = _few_digits(data + starts, ends - starts, field.numpy_dtype)
+        if values is None:  # long ones, or such that an error is due
+            space = _address_space(1).view(np.uint8)
+            values = parse_decimals(
+                space, data + starts - _FIRST_ADDRESS, ends - starts, field.numpy_dtype, name,
+                first=data - _FIRST_ADDRESS,
+            )  # fmt: skip
         self._blocks.append(values)
         address: int = values.__array_interface__["data"][0]
         return address + np.arange(len(values), dtype=np.int64) * values.itemsize
@@ -216,6 +218,17 @@ class RowAddresses:
                 which = self._which[first:last]
                 columns[name] = _opaque(field, views, which, addresses[first:last], sizes[first:last])
         return columns
+
+
+def _few_digits(addresses: Int64s, sizes: Int64s, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """Values of decimals that fit int64 and `dtype`; None where one does not, or nothing is compiled."""
+    values = np.empty(len(addresses), np.int64)
+    if row_copies is None or not row_copies.decimals_at(values, addresses, sizes):
+        return None
+    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if len(values) and not least <= int(values.min()) <= int(values.max()) <= most:
+        return None
+    return values.astype(dtype, copy=False)
 
 
 @lru_cache(maxsize=64)

@@ -240,6 +240,67 @@ static PyObject *texts_at(PyObject *self, PyObject *args)
     return list;
 }
 
+#define MOST_DIGITS 18 /* of any so many digits the value fits int64 */
+#define FAR_AHEAD 8    /* rows: each lies somewhere else in memory */
+
+/* The value of a canonical decimal; 0 on success. */
+static int parse_decimal(const char *text, int64_t size, int64_t *value)
+{
+    const int negative = size > 1 && text[0] == '-';
+    int64_t found = 0;
+    if (size - negative < 1 || size - negative > MOST_DIGITS || (size > 1 && text[negative] == '0'))
+        return -1;
+    for (int64_t at = negative; at < size; at++) {
+        const unsigned digit = (unsigned char)text[at] - (unsigned)'0';
+        if (digit > 9)
+            return -1;
+        found = found * 10 + digit;
+    }
+    *value = negative ? -found : found;
+    return 0;
+}
+
+static PyObject *decimals_at(PyObject *self, PyObject *args)
+{
+    PyObject *target_object, *spans;
+    Py_buffer target, addresses, sizes;
+    int all = 0;
+    if (PyTuple_GET_SIZE(args) != 3)
+        return PyErr_Format(PyExc_TypeError, "decimals_at: expected target, addresses, sizes");
+    target_object = PyTuple_GET_ITEM(args, 0);
+    spans = PyTuple_GetSlice(args, 1, 3);
+    if (!spans || borrow_spans(spans, &addresses, &sizes) < 0) {
+        Py_XDECREF(spans);
+        return NULL;
+    }
+    Py_DECREF(spans);
+    if (PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0) {
+        if (target.len != addresses.len || (uintptr_t)target.buf % 8) {
+            PyErr_Format(PyExc_ValueError, "a target of %zd bytes for %zd rows", target.len, addresses.len / 8);
+        } else {
+            const int64_t *from = addresses.buf, *size = sizes.buf;
+            const Py_ssize_t rows = addresses.len / 8;
+            int64_t *value = target.buf;
+            Py_ssize_t row = 0;
+            PyThreadState *let_go = PyEval_SaveThread();
+            for (; row < rows; row++) {
+                if (row + FAR_AHEAD < rows)
+                    ask_for((const char *)(intptr_t)from[row + FAR_AHEAD], 1);
+                if (parse_decimal((const char *)(intptr_t)from[row], size[row], value + row) < 0)
+                    break;
+            }
+            PyEval_RestoreThread(let_go);
+            all = row == rows;
+        }
+        PyBuffer_Release(&target);
+    }
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&addresses);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyBool_FromLong(all);
+}
+
 static PyMethodDef functions[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size): the row of `size` bytes at each address, end to end into `target`."},
@@ -248,6 +309,8 @@ static PyMethodDef functions[] = {
     {"bytes_at", bytes_at, METH_VARARGS, "bytes_at(addresses, sizes): a list of the bytes at each address."},
     {"texts_at", texts_at, METH_VARARGS,
      "texts_at(addresses, sizes): a list of the UTF-8 text at each address, as str."},
+    {"decimals_at", decimals_at, METH_VARARGS,
+     "decimals_at(target, addresses, sizes): the int64 values of canonical decimals; whether all of them are."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -22,3 +22,6 @@ def texts_at(addresses: Int64s, sizes: Int64s, /) -> list[str]:
     Raises:
         UnicodeDecodeError: one is not.
     """
+
+def decimals_at(target: Int64s, addresses: Int64s, sizes: Int64s, /) -> bool:
+    """Values of the canonical decimals at each address into `target`; False where one is none of up to 18 digits."""

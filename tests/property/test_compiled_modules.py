@@ -99,9 +99,31 @@ def test_text_that_is_not_utf8_is_refused() -> None:
         row_copies.texts_at(addresses, sizes)
 
 
+DECIMALS = st.integers(-(10**18) + 1, 10**18 - 1).map(lambda value: b"%d" % value)
+NEARLY = st.sampled_from(
+    [b"", b"-", b"-0", b"007", b"-07", b"+1", b" 1", b"1 ", b"1e3", b"10" + b"0" * 17, b"-1" + b"0" * 18]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(DECIMALS, max_size=40), strange=st.none() | st.tuples(st.integers(0, 40), NEARLY))
+def test_decimals_are_parsed_if_all_are_canonical_and_fit(
+    texts: list[bytes], strange: tuple[int, bytes] | None
+) -> None:
+    if strange is not None:
+        texts = [*texts[: strange[0]], strange[1], *texts[strange[0] :]]
+    _kept, addresses, sizes = _spans(texts)
+    target = np.zeros(len(texts), np.int64)
+    assert row_copies.decimals_at(target, addresses, sizes) == (strange is None)
+    if strange is None:
+        assert target.tolist() == [int(text) for text in texts]
+
+
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
+        ("decimals_at", (np.zeros(2, np.int64), np.zeros(1, np.int64), np.array([1]))),
+        ("decimals_at", (np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([1, 1]))),
         ("copy_rows", (np.zeros(9, np.uint8), np.zeros(1, np.int64), 8)),  # a target of another size
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(1, np.int64), -8)),
         ("copy_rows", (np.zeros(0, np.uint8), np.zeros(4, np.int64), 1 << 62)),  # whose product wraps around
