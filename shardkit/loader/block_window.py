@@ -26,12 +26,14 @@ class BlockSource:
     Attributes:
         load: reads and verifies some blocks; called on the window's threads.
         size_of: upper bound of the bytes that a block takes, known before it is loaded.
+        loaded_size_of: the bytes that it does take, once it is loaded.
         mapped: whether the block is a view of a file: its bytes may leave memory and come back unverified.
         forget: the block's bytes are no longer needed.
     """
 
     load: Callable[[Sequence[int]], list[GatherColumns]]
     size_of: Callable[[int], int]
+    loaded_size_of: Callable[[int], int]
     mapped: Callable[[int], bool]
     forget: Callable[[int], None]
 
@@ -258,11 +260,24 @@ class BlockWindow:
             for block in blocks:
                 self.loading.pop(block, None)
         elapsed, nbytes = time.perf_counter() - started, sum(map(self._source.size_of, blocks))
+        sizes = [self._source.loaded_size_of(block) for block in blocks]
         with self._changed:
             self.counts.load_s += elapsed
             self.counts.block_loads += len(blocks)
             self.counts.bytes_loaded += nbytes
+            self._correct(task, sizes)
         task.found = found
+
+    def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
+        """From what the blocks of a task could at most have been to what they are: there may be room for another."""
+        before = self._bytes
+        for block, size in zip(task.blocks, sizes, strict=True):
+            entry = self._entries.get(block)
+            if entry is not None and entry.task is task and size < entry.size:
+                self._bytes -= entry.size - size
+                entry.size = size
+        if self._bytes < before:
+            self._changed.notify_all()
 
     def _make_room(self, need: int) -> None:
         wanted = self._bytes + need - self._budget

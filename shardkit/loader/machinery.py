@@ -79,6 +79,7 @@ class Machinery:
             BlockSource(
                 load=load,
                 size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
+                loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
                 mapped=lambda block: is_view(rows.shard_of_block(block)[0]),
                 forget=lambda block: reader.forget(*rows.shard_of_block(block)),
             ),

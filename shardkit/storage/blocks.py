@@ -123,6 +123,10 @@ class BlockReader:
         digest = "sha256:" + bytes(self._table.digest[shard]).hex()
         return object_name(digest, extension(*self._formats[self._part(shard)]))
 
+    def raw_size(self, shard: int, block: int) -> int:
+        """Bytes of a block, decompressed; reads the shard's index where it is not at hand."""
+        return self.index(shard).spans[block].raw_size
+
     def index(self, shard: int) -> ShardIndex:
         """The verified index of a shard.
 

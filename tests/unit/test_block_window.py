@@ -30,7 +30,11 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
         return [*loaded]
 
     source = BlockSource(
-        load=load, size_of=lambda block: 1, mapped=lambda block: mapped, forget=dropped.append
+        load=load,
+        size_of=lambda block: 1,
+        loaded_size_of=lambda block: 1,
+        mapped=lambda block: mapped,
+        forget=dropped.append,
     )
     window = BlockWindow(source, budget=16, threads=threads)
     for first in range(0, 60, 5):  # borders of leases and of what one task loads do not fall together
@@ -45,3 +49,25 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
     assert not {block.block for block in there} & set(dropped)
     window.close()
     assert not there
+
+
+def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> None:
+    source = BlockSource(
+        load=lambda blocks: [Loaded(block) for block in blocks],
+        size_of=lambda block: 10,
+        loaded_size_of=lambda block: 1 + block % 3,
+        mapped=lambda block: True,
+        forget=lambda block: None,
+    )
+    window = BlockWindow(source, budget=40, threads=2)
+    sizes = {}
+    for block in range(60):
+        lease = window.lease([block], lambda: False)
+        assert window.nbytes <= 40
+        lease.wait(60, lambda waited: None)
+        lease.release()
+        sizes = {one: 1 + one % 3 for one in range(60) if window.is_loaded(one)}
+        assert window.nbytes == sum(sizes.values())
+    assert len(sizes) >= 14  # beside one that is on its way, and counts 10, thirty bytes of them stay
+    assert window.counts.peak_bytes <= 40
+    window.close()

@@ -31,6 +31,7 @@ def test_a_scout_that_fails_ahead_of_its_loop_holds_nothing() -> None:
     source = BlockSource(
         load=lambda blocks: [Empty() for _ in blocks],
         size_of=lambda block: 1,
+        loaded_size_of=lambda block: 1,
         mapped=lambda block: False,
         forget=lambda block: None,
     )
