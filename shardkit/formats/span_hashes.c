@@ -16,7 +16,8 @@
 #define LANES 8
 #define SECRET 192
 #define SHORTEST 241
-#define AHEAD 1024 /* bytes */
+#define AHEAD 1024     /* bytes that are asked for into the nearest cache */
+#define FAR_AHEAD 3072 /* and into the next one, which can wait for more of them at a time */
 
 static const uint64_t PRIME32_1 = 0x9E3779B1u, PRIME32_2 = 0x85EBCA77u, PRIME32_3 = 0xC2B2AE3Du;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87u, PRIME64_2 = 0xC2B2AE3D27D4EB4Fu, PRIME64_3 = 0x165667B19E3779F9u,
@@ -41,7 +42,7 @@ static const unsigned char secret[SECRET] = {
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
-#define ASK_FOR(place) __builtin_prefetch(place)
+#define ASK_FOR(place) (__builtin_prefetch((place) + AHEAD), __builtin_prefetch((place) + FAR_AHEAD, 0, 2))
 #else
 #define ASK_FOR(place) ((void)(place))
 #endif
@@ -91,7 +92,7 @@ static uint64_t folded(uint64_t a, uint64_t b)
     const int64_t block = STRIPE * STRIPES, blocks = (size - 1) / block;               \
     for (int64_t done = 0; done < blocks; done++, from += block) {                     \
         for (int stripe = 0; stripe < STRIPES; stripe++) {                             \
-            ASK_FOR(from + stripe * STRIPE + AHEAD);                                   \
+            ASK_FOR(from + stripe * STRIPE);                                           \
             add(from + stripe * STRIPE, secret + 8 * stripe);                          \
         }                                                                              \
         scramble(secret + SECRET - STRIPE);                                            \
