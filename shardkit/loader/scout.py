@@ -137,24 +137,25 @@ class Scout:
     def _lease_groups(self) -> Iterator[tuple[StepGroup, Lease]]:
         settings, window, left = self._settings, self._window, self.numbers
         most = most_steps(settings.rows_per_step, settings.bytes_per_step)
-        size, growth = 1, 4.0  # the first batch should not wait for a whole group
+        at_once = window.budget // _LOADED_AT_ONCE
+        size = 1  # the first batch should not wait for a whole group
         while left and not self._stopping.is_set():
             started = time.perf_counter()
             group = self._plan_group(left[:size])
             needed, missing = window.measure(group.blocks)
             while (size := len(group.numbers)) > 1:
                 if needed > window.budget * 2 // 3:
-                    most = size // 2  # nor would those that follow leave room for what is beside them
-                elif missing <= window.budget // _LOADED_AT_ONCE:
-                    break
+                    most = size = size // 2  # nor would those that follow leave room for what is beside them
+                elif missing > at_once:
+                    size = max(1, math.floor(size * _growth(missing, at_once)))
                 else:
-                    growth = 1.25  # near what fits: planned in vain is planned twice
-                group = self._plan_group(left[: size // 2])
+                    break
+                group = self._plan_group(left[:size])
                 needed, missing = window.measure(group.blocks)
             if needed > window.budget:
                 settings.over_memory(group.numbers[0], needed)
             left = left[len(group.numbers) :]
-            size = min(most, math.ceil(size * growth))
+            size = min(most, math.ceil(size * _growth(missing, at_once)))
             self.counts.plan_s += time.perf_counter() - started
             if not self._begun:
                 for file, version in settings.file_versions(group.blocks).items():
@@ -162,3 +163,11 @@ class Scout:
             lease = window.lease(group.blocks, self._hurried)
             self._leases.append(lease)
             yield group, lease
+
+
+def _growth(missing: int, at_once: int) -> float:
+    """How many times as many steps will have to load a little less than what may be loaded at once; at most four.
+
+    Planned in vain is planned twice.
+    """
+    return min(4.0, 0.9 * at_once / max(1, missing))
