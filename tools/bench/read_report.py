@@ -15,6 +15,7 @@ NAMES = {
     **PEER_NAMES,
     "memmap": "memory map + gather under DataLoader (no checks, no resume)",
     "spdl_reader": "SPDL over a memory map (no checks, no resume)",
+    "ffcv_reader": "FFCV (no checks, no resume)",
 }
 HEAD = (
     "| reader | workers | samples/s, median (range) | of the limit | CPU µs per sample | of the limit, by CPU | "
@@ -32,8 +33,7 @@ def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
         f"{facts['seconds_per_epoch']:g} s (marked ¹). shardkit verifies every block in every epoch (XXH3); "
         "the peers verify nothing. First batch: of a fresh process, imports included; past torch: without the "
         "import of torch.\n\n"
-        f"Versions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}. FFCV is not among them: "
-        "its build needs the development files of OpenCV (ffcv 1.0.2: “Could not find required package: opencv”)."
+        f"Versions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}."
     )
     return (
         "\n".join([head] + [line for name, result in results.items() for line in _table(name, result)]) + "\n"

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["machine_facts", "versions"]
 
 _PACKAGES = ("shardkit", "torch", "numpy", "pyarrow", "zstandard", "mosaicml-streaming", "litdata", "webdataset",
-             "datasets", "grain", "array-record", "pylance", "megatron-energon", "spdl", "torchvision",
+             "datasets", "grain", "array-record", "pylance", "megatron-energon", "spdl", "ffcv", "torchvision",
              "pillow")  # fmt: skip
 _PROGRAM = """
 import importlib.metadata as m, json, sys

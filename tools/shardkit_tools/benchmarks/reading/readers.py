@@ -34,6 +34,7 @@ PEER_NAMES = {
     "lance_reader": "Lance",
     "energon": "Energon",
     "spdl_reader": "SPDL over a memory map",
+    "ffcv_reader": "FFCV",
 }
 """Module of a peer → what tables call it."""
 
@@ -42,7 +43,7 @@ PEERS = tuple(PEER_NAMES)
 
 SHARES_DATA = {"shardkit_compact": "shardkit_reader", "hf_iterable": "hf_map", "spdl_reader": "memmap"}
 """Readers that read what another one has built."""
-THREADS_ONLY = frozenset({"spdl_reader"})
+THREADS_ONLY = frozenset({"spdl_reader", "ffcv_reader"})
 """Readers without worker processes."""
 _PATIENCE_S = 240.0  # some readers hang
 _BUILD_PATIENCE_S = 1800.0
