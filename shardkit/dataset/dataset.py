@@ -260,8 +260,8 @@ class Dataset:
                 `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
             memory: bound for the blocks held in memory, for example ``"2GiB"``; passed only where the blocks of one
                 step exceed it (then fewer lanes or a smaller `window_blocks` of the plan help).
-            threads: how many blocks are read and verified at once, and transforms run; by default the processors but
-                one, at most 8.
+            threads: how many blocks are read and verified at once, and transforms run; by default as many as there are
+                processors, at most 8.
             prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is
                 done for steps of up to 8 MiB that need no other work than being copied, and 4 steps wait otherwise.
             tensors: torch tensors instead of numpy arrays; by default where torch is imported.

@@ -91,12 +91,13 @@ class NaturalGrid:
         self.order = BaseOrder(population, groups)
         self._golden = golden_step(self.rows)
         self._chunk = chunk_steps(global_batch, lanes, self.full_steps)
-        # a part is worth its own draw where it saves many samples
-        self._part = max(1, self._chunk // 8) if self._chunk * self.cell_size >= _LARGE_CHUNK else 0
         self._epochs: Recent[int, Epoch] = Recent(4)
         # lanes that are drawn together cost little more than one of them; with many groups each costs its own anyway
         together = _TOGETHER // (self._chunk * self.cell_size) if len(groups) <= _FEW_GROUPS else 1
         self._together = max(1, min(lanes, together))
+        # a part is worth its own draw where it saves many samples
+        is_large = self._chunk * self.cell_size * self._together >= _LARGE_CHUNK
+        self._part = max(1, self._chunk // 8) if is_large else 0
         self._alone, self._joint = _Kept(lanes), _Kept(-(-lanes // self._together))
 
     def epoch(self, number: int) -> Epoch:
