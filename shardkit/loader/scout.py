@@ -137,10 +137,10 @@ class Scout:
     def _lease_groups(self) -> Iterator[tuple[StepGroup, Lease]]:
         settings, window, left = self._settings, self._window, self.numbers
         most = most_steps(settings.rows_per_step, settings.bytes_per_step)
-        at_once = window.budget // _LOADED_AT_ONCE
         size = 1  # the first batch should not wait for a whole group
         while left and not self._stopping.is_set():
             started = time.perf_counter()
+            at_once = window.budget // _LOADED_AT_ONCE  # which may change on the way
             group = self._plan_group(left[:size])
             needed, missing = window.measure(group.blocks)
             while (size := len(group.numbers)) > 1:
