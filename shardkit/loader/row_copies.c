@@ -109,37 +109,47 @@ static int borrow_spans(PyObject *args, Py_buffer *addresses, Py_buffer *sizes)
     return 0;
 }
 
+/* The same behind a target that can be written to; 0 on success. */
+static int borrow_target_and_spans(PyObject *args, Py_buffer *target, Py_buffer *addresses, Py_buffer *sizes)
+{
+    if (PyTuple_GET_SIZE(args) != 3) {
+        PyErr_SetString(PyExc_TypeError, "expected target, addresses, sizes");
+        return -1;
+    }
+    PyObject *spans = PyTuple_GetSlice(args, 1, 3);
+    const int failed = !spans || borrow_spans(spans, addresses, sizes) < 0;
+    Py_XDECREF(spans);
+    if (failed)
+        return -1;
+    if (PyObject_GetBuffer(PyTuple_GET_ITEM(args, 0), target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
+        PyBuffer_Release(sizes);
+        PyBuffer_Release(addresses);
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *copy_spans(PyObject *self, PyObject *args)
 {
-    PyObject *target_object, *spans;
     Py_buffer target, addresses, sizes;
-    if (PyTuple_GET_SIZE(args) != 3)
-        return PyErr_Format(PyExc_TypeError, "copy_spans: expected target, addresses, sizes");
-    target_object = PyTuple_GET_ITEM(args, 0);
-    spans = PyTuple_GetSlice(args, 1, 3);
-    if (!spans || borrow_spans(spans, &addresses, &sizes) < 0) {
-        Py_XDECREF(spans);
+    if (borrow_target_and_spans(args, &target, &addresses, &sizes) < 0)
         return NULL;
+    const int64_t *from = addresses.buf, *size = sizes.buf;
+    const Py_ssize_t rows = addresses.len / 8;
+    Py_ssize_t left = target.len;
+    for (Py_ssize_t row = 0; row < rows && left >= 0; row++)
+        left = size[row] < 0 || size[row] > left ? -1 : left - (Py_ssize_t)size[row];
+    if (left) {
+        PyErr_Format(PyExc_ValueError, "a target of %zd bytes for rows of another sum", target.len);
+    } else {
+        char *to = target.buf;
+        PyThreadState *let_go = target.len >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t row = 0; row < rows; to += size[row++])
+            copy(to, (const char *)(intptr_t)from[row], (Py_ssize_t)size[row]);
+        if (let_go)
+            PyEval_RestoreThread(let_go);
     }
-    Py_DECREF(spans);
-    if (PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0) {
-        const int64_t *from = addresses.buf, *size = sizes.buf;
-        const Py_ssize_t rows = addresses.len / 8;
-        Py_ssize_t left = target.len;
-        for (Py_ssize_t row = 0; row < rows && left >= 0; row++)
-            left = size[row] < 0 || size[row] > left ? -1 : left - (Py_ssize_t)size[row];
-        if (left) {
-            PyErr_Format(PyExc_ValueError, "a target of %zd bytes for rows of another sum", target.len);
-        } else {
-            char *to = target.buf;
-            PyThreadState *let_go = target.len >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
-            for (Py_ssize_t row = 0; row < rows; to += size[row++])
-                copy(to, (const char *)(intptr_t)from[row], (Py_ssize_t)size[row]);
-            if (let_go)
-                PyEval_RestoreThread(let_go);
-        }
-        PyBuffer_Release(&target);
-    }
+    PyBuffer_Release(&target);
     PyBuffer_Release(&sizes);
     PyBuffer_Release(&addresses);
     if (PyErr_Occurred())
@@ -280,43 +290,31 @@ static int parse_decimal(const char *text, int64_t size, int64_t *value)
 
 static PyObject *decimals_at(PyObject *self, PyObject *args)
 {
-    PyObject *target_object, *spans;
     Py_buffer target, addresses, sizes;
     int all = 0;
-    if (PyTuple_GET_SIZE(args) != 3)
-        return PyErr_Format(PyExc_TypeError, "decimals_at: expected target, addresses, sizes");
-    target_object = PyTuple_GET_ITEM(args, 0);
-    spans = PyTuple_GetSlice(args, 1, 3);
-    if (!spans || borrow_spans(spans, &addresses, &sizes) < 0) {
-        Py_XDECREF(spans);
+    if (borrow_target_and_spans(args, &target, &addresses, &sizes) < 0)
         return NULL;
-    }
-    Py_DECREF(spans);
-    if (PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0) {
-        if (target.len != addresses.len || (uintptr_t)target.buf % 8) {
-            PyErr_Format(PyExc_ValueError, "a target of %zd bytes for %zd rows", target.len, addresses.len / 8);
-        } else {
-            const int64_t *from = addresses.buf, *size = sizes.buf;
-            const Py_ssize_t rows = addresses.len / 8;
-            int64_t *value = target.buf;
-            Py_ssize_t row = 0;
-            PyThreadState *let_go = PyEval_SaveThread();
-            for (; row < rows; row++) {
-                if (row + FAR_AHEAD < rows)
-                    ask_for((const char *)(intptr_t)from[row + FAR_AHEAD], 1);
-                if (parse_decimal((const char *)(intptr_t)from[row], size[row], value + row) < 0)
-                    break;
-            }
-            PyEval_RestoreThread(let_go);
-            all = row == rows;
+    if (target.len != addresses.len || (uintptr_t)target.buf % 8) {
+        PyErr_Format(PyExc_ValueError, "a target of %zd bytes for %zd rows", target.len, addresses.len / 8);
+    } else {
+        const int64_t *from = addresses.buf, *size = sizes.buf;
+        const Py_ssize_t rows = addresses.len / 8;
+        int64_t *value = target.buf;
+        Py_ssize_t row = 0;
+        PyThreadState *let_go = PyEval_SaveThread();
+        for (; row < rows; row++) {
+            if (row + FAR_AHEAD < rows)
+                ask_for((const char *)(intptr_t)from[row + FAR_AHEAD], 1);
+            if (parse_decimal((const char *)(intptr_t)from[row], size[row], value + row) < 0)
+                break;
         }
-        PyBuffer_Release(&target);
+        PyEval_RestoreThread(let_go);
+        all = row == rows;
     }
+    PyBuffer_Release(&target);
     PyBuffer_Release(&sizes);
     PyBuffer_Release(&addresses);
-    if (PyErr_Occurred())
-        return NULL;
-    return PyBool_FromLong(all);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(all);
 }
 
 static PyMethodDef functions[] = {
