@@ -7,25 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shardkit
 from shardkit.loader.assembly import Assembler
 
-ROWS = 1200
-
-
-@pytest.fixture(params=["tar", "arrow"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    target = tmp_path / "data"
-    schema = {"x": "int32[64]", "blob": "bytes"}
-    with shardkit.create(
-        str(target), schema=schema, format=request.param, shard_size="64KiB", block_size="8KiB"
-    ) as writer:
-        for number in range(ROWS):
-            writer.add({"x": np.full(64, number, np.int32), "blob": number.to_bytes(2, "little")})
-    return target
+ROWS = 1200  # of `root`
 
 
 def _loader(root: Path) -> Any:

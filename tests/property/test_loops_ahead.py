@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shardkit
@@ -16,19 +15,7 @@ from shardkit.errors import IntegrityError
 from shardkit.formats import reading
 from shardkit.loader import scout
 
-ROWS, STEPS = 1200, 40
-
-
-@pytest.fixture(params=["tar", "arrow"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    target = tmp_path / "data"
-    schema = {"x": "int32[64]", "blob": "bytes"}
-    with shardkit.create(
-        str(target), schema=schema, format=request.param, shard_size="64KiB", block_size="8KiB"
-    ) as writer:
-        for number in range(ROWS):
-            writer.add({"x": np.full(64, number, np.int32), "blob": number.to_bytes(2, "little")})
-    return target
+ROWS, STEPS = 1200, 40  # of `root`
 
 
 def _loader(root: Path, **options: Any) -> Any:
