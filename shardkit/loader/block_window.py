@@ -1,4 +1,9 @@
-"""The blocks that are in memory: loaded ahead by deadline, verified once per load, held within a byte budget."""
+"""The blocks that are in memory: loaded ahead by deadline, verified once per load, held within a byte budget.
+
+A block that lies in memory of its own is as it was verified until it is dropped. A view of a file is not: its pages may
+leave memory and come back from the disk, so it is loaded anew in every loop. Where what a loop needs fits into the
+budget, blocks of files are copied, then verified, and later loops load nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +29,38 @@ class BlockSource:
     """Where a window's blocks come from.
 
     Attributes:
-        load: reads and verifies some blocks; called on the window's threads.
+        load: reads and verifies some blocks; called on the window's threads. With True, into memory of their own.
         size_of: upper bound of the bytes that a block takes, known before it is loaded.
         loaded_size_of: the bytes that it does take, once it is loaded.
-        mapped: whether the block is a view of a file: its bytes may leave memory and come back unverified.
+        mapped: whether the block is a view of a file unless it is copied: its bytes may leave memory and come back
+            unverified.
+        room: bytes that copies of such blocks may take together; asked once.
         forget: the block's bytes are no longer needed.
     """
 
-    load: Callable[[Sequence[int]], list[GatherColumns]]
+    load: Callable[[Sequence[int], bool], list[GatherColumns]]
     size_of: Callable[[int], int]
     loaded_size_of: Callable[[int], int]
     mapped: Callable[[int], bool]
+    room: Callable[[], int]
     forget: Callable[[int], None]
 
 
 class WindowCounts:
     """Counters of one window; plain numbers, read without a lock."""
 
-    __slots__ = ("block_loads", "block_uses", "bytes_loaded", "evictions", "load_s", "peak_bytes")
+    __slots__ = (
+        "block_copies",
+        "block_loads",
+        "block_uses",
+        "bytes_loaded",
+        "evictions",
+        "load_s",
+        "peak_bytes",
+    )
 
     def __init__(self) -> None:
+        self.block_copies = 0  # loads of blocks of files into memory of their own
         self.block_loads = 0
         self.block_uses = 0
         self.bytes_loaded = 0
@@ -55,10 +72,10 @@ class WindowCounts:
 class _Task:
     """Some blocks that are loaded together."""
 
-    __slots__ = ("blocks", "found", "future")
+    __slots__ = ("blocks", "copied", "found", "future")
 
-    def __init__(self, blocks: list[int]) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: list[int], copied: bool) -> None:
+        self.blocks, self.copied = blocks, copied
         self.future: Future[None]
         self.found: list[GatherColumns | None] | None = None  # once loaded: a future is slow to ask
 
@@ -145,6 +162,9 @@ class BlockWindow:
         self._changed = threading.Condition()
         self._leases = 0
         self._loop = 0
+        self._keeps = False  # whether this loop copies
+        self._fits = True  # nothing that could still be used was dropped for want of room
+        self._room: int | None = None  # for copies; not asked yet
         self._bytes = 0
         self._closed = False
         self.loading: dict[int, float] = {}  # block → when its load began
@@ -163,6 +183,7 @@ class BlockWindow:
     @budget.setter
     def budget(self, value: int) -> None:
         with self._changed:
+            self._fits = self._fits or value > self._budget
             self._budget = value
             self._make_room(0)
             self._changed.notify_all()
@@ -243,19 +264,31 @@ class BlockWindow:
         share = -(-len(blocks) // self._threads)
         each = max(1, min(_BLOCKS_PER_TASK, share)) if all(mapped) else 1
         for first in range(0, len(blocks), each):
-            task = _Task(blocks[first : first + each])
+            last = min(first + each, len(blocks))
+            views = mapped[first]  # as are all of one task
+            copied = views and self._take_room(sum(sizes[first:last]))
+            task = _Task(blocks[first:last], copied)
             task.future = pool.submit(self._load, task)
-            entries += [
-                _Entry(task, i, sizes[first + i], loop if mapped[first + i] else inf)
-                for i in range(len(task.blocks))
-            ]
+            good_for = loop if views and not copied else inf
+            entries += [_Entry(task, i, sizes[first + i], good_for) for i in range(last - first)]
         return entries
+
+    def _take_room(self, size: int) -> bool:
+        """Whether so many bytes of files are to be copied."""
+        if not (self._keeps and self._fits):
+            return False
+        if self._room is None:
+            self._room = self._source.room()
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
 
     def _load(self, task: _Task) -> None:
         started, blocks = time.perf_counter(), task.blocks
         self.loading.update(dict.fromkeys(blocks, started))
         try:
-            found: list[GatherColumns | None] = [*self._source.load(blocks)]
+            found: list[GatherColumns | None] = [*self._source.load(blocks, task.copied)]
         finally:
             for block in blocks:
                 self.loading.pop(block, None)
@@ -264,6 +297,7 @@ class BlockWindow:
         with self._changed:
             self.counts.load_s += elapsed
             self.counts.block_loads += len(blocks)
+            self.counts.block_copies += len(blocks) * task.copied
             self.counts.bytes_loaded += nbytes
             self._correct(task, sizes)
         task.found = found
@@ -275,6 +309,7 @@ class BlockWindow:
             entry = self._entries.get(block)
             if entry is not None and entry.task is task and size < entry.size:
                 self._bytes -= entry.size - size
+                self._give_room(entry, entry.size - size)
                 entry.size = size
         if self._bytes < before:
             self._changed.notify_all()
@@ -291,6 +326,7 @@ class BlockWindow:
                 wanted -= entry.size
                 dropped.append((block, entry))
         for block, entry in dropped:
+            self._fits = self._fits and entry.good_for < self._loop
             self._remove(block, entry)
             self.counts.evictions += 1
             self._source.forget(block)
@@ -298,15 +334,30 @@ class BlockWindow:
     def _remove(self, block: int, entry: _Entry) -> None:
         del self._entries[block]
         self._bytes -= entry.size
+        self._give_room(entry, entry.size)
         if not entry.pins and entry.task.found is not None:
             entry.task.found[entry.position] = None  # what its task loaded beside it may stay
 
-    def begin_loop(self) -> None:
+    def _give_room(self, entry: _Entry, size: int) -> None:
+        if entry.task.copied and self._room is not None:
+            self._room += size
+
+    def views(self, blocks: Iterable[int]) -> list[int]:
+        """Those of them that are loaded, or being loaded, as views of files."""
+        find = self._entries.get
+        return [block for block in blocks if (entry := find(block)) is not None and entry.good_for != inf]
+
+    def begin_loop(self, keep: bool = False) -> None:
         """What is leased from now on is for another loop: it verifies again what is a view of a file.
 
         Its bytes may have left memory since, and come back from the disk. Leases of the loop before go on.
+
+        Args:
+            keep: copy blocks of files for the loops that follow, as long as all that is used fits into the budget.
         """
-        self._loop += 1
+        with self._changed:
+            self._loop += 1
+            self._keeps = keep
 
     def end_loop(self) -> None:
         """What no lease holds is not loaded any more if that has not begun, and tried again if it failed."""

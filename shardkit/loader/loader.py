@@ -236,7 +236,7 @@ class Loader:
             limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes,
                                    over_memory=watchdog.over_memory, file_versions=machinery.file_versions)  # fmt: skip
             find = machinery.group_planner(plan, sources, lanes)
-            return Scout(find, machinery.window, numbers, lanes, limits)
+            return Scout(find, machinery.window, numbers, lanes, limits, keep=self._loops > 1)
 
         def following() -> Scout:
             first = plan.epoch_bounds(numbers[-1])[1]

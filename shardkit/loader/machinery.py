@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from shardkit.ledger import Journal
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
-from shardkit.loader.ranks import Topology
+from shardkit.loader.ranks import Topology, ranks_beside
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
@@ -24,6 +25,7 @@ from shardkit.loader.step_gather import GatherThreads
 from shardkit.loader.substitutes import SubstituteDraw
 from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
+from shardkit.storage import available_memory
 from shardkit.telemetry.slow_blocks import BlockTimes
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ __all__ = ["Machinery", "default_threads"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _MOST_GATHERING = 3  # beside the thread that asks: a few fill the memory's bandwidth
+_SHARE_FOR_COPIES = (
+    2  # so much of the memory that is left may copies of files take: the bound may be above it
+)
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
@@ -78,9 +83,10 @@ class Machinery:
         self.window = BlockWindow(
             BlockSource(
                 load=load,
-                size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
-                loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
+                size_of=lru_cache(maxsize=1 << 16)(lambda block: _whole_pages(sources.block_bytes(block))),
+                loaded_size_of=lambda block: _whole_pages(reader.raw_size(*rows.shard_of_block(block))),
                 mapped=lambda block: is_view(rows.shard_of_block(block)[0]),
+                room=lambda: available_memory() // _SHARE_FOR_COPIES // (ranks_beside() * config.stride),
                 forget=lambda block: reader.forget(*rows.shard_of_block(block)),
             ),
             config.memory,
@@ -154,6 +160,10 @@ class Machinery:
             threading.Thread(target=self.close, name="shardkit-close", daemon=True).start()
         else:
             self.close()
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _keep_freed_memory() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Topology", "find_topology"]
+__all__ = ["Topology", "find_topology", "ranks_beside"]
 
 # Launchers that start several processes but leave RANK unset: a lone default of rank 0 of 1 would train every
 # process on all data.
@@ -68,6 +68,12 @@ def find_topology(
     if not 0 <= first.rank < first.world:
         raise ConfigurationError(f"rank {first.rank} of {first.world} ({first.source}) is impossible")
     return first
+
+
+def ranks_beside(environ: Mapping[str, str] | None = None) -> int:
+    """How many ranks share this machine, this one among them, as torchrun sets it; 1 where nobody says."""
+    told = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1
 
 
 def _from_arguments(rank: int | None, world: int | None) -> Topology | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.loader.events import EventLog
+from shardkit.loader.ranks import ranks_beside
 from shardkit.loader.read_events import ReadEvents
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
@@ -104,9 +105,7 @@ class RemoteBlocks:
     def _fits(self) -> bool:
         """Whether the cache has room for what this machine needs of the dataset."""
         cache = self.supply.cache
-        told = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it
-        ranks = max(1, int(told)) if told.isdecimal() else 1
-        share = min(1.0, ranks * len(self._lanes) / self._plan.lanes)
+        share = min(1.0, ranks_beside() * len(self._lanes) / self._plan.lanes)
         return cache is not None and self.reader.stored_bytes * share <= cache.limit
 
     def _is_far(self) -> bool:

@@ -47,6 +47,7 @@ class Scout:
         numbers: the steps of the loop, ascending.
         lanes: whose steps they are.
         settings: see there.
+        keep: what it leases may be kept in memory for the loops after this one.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scout:
         numbers: range,
         lanes: list[int],
         settings: ScoutSettings,
+        keep: bool = False,
     ) -> None:
         self.numbers, self.lanes = numbers, list(lanes)
         self.counts = LoaderCounts()  # of the loop that uses it
@@ -67,7 +69,7 @@ class Scout:
         self._ready: deque[tuple[StepGroup, Lease]] = deque()
         self.paused_s = 0.0  # since the loop before has ended
         self._file_versions: dict[int, object] = {}  # before anything of the file was verified ahead
-        window.begin_loop()
+        window.begin_loop(keep)
         self._groups = self._lease_groups()
 
     def __iter__(self) -> Iterator[tuple[StepGroup, Lease]]:
@@ -107,15 +109,18 @@ class Scout:
     def suits(self, numbers: range, lanes: list[int]) -> bool:
         """Whether this is the scout for these steps of these lanes, and what it has found can be used.
 
-        That is not so where a block failed to load, for the loop tries again; nor after a long pause, or where a file
-        was written to since, for a loop verifies what it hands out.
+        That is not so where a block failed to load, for the loop tries again; nor, for views of files, after a long
+        pause or where a file was written to since, for a loop verifies what it hands out.
         """
         if numbers != self.numbers or lanes != self.lanes or self._stopping.is_set():
             return False
-        if self.paused_s > _LONGEST_PAUSE_S or any(lease.failed() for _, lease in self._ready):
+        if any(lease.failed() for _, lease in self._ready):
             return False
-        blocks = [block for group, _ in self._ready for block in group.blocks]
-        return self._settings.file_versions(blocks) == self._file_versions
+        views = self._window.views([block for group, _ in self._ready for block in group.blocks])
+        if views and self.paused_s > _LONGEST_PAUSE_S:
+            return False
+        now = self._settings.file_versions(views)
+        return now == {file: self._file_versions[file] for file in now}
 
     def stop(self) -> None:
         """No more groups."""

@@ -19,6 +19,7 @@
     catalog.py          putting and loading versions: manifest, pages, selections
     row_map.py          where samples lie: sample number → shard, row, block
     blocks.py           verified blocks of a dataset
+    machine_memory.py   how much memory is left, within the limit of a container
     urls.py             from what a user types to a store
     locating.py         from what a user says of locations to a store that reads over all of them
     remote/             stores beyond the local disk: buckets, fsspec URLs, the racing probe
@@ -38,6 +39,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.locating import Locations, locate
 from shardkit.storage.locations import find_part, put_location
 from shardkit.storage.log import LogEntry
+from shardkit.storage.machine_memory import available_memory
 from shardkit.storage.objects import Descriptor, object_name, parse_object_name
 from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit.storage.repository import DEFAULT_REF, Repository
@@ -64,6 +66,7 @@ __all__ = [
     "Store",
     "Version",
     "adopted_place",
+    "available_memory",
     "find_part",
     "load_manifest",
     "load_selection",

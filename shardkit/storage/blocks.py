@@ -149,8 +149,24 @@ class BlockReader:
                 self._index_bytes -= self._indexes.popitem(last=False)[1][1]
         return index
 
-    def read(self, shard: int, block: int, verify: Verify | None = None, *, keys: bool = True) -> Block:
-        """One verified block: `block` counts inside `shard`; `keys` as in `formats.read_block`.
+    def read(
+        self,
+        shard: int,
+        block: int,
+        verify: Verify | None = None,
+        *,
+        keys: bool = True,
+        own_memory: bool = False,
+    ) -> Block:
+        """One verified block.
+
+        Args:
+            shard: its number.
+            block: counts inside of `shard`.
+            verify: how, if not as this reader does.
+            keys: as in `formats.read_block`.
+            own_memory: where it would be a view of a file, copy it first and verify the copy: whatever becomes of the
+                file, and of its pages, the block stays what it is.
 
         Raises:
             IntegrityError: the bytes are not those that were written; names shard, block and store.
@@ -159,19 +175,23 @@ class BlockReader:
         """
         index = self.index(shard)
         try:
-            found = self._read(shard, block, index, verify, keys)
+            found = self._read(shard, block, index, verify or self.verify, keys, own_memory)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
-        if index.compression != "none":
+        if own_memory or index.compression != "none":
             self.forget(shard, block)  # what was decompressed is a copy
         return found
 
-    def _read(self, shard: int, block: int, index: ShardIndex, verify: Verify | None, keys: bool) -> Block:
+    def _read(
+        self, shard: int, block: int, index: ShardIndex, verify: Verify, keys: bool, own_memory: bool
+    ) -> Block:
         try:
             stored = self._stored(shard, block, index)
-            return read_block(stored, index, block, verify=verify or self.verify, keys=keys)
+            if own_memory and index.compression == "none" and isinstance(stored.obj, mmap.mmap):
+                stored = _copied(stored)[0]
+            return read_block(stored, index, block, verify=verify, keys=keys)
         except (IntegrityError, NotFoundError) as error:
             store = self._elsewhere(shard, error)
             if store is None:
@@ -288,7 +308,11 @@ class BlockReader:
         return reader
 
     def verified_views(
-        self, places: Sequence[tuple[int, int]], wanted: Callable[[ShardIndex], bool]
+        self,
+        places: Sequence[tuple[int, int]],
+        wanted: Callable[[ShardIndex], bool],
+        *,
+        own_memory: bool = False,
     ) -> list[StoredBlock | None]:
         """The stored bytes of blocks, (shard, block in it) each, that are what was written.
 
@@ -297,14 +321,25 @@ class BlockReader:
         Args:
             places: of the blocks.
             wanted: whether the bytes alone are of use, by the shard's index; the others are not verified.
+            own_memory: as in `read`.
 
         Returns:
             None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks
             in other places.
         """
         found = [self._stored_in_file(shard, block, wanted) for shard, block in places]
+        if own_memory:
+            found = [one and self._copy_of(one) for one in found]
+            for (shard, block), one in zip(places, found, strict=True):
+                if one is not None:
+                    self.forget(shard, block)
         intact = iter(block_reading.are_intact([one for one in found if one is not None]))
         return [one if one is not None and next(intact) else None for one in found]
+
+    @staticmethod
+    def _copy_of(stored: StoredBlock) -> StoredBlock:
+        view, address = _copied(stored.view)
+        return stored._replace(view=view, address=address)
 
     def _stored_in_file(
         self, shard: int, block: int, wanted: Callable[[ShardIndex], bool]
@@ -366,6 +401,20 @@ class BlockReader:
             while len(self._maps) > _MAX_OPEN_MAPS:
                 self._maps.popitem(last=False)  # the map closes when the last block that views it is dropped
         return mapped
+
+
+def _copied(view: memoryview) -> tuple[memoryview, int]:
+    """The same bytes in memory that nobody else writes to, given back when the last view of it goes; its address.
+
+    A mapping of its own, not the allocator's: megabytes that stay for hours among what comes and goes would keep that
+    from being given back.
+    """
+    if not len(view):
+        return memoryview(b""), 0
+    memory = mmap.mmap(-1, len(view), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    target = np.frombuffer(memory, np.uint8)
+    target[:] = np.frombuffer(view, np.uint8)
+    return memoryview(memory).toreadonly(), target.__array_interface__["data"][0]
 
 
 def _forget(view: memoryview, first: int, last: int) -> None:

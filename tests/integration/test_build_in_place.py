@@ -16,7 +16,7 @@ from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
 from shardkit.storage import Repository
 from shardkit_tools.building import build_run, engines, page_cache, passes, reading, source_digests
-from shardkit_tools.building.page_cache import fits_page_cache, page_cache_bytes
+from shardkit_tools.building.page_cache import fits_page_cache
 from shardkit_tools.importers import folder, numpy_rows, source_files
 from shardkit_tools.importers.protocol import SourceFile
 
@@ -59,7 +59,7 @@ SOURCES = {"arrays": arrays, "files": files}
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "page_cache_bytes", lambda: 0)
+    monkeypatch.setattr(page_cache, "available_memory", lambda: 0)
 
 
 @pytest.mark.parametrize("format", ["arrow", "tar"])
@@ -258,4 +258,3 @@ def test_what_the_page_cache_holds() -> None:
     assert not fits_page_cache(local, 999)
     assert not fits_page_cache([*local, SourceFile("x", "https://host/x", 1, "e")], 2000)
     assert not fits_page_cache(local[:1], 0)
-    assert 0 <= page_cache_bytes() < 2**60

@@ -13,9 +13,15 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.formats import reading
-from shardkit.loader import scout
+from shardkit.loader import machinery, scout
 
 ROWS, STEPS = 1200, 40  # of `root`
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without memory for copies of files."""
+    monkeypatch.setattr(machinery, "available_memory", lambda: 0)
 
 
 def _loader(root: Path, **options: Any) -> Any:
@@ -59,6 +65,7 @@ def test_a_seek_after_a_loop_forgets_what_was_read_ahead(root: Path) -> None:
         assert _rows(loader) == first
 
 
+@pytest.mark.usefixtures("no_room")
 def test_every_loop_verifies_every_block(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verified: list[bytes] = []
 
@@ -94,6 +101,7 @@ def _two_loops(loader: Any) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("no_room")
 def test_what_is_damaged_between_two_loops_is_found(root: Path) -> None:
     with _loader(root) as loader:
         _two_loops(loader)
@@ -102,6 +110,7 @@ def test_what_is_damaged_between_two_loops_is_found(root: Path) -> None:
             _rows(loader)
 
 
+@pytest.mark.usefixtures("no_room")
 def test_what_was_read_ahead_is_used_unless_it_is_old_or_for_another_loop(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

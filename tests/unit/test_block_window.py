@@ -24,7 +24,7 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
     there: weakref.WeakSet[Loaded] = weakref.WeakSet()
     dropped: list[int] = []
 
-    def load(blocks: Sequence[int]) -> list[GatherColumns]:
+    def load(blocks: Sequence[int], own_memory: bool) -> list[GatherColumns]:
         loaded = [Loaded(block) for block in blocks]
         there.update(loaded)
         return [*loaded]
@@ -34,6 +34,7 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
         size_of=lambda block: 1,
         loaded_size_of=lambda block: 1,
         mapped=lambda block: mapped,
+        room=lambda: 0,
         forget=dropped.append,
     )
     window = BlockWindow(source, budget=16, threads=threads)
@@ -53,10 +54,11 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
 
 def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> None:
     source = BlockSource(
-        load=lambda blocks: [Loaded(block) for block in blocks],
+        load=lambda blocks, own_memory: [Loaded(block) for block in blocks],
         size_of=lambda block: 10,
         loaded_size_of=lambda block: 1 + block % 3,
         mapped=lambda block: True,
+        room=lambda: 0,
         forget=lambda block: None,
     )
     window = BlockWindow(source, budget=40, threads=2)

@@ -29,10 +29,11 @@ def _group(numbers: range) -> StepGroup:
 
 def test_a_scout_that_fails_ahead_of_its_loop_holds_nothing() -> None:
     source = BlockSource(
-        load=lambda blocks: [Empty() for _ in blocks],
+        load=lambda blocks, own_memory: [Empty() for _ in blocks],
         size_of=lambda block: 1,
         loaded_size_of=lambda block: 1,
         mapped=lambda block: False,
+        room=lambda: 0,
         forget=lambda block: None,
     )
     window = BlockWindow(source, budget=100, threads=1)
