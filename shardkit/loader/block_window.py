@@ -52,6 +52,7 @@ class WindowCounts:
     __slots__ = (
         "block_copies",
         "block_loads",
+        "block_reloads",
         "block_uses",
         "bytes_loaded",
         "evictions",
@@ -62,6 +63,7 @@ class WindowCounts:
     def __init__(self) -> None:
         self.block_copies = 0  # loads of blocks of files into memory of their own
         self.block_loads = 0
+        self.block_reloads = 0  # of blocks that this loop had already and dropped for want of room
         self.block_uses = 0
         self.bytes_loaded = 0
         self.evictions = 0
@@ -165,6 +167,8 @@ class BlockWindow:
         self._keeps = False  # whether this loop copies
         self._fits = True  # nothing that could still be used was dropped for want of room
         self._room: int | None = None  # for copies; not asked yet
+        self._dropped: set[int] = set()  # in this loop, and could have been used
+        self.loop_loads = self.loop_reloads = 0  # that this loop has asked for
         self._bytes = 0
         self._closed = False
         self.loading: dict[int, float] = {}  # block → when its load began
@@ -219,6 +223,7 @@ class BlockWindow:
                 self._changed.wait()
                 self._make_room(need)
             self._leases += 1
+            self._count(missing)
             for block, entry in zip(missing, self._submit(missing, sizes), strict=True):
                 entry.pins = 1
                 self._entries[block] = entry
@@ -243,6 +248,12 @@ class BlockWindow:
                 entry.pins += 1
                 used(block)
         return missing
+
+    def _count(self, missing: Sequence[int]) -> None:
+        again = len(self._dropped.intersection(missing))
+        self.counts.block_reloads += again
+        self.loop_reloads += again
+        self.loop_loads += len(missing)
 
     def wake(self) -> None:
         """Let a waiting `lease` look whether it was stopped."""
@@ -326,7 +337,9 @@ class BlockWindow:
                 wanted -= entry.size
                 dropped.append((block, entry))
         for block, entry in dropped:
-            self._fits = self._fits and entry.good_for < self._loop
+            if entry.good_for >= self._loop:
+                self._fits = False
+                self._dropped.add(block)
             self._remove(block, entry)
             self.counts.evictions += 1
             self._source.forget(block)
@@ -358,6 +371,13 @@ class BlockWindow:
         with self._changed:
             self._loop += 1
             self._keeps = keep
+            self._dropped.clear()
+            self.loop_loads = self.loop_reloads = 0
+
+    def mean_block(self) -> float:
+        """Bytes of a block, of those that are there."""
+        with self._changed:
+            return self._bytes / max(1, len(self._entries))
 
     def end_loop(self) -> None:
         """What no lease holds is not loaded any more if that has not begun, and tried again if it failed."""

@@ -229,11 +229,11 @@ class Loader:
         work = machinery.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
         step_bytes = rows * sources.row_bytes(self._fields)
-        watchdog = Watchdog(self.topology, plan, sources.rows, sources.reader, machinery.window, work, self._events,
-                            config.on_stall)  # fmt: skip
+        watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
+                            self._events, config.on_stall)  # fmt: skip
 
         def scout(numbers: range) -> Scout:
-            limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes,
+            limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes, leased=watchdog.leased,
                                    over_memory=watchdog.over_memory, file_versions=machinery.file_versions)  # fmt: skip
             find = machinery.group_planner(plan, sources, lanes)
             return Scout(find, machinery.window, numbers, lanes, limits, keep=self._loops > 1)

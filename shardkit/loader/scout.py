@@ -29,12 +29,14 @@ class ScoutSettings:
     Attributes:
         rows_per_step, bytes_per_step: of this rank.
         over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
+        leased: called after every lease.
         file_versions: of the files that hold some blocks: what differs once one of them was written to.
     """
 
     rows_per_step: int
     bytes_per_step: int
     over_memory: Callable[[int, int], None]
+    leased: Callable[[], None]
     file_versions: Callable[[Sequence[int]], Mapping[int, object]]
 
 
@@ -167,6 +169,7 @@ class Scout:
                     self._file_versions.setdefault(file, version)
             lease = window.lease(group.blocks, self._hurried)
             self._leases.append(lease)
+            settings.leased()
             yield group, lease
 
 

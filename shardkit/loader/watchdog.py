@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,12 +24,17 @@ OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
 """Takes what a stall waits for: rank, lane, shard, stage."""
 
 
+_LOADS_BEFORE_TELLING = 256  # blocks; of fewer nothing can be said
+_ROOM_OF_WINDOWS = 1.5  # times what lanes mix at once: windows overlap where one ends and the next begins
+
+
 class Watchdog:
     """Called by whichever thread has waited too long; costs nothing while nothing stalls.
 
     Args:
         topology: of this process.
         plan: that is loaded.
+        lanes: of it, that are.
         rows: where blocks lie.
         reader: names shards.
         window: knows what is being loaded.
@@ -41,6 +47,7 @@ class Watchdog:
         self,
         topology: Topology,
         plan: Plan,
+        lanes: Sequence[int],
         rows: RowMap,
         reader: BlockReader,
         window: BlockWindow,
@@ -50,7 +57,8 @@ class Watchdog:
     ) -> None:
         self._topology, self._plan, self._rows, self._reader = topology, plan, rows, reader
         self._window, self._work, self._events, self._on_stall = window, work, events, on_stall
-        self._told_over_memory = False
+        self._lanes = len(lanes)
+        self._told_over_memory = self._told_rereading = False
 
     def __call__(self, waited: float, stage: str, group: StepGroup | None) -> None:
         """Report a wait of `waited` seconds in `stage` of `group`."""
@@ -84,6 +92,32 @@ class Watchdog:
             stacklevel=2,
         )
 
+    def leased(self) -> None:
+        """Where a loop loads mostly blocks that it had already: said once; it reads many times what it needs."""
+        window = self._window
+        again, loads = window.loop_reloads, window.loop_loads
+        if self._told_rereading or loads < _LOADS_BEFORE_TELLING or 2 * again < loads:
+            return
+        self._told_rereading = True
+        settings, budget = self._plan.settings, window.budget
+        self._events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
+        if settings.shuffle == "full":
+            advice = (
+                'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
+            )
+        else:
+            needed = _ROOM_OF_WINDOWS * self._lanes * settings.window_blocks * window.mean_block()
+            advice = (
+                f"{self._lanes} lanes mix rows of {settings.window_blocks} blocks each: give the loader "
+                f"memory={_in_mib(needed)!r}, or the plan fewer lanes or a smaller window_blocks"
+            )
+        warnings.warn(
+            f"shardkit: memory={_in_mib(budget)!r} is too little: of {loads} blocks that were read, {again} had been "
+            f"read and dropped before in the same loop; {advice}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _needed_by(self, block: int, group: StepGroup | None) -> dict[str, Any]:
         if group is None or block not in group.blocks:
             return {}
@@ -104,3 +138,7 @@ class Watchdog:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _in_mib(size: float) -> str:
+    return f"{math.ceil(size / 2**20)}MiB"

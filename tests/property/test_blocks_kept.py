@@ -183,7 +183,7 @@ MEMINFO = "MemTotal:       24105 kB\nMemFree:  9000 kB\nMemAvailable:   20000 kB
         ({"meminfo": MEMINFO, "memory_max": "9000000\n", "memory_current": "5000000\n",
           "memory_stat": "anon 3500000\nactive_file 600000\ninactive_file 900000\nfile 1500000\n"}, 5_500_000),
         ({"meminfo": MEMINFO, "memory_max": "9000000\n", "memory_current": "5000000\n",
-          "memory_stat": "active_file 1\ninactive_file 2\ntotal_active_file 300\ntotal_inactive_file 500\n"}, 4_000_800),
+          "memory_stat": "active_file 1\ntotal_active_file 300\ntotal_inactive_file 500\n"}, 4_000_800),
         ({"meminfo": MEMINFO, "memory_max": "100\n", "memory_current": "200\n", "memory_stat": "anon 200\n"}, 0),
     ],
 )  # fmt: skip
