@@ -93,10 +93,11 @@ class _Task:
 class _Entry:
     """One block that is loaded or being loaded."""
 
-    __slots__ = ("good_for", "pins", "position", "size", "task")
+    __slots__ = ("good_for", "pins", "position", "size", "task", "used_in")
 
-    def __init__(self, task: _Task, position: int, size: int, good_for: float) -> None:
+    def __init__(self, task: _Task, position: int, size: int, loop: int, good_for: float) -> None:
         self.task, self.position, self.size = task, position, size
+        self.used_in = loop  # the last loop that has
         self.good_for = good_for  # the last loop that may use it
         self.pins = 0
 
@@ -167,7 +168,7 @@ class BlockWindow:
         self._keeps = False  # whether this loop copies
         self._fits = True  # nothing that could still be used was dropped for want of room
         self._room: int | None = None  # for copies; not asked yet
-        self._dropped: set[int] = set()  # in this loop, and could have been used
+        self._dropped: set[int] = set()  # after this loop has used them
         self.loop_loads = self.loop_reloads = 0  # that this loop has asked for
         self._bytes = 0
         self._closed = False
@@ -246,6 +247,7 @@ class BlockWindow:
                 missing.append(block)
             else:
                 entry.pins += 1
+                entry.used_in = self._loop
                 used(block)
         return missing
 
@@ -281,7 +283,7 @@ class BlockWindow:
             task = _Task(blocks[first:last], copied)
             task.future = pool.submit(self._load, task)
             good_for = loop if views and not copied else inf
-            entries += [_Entry(task, i, sizes[first + i], good_for) for i in range(last - first)]
+            entries += [_Entry(task, i, sizes[first + i], loop, good_for) for i in range(last - first)]
         return entries
 
     def _take_room(self, size: int) -> bool:
@@ -337,8 +339,8 @@ class BlockWindow:
                 wanted -= entry.size
                 dropped.append((block, entry))
         for block, entry in dropped:
-            if entry.good_for >= self._loop:
-                self._fits = False
+            self._fits = self._fits and entry.good_for < self._loop
+            if entry.used_in == self._loop:
                 self._dropped.add(block)
             self._remove(block, entry)
             self.counts.evictions += 1

@@ -65,6 +65,7 @@ class Loader:
         self._pipeline: Pipeline | None = None
         self._machinery: Machinery | None = None
         self._loops = 0  # that have begun
+        self._told: set[str] = set()  # of what is said once
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self._prefetch_now = 0  # where it was changed on the way
@@ -230,7 +231,7 @@ class Loader:
         rows = max(1, plan.cell_size * len(lanes))
         step_bytes = rows * sources.row_bytes(self._fields)
         watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
-                            self._events, config.on_stall)  # fmt: skip
+                            self._events, config.on_stall, self._told)  # fmt: skip
 
         def scout(numbers: range) -> Scout:
             limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes, leased=watchdog.leased,

@@ -41,6 +41,7 @@ class Watchdog:
         work: knows which batch is being transformed.
         events: gets one record per report.
         on_stall: gets the same facts; a warning is shown where there is none.
+        told: what a loader says once, and has said; of all its loops.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class Watchdog:
         work: RowWork,
         events: EventLog,
         on_stall: OnStall | None,
+        told: set[str],
     ) -> None:
         self._topology, self._plan, self._rows, self._reader = topology, plan, rows, reader
         self._window, self._work, self._events, self._on_stall = window, work, events, on_stall
-        self._lanes = len(lanes)
-        self._told_over_memory = self._told_rereading = False
+        self._lanes, self._told = len(lanes), told
 
     def __call__(self, waited: float, stage: str, group: StepGroup | None) -> None:
         """Report a wait of `waited` seconds in `stage` of `group`."""
@@ -79,9 +80,9 @@ class Watchdog:
 
     def over_memory(self, step: int, needed: int) -> None:
         """A step's blocks alone exceed the memory bound: said once, for it will not be the only one."""
-        if self._told_over_memory:
+        if "over_memory" in self._told:
             return
-        self._told_over_memory = True
+        self._told.add("over_memory")
         budget = self._window.budget
         self._events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
         warnings.warn(
@@ -96,9 +97,9 @@ class Watchdog:
         """Where a loop loads mostly blocks that it had already: said once; it reads many times what it needs."""
         window = self._window
         again, loads = window.loop_reloads, window.loop_loads
-        if self._told_rereading or loads < _LOADS_BEFORE_TELLING or 2 * again < loads:
+        if "rereading" in self._told or loads < _LOADS_BEFORE_TELLING or 2 * again < loads:
             return
-        self._told_rereading = True
+        self._told.add("rereading")
         settings, budget = self._plan.settings, window.budget
         self._events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
         if settings.shuffle == "full":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,54 @@ def test_a_step_that_needs_more_than_the_memory_bound_is_said_and_loaded(tmp_pat
     assert sorted(seen) == list(range(256))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("over_memory") == 1
+
+
+@pytest.mark.parametrize("format", ["arrow", "tar"])
+def test_memory_below_the_windows_of_the_lanes_is_said_with_what_would_do(
+    tmp_path: Path, format: str
+) -> None:
+    with shardkit.create(
+        str(tmp_path / "data"), {"x": "int64[128]"}, format=format, shard_size="1MiB", block_size="32KiB"
+    ) as writer:
+        for number in range(12800):
+            writer.add({"x": np.full(128, number)})
+    dataset = shardkit.open(tmp_path / "data")
+    plan = dataset.plan(global_batch=16, lanes=8)
+
+    def read(loader: Any) -> None:
+        assert sorted(int(x) for batch in loader for x in batch["x"][:, 0]) == list(range(12800))
+
+    with dataset.loader(plan, tensors=False, memory="1MiB", run=tmp_path / "run") as loader:
+        with pytest.warns(
+            RuntimeWarning, match=r"memory='1MiB' is too little: .*8 lanes mix rows of 16 blocks"
+        ) as told:
+            read(loader)
+        read(loader)  # said once
+        stats = loader.stats()
+    assert len(told) == 1
+    assert stats["block_reloads"] > stats["block_loads"] / 2
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("rereading") == 1
+    advice = re.search(r"give the loader memory='(\w+)'", str(told[0].message))
+    assert advice is not None
+    with dataset.loader(plan, tensors=False, memory=advice[1]) as loader:
+        read(loader)
+        stats = loader.stats()
+    assert stats["evictions"] > 0
+    assert stats["block_reloads"] < stats["block_loads"] / 8
+
+
+def test_a_full_shuffle_that_does_not_fit_is_said_without_windows(tmp_path: Path) -> None:
+    with shardkit.create(str(tmp_path / "data"), {"x": "int64[1024]"}, block_size="32KiB") as writer:
+        for number in range(1200):
+            writer.add({"x": np.full(1024, number)})
+    dataset = shardkit.open(tmp_path / "data")
+    plan = dataset.plan(global_batch=16, lanes=1, shuffle="full")
+    with (
+        dataset.loader(plan, tensors=False, memory="2MiB") as loader,
+        pytest.warns(RuntimeWarning, match=r'memory=.2MiB. is too little: .*shuffle="full"'),
+    ):
+        assert sorted(int(x) for batch in loader for x in batch["x"][:, 0]) == list(range(1200))
 
 
 def test_batches_pickle(dataset: shardkit.Dataset) -> None:

@@ -73,3 +73,33 @@ def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> No
     assert len(sizes) >= 14  # beside one that is on its way, and counts 10, thirty bytes of them stay
     assert window.counts.peak_bytes <= 40
     window.close()
+
+
+def test_only_what_the_same_loop_had_is_counted_as_loaded_again() -> None:
+    source = BlockSource(
+        load=lambda blocks, own_memory: [Loaded(block) for block in blocks],
+        size_of=lambda block: 1,
+        loaded_size_of=lambda block: 1,
+        mapped=lambda block: False,
+        room=lambda: 0,
+        forget=lambda block: None,
+    )
+    window = BlockWindow(source, budget=10, threads=1)
+
+    def use(blocks: range) -> tuple[int, int]:
+        for block in blocks:
+            lease = window.lease([block], lambda: False)
+            lease.wait(60, lambda waited: None)
+            lease.release()
+        return window.loop_loads, window.loop_reloads
+
+    window.begin_loop()
+    assert use(range(20)) == (20, 0)
+    assert use(range(10)) == (30, 10)
+    assert use(range(4, 10)) == (30, 10)  # these are there
+    window.begin_loop()
+    assert use(range(10, 20)) == (10, 0)  # it was the loop before that had dropped them
+    assert use(range(4)) == (14, 0)
+    assert use(range(10, 20)) == (24, 10)  # each takes the place of the next
+    assert window.counts.block_reloads == 20
+    window.close()
