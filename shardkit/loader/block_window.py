@@ -29,7 +29,8 @@ class BlockSource:
     """Where a window's blocks come from.
 
     Attributes:
-        load: reads and verifies some blocks; called on the window's threads. With True, into memory of their own.
+        load: reads and verifies some blocks; called on the window's threads. With True, into memory of their own; a
+            MemoryError then says that there is none.
         size_of: upper bound of the bytes that a block takes, known before it is loaded.
         loaded_size_of: the bytes that it does take, once it is loaded.
         mapped: whether the block is a view of a file unless it is copied: its bytes may leave memory and come back
@@ -74,10 +75,10 @@ class WindowCounts:
 class _Task:
     """Some blocks that are loaded together."""
 
-    __slots__ = ("blocks", "copied", "found", "future")
+    __slots__ = ("blocks", "copied", "found", "future", "loop")
 
-    def __init__(self, blocks: list[int], copied: bool) -> None:
-        self.blocks, self.copied = blocks, copied
+    def __init__(self, blocks: list[int], loop: int, copied: bool) -> None:
+        self.blocks, self.loop, self.copied = blocks, loop, copied
         self.future: Future[None]
         self.found: list[GatherColumns | None] | None = None  # once loaded: a future is slow to ask
 
@@ -280,7 +281,7 @@ class BlockWindow:
             last = min(first + each, len(blocks))
             views = mapped[first]  # as are all of one task
             copied = views and self._take_room(sum(sizes[first:last]))
-            task = _Task(blocks[first:last], copied)
+            task = _Task(blocks[first:last], loop, copied)
             task.future = pool.submit(self._load, task)
             good_for = loop if views and not copied else inf
             entries += [_Entry(task, i, sizes[first + i], loop, good_for) for i in range(last - first)]
@@ -301,7 +302,7 @@ class BlockWindow:
         started, blocks = time.perf_counter(), task.blocks
         self.loading.update(dict.fromkeys(blocks, started))
         try:
-            found: list[GatherColumns | None] = [*self._source.load(blocks, task.copied)]
+            found: list[GatherColumns | None] = [*self._read(task)]
         finally:
             for block in blocks:
                 self.loading.pop(block, None)
@@ -314,6 +315,20 @@ class BlockWindow:
             self.counts.bytes_loaded += nbytes
             self._correct(task, sizes)
         task.found = found
+
+    def _read(self, task: _Task) -> list[GatherColumns]:
+        try:
+            return self._source.load(task.blocks, task.copied)
+        except MemoryError:
+            if not task.copied:
+                raise
+        with self._changed:  # there is less than the machine said: views do as well
+            self._room, task.copied = 0, False
+            for block in task.blocks:
+                entry = self._entries.get(block)
+                if entry is not None and entry.task is task:
+                    entry.good_for = task.loop
+        return self._source.load(task.blocks, False)
 
     def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
         """From what the blocks of a task could at most have been to what they are: there may be room for another."""

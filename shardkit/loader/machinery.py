@@ -36,7 +36,7 @@ __all__ = ["Machinery", "default_threads"]
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _MOST_GATHERING = 3  # beside the thread that asks: a few fill the memory's bandwidth
 _SHARE_FOR_COPIES = (
-    2  # so much of the memory that is left may copies of files take: the bound may be above it
+    2  # copies of files take half of the memory that is left: unlike the page cache they do not give way
 )
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 

@@ -107,7 +107,10 @@ class Watchdog:
                 'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
             )
         else:
-            needed = _ROOM_OF_WINDOWS * self._lanes * settings.window_blocks * window.mean_block()
+            mixed = (
+                self._lanes * settings.window_blocks * window.mean_block()
+            )  # more where there are many strata
+            needed = max(2 * budget, _ROOM_OF_WINDOWS * mixed)
             advice = (
                 f"{self._lanes} lanes mix rows of {settings.window_blocks} blocks each: give the loader "
                 f"memory={_in_mib(needed)!r}, or the plan fewer lanes or a smaller window_blocks"

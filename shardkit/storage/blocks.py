@@ -408,10 +408,16 @@ def _copied(view: memoryview) -> tuple[memoryview, int]:
 
     A mapping of its own, not the allocator's: megabytes that stay for hours among what comes and goes would keep that
     from being given back.
+
+    Raises:
+        MemoryError: there is none.
     """
     if not len(view):
         return memoryview(b""), 0
-    memory = mmap.mmap(-1, len(view), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, len(view), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for a copy of {len(view)} bytes: {error.strerror}") from error
     target = np.frombuffer(memory, np.uint8)
     target[:] = np.frombuffer(view, np.uint8)
     return memoryview(memory).toreadonly(), target.__array_interface__["data"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import shutil
 import weakref
@@ -160,6 +161,35 @@ def test_a_smaller_bound_gives_copies_back(root: Path, monkeypatch: pytest.Monke
         assert _rows(loader) == expected[5]
         assert loader.stats()["block_copies"] > copies
     assert not there
+
+
+def test_a_machine_that_has_less_memory_than_it_says(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _loops(root, 4, monkeypatch)
+    asked, copied = [0], block_reader._copied
+
+    def short(view: memoryview) -> tuple[memoryview, int]:
+        asked[0] += 1
+        if asked[0] > 20:
+            raise MemoryError
+        return copied(view)
+
+    monkeypatch.setattr(block_reader, "_copied", short)
+    with _loader(root) as loader:
+        assert [_rows(loader) for _ in range(4)] == expected
+        window = loader.machinery.window
+        assert 10 <= loader.stats()["block_copies"] <= 20
+        views = window.views(window._entries)
+        assert len(views) == len(window._entries) - loader.stats()["block_copies"]
+        assert {window._entries[block].good_for for block in views} <= {3, 4, 5}
+
+
+def test_no_memory_is_said_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="no memory for a copy of 3 bytes: Cannot allocate memory"):
+        block_reader._copied(memoryview(b"abc"))
 
 
 def _system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
