@@ -157,10 +157,11 @@ class BlockWindow:
         source: of the blocks.
         budget: bytes. A group's own blocks are loaded even if they alone exceed it.
         threads: how many blocks are read at once.
+        page: of so many bytes each block takes a whole number.
     """
 
-    def __init__(self, source: BlockSource, budget: int, threads: int) -> None:
-        self._source, self._budget, self._threads = source, budget, threads
+    def __init__(self, source: BlockSource, budget: int, threads: int, *, page: int = 1) -> None:
+        self._source, self._budget, self._threads, self._page = source, budget, threads, page
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-blocks")
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
@@ -202,11 +203,11 @@ class BlockWindow:
     def measure(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Bytes of these blocks, and of those among them that are still to be loaded."""
         held = missing = 0
-        find, size_of = self._entries.get, self._source.size_of
+        find, size_of, page = self._entries.get, self._source.size_of, self._page
         for block in blocks:
             entry = find(block)
             if entry is None or entry.good_for < self._loop:
-                missing += size_of(block)
+                missing += -(-size_of(block) // page) * page
             else:
                 held += entry.size
         return held + missing, missing
@@ -218,7 +219,7 @@ class BlockWindow:
         """
         with self._changed:
             missing = self._pin(blocks)
-            sizes = [self._source.size_of(block) for block in missing]
+            sizes = self._whole_pages(map(self._source.size_of, missing))
             need = sum(sizes)
             self._make_room(need)
             while self._bytes + need > self._budget and self._leases and not stopped():
@@ -251,6 +252,10 @@ class BlockWindow:
                 entry.used_in = self._loop
                 used(block)
         return missing
+
+    def _whole_pages(self, sizes: Iterable[int]) -> list[int]:
+        page = self._page
+        return [-(-size // page) * page for size in sizes]
 
     def _count(self, missing: Sequence[int]) -> None:
         again = len(self._dropped.intersection(missing))
@@ -307,7 +312,7 @@ class BlockWindow:
             for block in blocks:
                 self.loading.pop(block, None)
         elapsed, nbytes = time.perf_counter() - started, sum(map(self._source.size_of, blocks))
-        sizes = [self._source.loaded_size_of(block) for block in blocks]
+        sizes = self._whole_pages(map(self._source.loaded_size_of, blocks))
         with self._changed:
             self.counts.load_s += elapsed
             self.counts.block_loads += len(blocks)

@@ -83,14 +83,15 @@ class Machinery:
         self.window = BlockWindow(
             BlockSource(
                 load=load,
-                size_of=lru_cache(maxsize=1 << 16)(lambda block: _whole_pages(sources.block_bytes(block))),
-                loaded_size_of=lambda block: _whole_pages(reader.raw_size(*rows.shard_of_block(block))),
+                size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
+                loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
                 mapped=lambda block: is_view(rows.shard_of_block(block)[0]),
                 room=lambda: available_memory() // _SHARE_FOR_COPIES // (ranks_beside() * config.stride),
                 forget=lambda block: reader.forget(*rows.shard_of_block(block)),
             ),
             config.memory,
             threads,
+            page=mmap.PAGESIZE,
         )
         self._threads = threads
         helping = min(threads - 1, _MOST_GATHERING)
@@ -160,10 +161,6 @@ class Machinery:
             threading.Thread(target=self.close, name="shardkit-close", daemon=True).start()
         else:
             self.close()
-
-
-def _whole_pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _keep_freed_memory() -> None:

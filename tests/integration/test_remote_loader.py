@@ -60,6 +60,10 @@ def open_loader(root: str, cache: Path | None, *, rank: int = 0, world: int = 1,
     )
 
 
+# the memory is too little on purpose: what a loop needs again comes from the cache, or over the network
+pytestmark = [pytest.mark.filterwarnings("ignore:shardkit. memory=.* is too little:RuntimeWarning")]
+
+
 def test_streamed_and_cached_give_the_same_batches(proxy: FaultProxy, root: str, tmp_path: Path) -> None:
     with contextlib.closing(open_loader(root, None)) as loader:
         streamed = [epoch(loader), epoch(loader)]
