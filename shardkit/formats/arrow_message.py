@@ -75,7 +75,8 @@ class _Table:
             raise FormatError(f"arrow metadata: a reference to {position} leaves its {len(self._data)} bytes")
         return int(struct.unpack_from(layout, self._data, position)[0])
 
-    def _place(self, slot: int) -> int | None:
+    def place(self, slot: int) -> int | None:
+        """Where a field lies; None where it is absent."""
         if slot >= self._slots:
             return None
         offset = self._read("<H", self._vtable + 4 + 2 * slot)
@@ -83,32 +84,111 @@ class _Table:
 
     def number(self, slot: int, layout: str) -> int:
         """Scalar field, 0 where absent (the default of every field read here)."""
-        place = self._place(slot)
+        place = self.place(slot)
         return 0 if place is None else self._read(layout, place)
 
     def table(self, slot: int) -> _Table | None:
         """Field that refers to another table."""
-        place = self._place(slot)
+        place = self.place(slot)
         return None if place is None else _Table(self._data, place + self._read("<I", place))
 
-    def structs(self, slot: int, width: int) -> memoryview:
-        """Vector of structs of `width` bytes, as bytes; empty where absent."""
-        place = self._place(slot)
+    def structs(self, slot: int, width: int) -> slice:
+        """Where the items of a vector of structs of `width` bytes lie; empty where it is absent."""
+        place = self.place(slot)
         if place is None:
-            return self._data[:0]
+            return slice(0, 0)
         start = place + self._read("<I", place)
         end = start + 4 + self._read("<I", start) * width
         if end > len(self._data):
             raise FormatError(f"arrow metadata: a vector runs to {end}, past its {len(self._data)} bytes")
-        return self._data[start + 4 : end]
+        return slice(start + 4, end)
 
     def absent(self, slot: int) -> bool:
         """Whether a field is not there."""
-        return self._place(slot) is None
+        return self.place(slot) is None
 
 
 def _pairs(data: memoryview) -> tuple[tuple[int, int], ...]:
     return tuple(struct.iter_unpack("<qq", data))
+
+
+class _Shape:
+    """What the metadata of many batches of one file have in common: all but four kinds of numbers, and where these lie.
+
+    Metadata that are alike but for these numbers lead every reader of FlatBuffers the same ways, so that the numbers of
+    another batch can be read where those of the first were found.
+
+    Args:
+        data: metadata, of which the structure is read.
+
+    Raises:
+        FormatError: no record batch of metadata version 5.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        metadata = memoryview(data)
+        root = _Table(metadata, int.from_bytes(metadata[:4], "little"))
+        version, kind = root.number(0, "<h"), root.number(1, "<B")
+        batch = root.table(2)
+        if (
+            version != _V5
+            or kind != _RECORD_BATCH
+            or batch is None
+            or not root.absent(4)
+            or not batch.absent(4)
+        ):
+            raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
+        self._codec = "none"
+        compression = batch.table(3)
+        if compression is not None:
+            if compression.number(1, "<b") != 0:
+                raise FormatError("arrow message: unknown compression method")
+            self._codec = _CODECS.get(compression.number(0, "<b"), "unknown")
+        root.number(3, "<q"), batch.number(0, "<q")  # inside the metadata, or an error
+        self._body, self._rows = root.place(3), batch.place(0)
+        self._nodes, self._buffers = batch.structs(1, 16), batch.structs(2, 16)
+        self._differing = [slice(place, place + 8) for place in (self._body, self._rows) if place is not None]
+        self._differing += [self._nodes, self._buffers]
+        self._common = self._without_numbers(data)
+
+    def fits(self, data: bytes) -> bool:
+        """Whether other metadata differ in nothing else."""
+        return len(data) == len(self._common) and self._without_numbers(data) == self._common
+
+    def _without_numbers(self, data: bytes) -> bytearray:
+        found = bytearray(data)
+        for place in self._differing:
+            found[place] = bytes(place.stop - place.start)
+        return found
+
+    def header(self, data: bytes) -> BatchHeader:
+        """What metadata that fit say.
+
+        Raises:
+            FormatError: lengths that leave the message.
+        """
+        metadata = memoryview(data)
+        body, rows = (
+            0 if place is None else int.from_bytes(metadata[place : place + 8], "little", signed=True)
+            for place in (self._body, self._rows)
+        )
+        if body < 0 or body % 8:
+            raise FormatError(f"arrow message: body of {body} bytes")
+        buffers, nodes = _pairs(metadata[self._buffers]), _pairs(metadata[self._nodes])
+        _check_buffers(buffers, body)
+        return BatchHeader(
+            rows=rows,
+            lengths=tuple([length for length, _ in nodes]),
+            nulls=sum([abs(count) for _, count in nodes]),
+            buffers=buffers,
+            codec=self._codec,
+            body_offset=8 + len(data),
+            message_bytes=8 + len(data) + body,
+        )
+
+
+_MOST_SHAPES = 64
+_shapes: dict[int, _Shape] = {}  # the last one of so many bytes
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:
@@ -130,31 +210,13 @@ def read_batch_header(message: memoryview) -> BatchHeader:
 @lru_cache(maxsize=64)
 def _read_metadata(data: bytes) -> BatchHeader:
     """The header whose metadata, behind the 8 bytes of prefix, is `data`."""
-    metadata = memoryview(data)
-    root = _Table(metadata, int.from_bytes(metadata[:4], "little"))
-    version, kind, body = root.number(0, "<h"), root.number(1, "<B"), root.number(3, "<q")
-    batch = root.table(2)
-    if version != _V5 or kind != _RECORD_BATCH or batch is None or not root.absent(4) or not batch.absent(4):
-        raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
-    if body < 0 or body % 8:
-        raise FormatError(f"arrow message: body of {body} bytes")
-    codec = "none"
-    compression = batch.table(3)
-    if compression is not None:
-        if compression.number(1, "<b") != 0:
-            raise FormatError("arrow message: unknown compression method")
-        codec = _CODECS.get(compression.number(0, "<b"), "unknown")
-    buffers, nodes = _pairs(batch.structs(2, 16)), _pairs(batch.structs(1, 16))
-    _check_buffers(buffers, body)
-    return BatchHeader(
-        rows=batch.number(0, "<q"),
-        lengths=tuple(length for length, _ in nodes),
-        nulls=sum(abs(count) for _, count in nodes),
-        buffers=buffers,
-        codec=codec,
-        body_offset=8 + len(data),
-        message_bytes=8 + len(data) + body,
-    )
+    shape = _shapes.get(len(data))
+    if shape is None or not shape.fits(data):
+        shape = _Shape(data)
+        if len(_shapes) >= _MOST_SHAPES:
+            _shapes.clear()
+        _shapes[len(data)] = shape
+    return shape.header(data)
 
 
 def _check_buffers(buffers: tuple[tuple[int, int], ...], body: int) -> None:
@@ -216,8 +278,10 @@ def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, in
         raise FormatError("arrow file: no footer before the closing magic")
     footer = data[end - length : end]
     root = _Table(footer, int.from_bytes(footer[:4], "little"))
-    if root.number(0, "<h") != _V5 or len(root.structs(2, 24)):
+    if root.number(0, "<h") != _V5 or footer[root.structs(2, 24)]:
         raise FormatError("arrow file: footer of another version, or with dictionaries")
-    raw = root.structs(3, 24)  # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
+    raw = footer[
+        root.structs(3, 24)
+    ]  # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
     records = [struct.unpack_from("<qi4xq", raw, position) for position in range(0, len(raw), 24)]
     return [(offset, metadata + body) for offset, metadata, body in records]

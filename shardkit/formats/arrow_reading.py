@@ -1,12 +1,13 @@
 """Reading blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4).
 
 One way for all: buffers are found by our own bounds-checked reader of the metadata, checked against what the
-index's schema calls for, and viewed by numpy. pyarrow only decompresses, after every declared length has been
-bounded, and checks UTF-8; the schema in the file is never asked.
+index's schema calls for, and viewed by numpy. Those of the columns that are wanted are decompressed, after every
+declared length has been bounded; pyarrow does that for lz4, and checks UTF-8. The schema in the file is never asked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -15,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError
+from shardkit.errors import FormatError, UsageError
 
 from .arrow_message import BatchHeader, raw_message_bytes, read_batch_header
 from .arrow_schema import KEY_FIELD, arrow_schema
 from .block import Column, FixedColumn, VariableColumn
-from .compression import MAX_RATIO
+from .compression import MAX_RATIO, decompress_frame
 from .schema import FieldType, Schema
 
 __all__ = ["BatchReader", "FixedPlace", "fixed_places"]
@@ -47,21 +48,36 @@ class BatchReader:
         codec: ``none``, ``lz4`` or ``zstd``, as the index says.
         rows: Rows that the index counts.
         raw_size: Bytes that the index declares; nothing beyond it is allocated.
+        columns: Those that will be asked for, the keys by their name; others are not decompressed. All where None.
 
     Raises:
         FormatError: not the message that `ArrowEncoder` writes for this schema.
     """
 
-    def __init__(self, stored: memoryview, schema: Schema, codec: str, rows: int, raw_size: int) -> None:
+    def __init__(
+        self,
+        stored: memoryview,
+        schema: Schema,
+        codec: str,
+        rows: int,
+        raw_size: int,
+        columns: Iterable[str] | None = None,
+    ) -> None:
         message = _aligned(stored)
         header = _checked_header(message.data, codec, rows, raw_size)
         self._rows, self._schema, self._lengths = rows, schema, header.lengths
         self._places, self._fixed = _layout(header, schema)
         if codec == "none":
             self._spans, self._plain = header.buffers, message[header.body_offset :]
-            self._decompressed: list[NDArray[np.uint8]] | None = None
+            self._decompressed: dict[int, NDArray[np.uint8]] | None = None
+        elif codec == "zstd":  # now, and not when a column is asked for: these bytes have just been verified
+            self._decompressed = {}
+            for name in self._places if columns is None else columns:
+                _, first = self._places[name]
+                for number in range(first, first + _counts(_BYTES if name == KEY_FIELD else schema[name])[1]):
+                    self._decompressed[number] = _decompressed(message.data, header, number)
         else:
-            self._decompressed = _decompressed_buffers(message.data, schema)
+            self._decompressed = dict(enumerate(_decompressed_by_pyarrow(message.data, schema)))
             if len(self._decompressed) != len(header.buffers):
                 raise FormatError("arrow message: pyarrow finds other buffers than its metadata")
 
@@ -108,6 +124,8 @@ class BatchReader:
 
     def _buffer(self, number: int) -> NDArray[np.uint8]:
         if self._decompressed is not None:
+            if number not in self._decompressed:
+                raise UsageError(f"buffer {number} of a block belongs to a field that was not to be read")
             return self._decompressed[number]
         offset, length = self._spans[number]
         return self._plain[offset : offset + length]
@@ -185,11 +203,8 @@ class FixedPlace(NamedTuple):
     dtype: np.dtype[Any]
 
 
-@lru_cache(maxsize=64)
 def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, int]], dict[str, FixedPlace]]:
     """What the metadata alone says of every column, checked; kept, for most blocks have that of another.
-
-    Headers of equal metadata are one object (`read_batch_header`), so this asks by identity.
 
     Returns:
         First (array, buffer) of each column, the keys first; and the uncompressed fixed-size columns.
@@ -197,33 +212,49 @@ def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, i
     Raises:
         FormatError: the metadata does not fit the schema.
     """
-    if header.nulls:
+    places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
+    return places, _fixed_places(header, schema) if header.codec == "none" else {}
+
+
+@lru_cache(maxsize=64)
+def _places(
+    rows: int, lengths: tuple[int, ...], nulls: int, buffers: int, schema: Schema
+) -> dict[str, tuple[int, int]]:
+    if nulls:
         raise FormatError("arrow message: a column declares nulls")
     array, buffer = 1, 3
-    places, fixed = {KEY_FIELD: (0, 0)}, {}
-    kinds = {KEY_FIELD: _BYTES, **schema}
+    places = {KEY_FIELD: (0, 0)}
     for name, kind in schema.items():
         places[name] = (array, buffer)
-        arrays, buffers = _counts(kind)
-        array, buffer = array + arrays, buffer + buffers
-    if len(header.lengths) != array or len(header.buffers) != buffer:
-        raise FormatError(
-            f"arrow message: {len(header.lengths)} arrays, {len(header.buffers)} buffers do not fit {schema}"
-        )
-    for name, (array, buffer) in places.items():
-        kind, count = kinds[name], header.rows
-        _expect_items(header.lengths[array], count, name)
-        for depth, size in enumerate(kind.shape):
+        arrays, own = _counts(kind)
+        array, buffer = array + arrays, buffer + own
+    if len(lengths) != array or buffers != buffer:
+        raise FormatError(f"arrow message: {len(lengths)} arrays, {buffers} buffers do not fit {schema}")
+    for name, (array, _) in places.items():
+        count = rows
+        _expect_items(lengths[array], count, name)
+        for depth, size in enumerate(() if name == KEY_FIELD else schema[name].shape):
             count *= size
-            _expect_items(header.lengths[array + 1 + depth], count, name)
-        if header.codec == "none" and kind.item_bytes is not None and kind.dtype != "bool":
-            last = buffer + 1 + len(kind.shape)
-            offset, length = header.buffers[last]
-            if any(size for _, size in header.buffers[buffer:last]):
-                raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
-            _expect_bytes(length, count * kind.numpy_dtype.itemsize, name)
-            fixed[name] = FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)
-    return places, fixed
+            _expect_items(lengths[array + 1 + depth], count, name)
+    return places
+
+
+@lru_cache(maxsize=64)
+def _fixed_places(header: BatchHeader, schema: Schema) -> dict[str, FixedPlace]:
+    """Of an uncompressed message. Headers of equal metadata are one object, so this asks by identity."""
+    places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
+    fixed = {}
+    for name, kind in schema.items():
+        if kind.item_bytes is None or kind.dtype == "bool":
+            continue
+        first = places[name][1]
+        last = first + 1 + len(kind.shape)
+        offset, length = header.buffers[last]
+        if any(size for _, size in header.buffers[first:last]):
+            raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
+        _expect_bytes(length, header.rows * prod(kind.shape) * kind.numpy_dtype.itemsize, name)
+        fixed[name] = FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)
+    return fixed
 
 
 def _counts(kind: FieldType) -> tuple[int, int]:
@@ -243,7 +274,20 @@ def _expect_bytes(found: int, expected: int, name: str) -> None:
         raise FormatError(f"arrow column {name!r}: buffer of {found} bytes, expected {expected}")
 
 
-def _decompressed_buffers(message: memoryview, schema: Schema) -> list[NDArray[np.uint8]]:
+def _decompressed(message: memoryview, header: BatchHeader, number: int) -> NDArray[np.uint8]:
+    """One zstd buffer, in memory of its own; all lengths have been seen to lie in the message."""
+    offset, length = header.buffers[number]
+    if not length:
+        return _EMPTY
+    start = header.body_offset + offset
+    raw = int.from_bytes(message[start : start + 8], "little", signed=True)
+    data = message[start + 8 : start + length]
+    if raw == -1:
+        return np.frombuffer(bytes(data), np.uint8)
+    return np.frombuffer(decompress_frame(data, raw, f"arrow message: buffer {number}"), np.uint8)
+
+
+def _decompressed_by_pyarrow(message: memoryview, schema: Schema) -> list[NDArray[np.uint8]]:
     """Buffers as pyarrow decompresses them: it holds each to its declared length, which has been bounded."""
     try:
         batch = pa.ipc.read_record_batch(pa.py_buffer(message), arrow_schema(schema))
@@ -255,6 +299,8 @@ def _decompressed_buffers(message: memoryview, schema: Schema) -> list[NDArray[n
 
 
 def _check_utf8(data: NDArray[np.uint8], offsets: NDArray[np.int64], name: str) -> None:
+    if not len(data) or int(data.max()) < 128:
+        return  # whatever of ASCII is cut where
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     try:
         pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers, null_count=0).validate(full=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import zstandard
 
@@ -22,6 +23,7 @@ MAX_WINDOW = 8 << 20
 
 MAX_LEVEL = 19
 _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
+_own = threading.local()  # a decompressor of each thread: to make one costs as much as a small frame
 MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
 
 
@@ -89,7 +91,9 @@ def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> by
             )
         if raw_bytes > MAX_RATIO * len(frame):
             raise FormatError(f"{what}: zstd frame of {len(frame)} bytes cannot hold {raw_bytes}")
-        raw = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        if (decompressor := getattr(_own, "decompressor", None)) is None:
+            decompressor = _own.decompressor = zstandard.ZstdDecompressor()
+        raw: bytes = decompressor.decompress(frame, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
         raise FormatError(f"{what}: broken zstd frame ({error})") from None
     if len(raw) != raw_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
 from .arrow_reading import BatchReader
+from .arrow_schema import KEY_FIELD
 from .block import Block, Column, VariableColumn
 from .compression import decompress_frame
 from .digest import xxh3, xxh3_of_spans
@@ -102,6 +103,7 @@ def read_block(
     *,
     verify: Verify = "fast",
     keys: bool = True,
+    fields: Iterable[str] | None = None,
 ) -> Block:
     """Verify and decode one block.
 
@@ -114,6 +116,8 @@ def read_block(
         verify: ``fast`` (XXH3-64) or ``strong`` (SHA-256, for what came over a network).
         keys: Compare the keys that an Arrow block holds with those of the index. Both are what their digests say
             either way; who never looks at a key need not know that their writer made them equal.
+        fields: Those that the block will be asked for, and no others: what else it holds need not be decompressed. All
+            where None.
 
     Raises:
         IntegrityError: `stored` is not what was written; nothing of it has been parsed.
@@ -126,7 +130,8 @@ def read_block(
     rows = span.end_row - span.first_row
     if index.format == "tar":
         return _tar_block(view, index, block, span)
-    batch = BatchReader(view, index.schema, index.compression.partition(":")[0], rows, span.raw_size)
+    columns = None if fields is None else [*fields, *([KEY_FIELD] if keys else [])]
+    batch = BatchReader(view, index.schema, index.compression.partition(":")[0], rows, span.raw_size, columns)
     if keys:
         _compare_keys(batch.keys(checked_later=True), index, block)
     return Block(index.schema, rows, span.raw_size, batch.column)

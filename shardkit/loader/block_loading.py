@@ -64,7 +64,9 @@ class BlockLoading:
         for (shard, inside), stored in zip(places, views, strict=True):
             one = None if stored is None else self._place(stored)
             if one is None:
-                block = self._reader.read(shard, inside, keys=False, own_memory=own_memory)
+                block = self._reader.read(
+                    shard, inside, keys=False, fields=self._fields, own_memory=own_memory
+                )
                 one = GatherColumns(block, self._fields)
             found.append(one)
         return found

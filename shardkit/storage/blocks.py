@@ -156,6 +156,7 @@ class BlockReader:
         verify: Verify | None = None,
         *,
         keys: bool = True,
+        fields: Sequence[str] | None = None,
         own_memory: bool = False,
     ) -> Block:
         """One verified block.
@@ -165,6 +166,7 @@ class BlockReader:
             block: counts inside of `shard`.
             verify: how, if not as this reader does.
             keys: as in `formats.read_block`.
+            fields: as there.
             own_memory: where it would be a view of a file, copy it first and verify the copy: whatever becomes of the
                 file, and of its pages, the block stays what it is.
 
@@ -175,7 +177,7 @@ class BlockReader:
         """
         index = self.index(shard)
         try:
-            found = self._read(shard, block, index, verify or self.verify, keys, own_memory)
+            found = self._read(shard, block, index, verify or self.verify, keys, fields, own_memory)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
@@ -185,13 +187,20 @@ class BlockReader:
         return found
 
     def _read(
-        self, shard: int, block: int, index: ShardIndex, verify: Verify, keys: bool, own_memory: bool
+        self,
+        shard: int,
+        block: int,
+        index: ShardIndex,
+        verify: Verify,
+        keys: bool,
+        fields: Sequence[str] | None,
+        own_memory: bool,
     ) -> Block:
         try:
             stored = self._stored(shard, block, index)
             if own_memory and index.compression == "none" and isinstance(stored.obj, mmap.mmap):
                 stored = _copied(stored)[0]
-            return read_block(stored, index, block, verify=verify, keys=keys)
+            return read_block(stored, index, block, verify=verify, keys=keys, fields=fields)
         except (IntegrityError, NotFoundError) as error:
             store = self._elsewhere(shard, error)
             if store is None:
@@ -199,7 +208,7 @@ class BlockReader:
             with self._lock:
                 self._maps.pop(shard, None)  # the file may be healed, and is another one then
             healed = memoryview(store.read_block(self.request(shard, block)))
-            return read_block(healed, index, block, keys=keys)
+            return read_block(healed, index, block, keys=keys, fields=fields)
 
     def is_view(self, shard: int) -> bool:
         """Whether blocks of this shard are views of a memory map: their bytes may leave memory and come back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import FormatError
-from shardkit.formats import FieldType, FixedColumn, Schema, VariableColumn, read_block
-from shardkit.formats.arrow_reading import BatchReader
+from shardkit.errors import FormatError, UsageError
+from shardkit.formats import (
+    FieldType,
+    FixedColumn,
+    Schema,
+    VariableColumn,
+    arrow_message,
+    arrow_reading,
+    read_block,
+)
+from shardkit.formats.arrow_message import BatchHeader
+from shardkit.formats.arrow_reading import BatchReader, _decompressed
 from shardkit.formats.block import check_text
+from shardkit.formats.compression import compress_frame
 from shardkit.formats.schema import DTYPES
 from shardkit.formats.tar_blocks import tar_column
 from shardkit.testing.format_conformance import stored_block, write_shard
@@ -210,3 +221,105 @@ def test_a_damaged_column_is_refused_when_it_is_asked_for_and_no_other() -> None
             assert _payloads(reader, name, 4) == expected
     with pytest.raises(FormatError, match="blob"):
         reader.column("blob")  # a refusal is not remembered as an answer
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd", "lz4"])
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 9), fields=st.lists(st.sampled_from(list(SCHEMA)), unique=True), keys=st.booleans()
+)
+def test_fields_that_are_read_alone_are_those_of_the_whole_block(
+    compression: str, rows: int, fields: list[str], keys: bool
+) -> None:
+    data, index = write_shard(
+        _samples(rows), SCHEMA, format="arrow", compression=compression, block_rows=rows
+    )
+    stored = stored_block(data, index, 0)
+    whole, some = read_block(stored, index, 0), read_block(stored, index, 0, keys=keys, fields=fields)
+    for name in SCHEMA:
+        if name in fields or compression != "zstd":
+            assert _payloads(some, name, rows) == _payloads(whole, name, rows)
+        else:
+            with pytest.raises(UsageError, match="was not to be read"):
+                some.column(name)
+
+
+def test_a_buffer_that_was_stored_as_it_is_is_found_behind_its_prefix() -> None:
+    data, raw = bytes(range(100)), (-1).to_bytes(8, "little", signed=True)
+    framed = compress_frame(data, 3)
+    body = raw + data + bytes(4) + len(data).to_bytes(8, "little") + framed
+    buffers = ((0, 108), (112, 8 + len(framed)), (112, 0))
+    header = BatchHeader(1, (1,), 0, buffers, "zstd", 16, 16 + len(body))
+    message = memoryview(bytes(16) + body)
+    assert _decompressed(message, header, 0).tobytes() == _decompressed(message, header, 1).tobytes() == data
+    assert not len(_decompressed(message, header, 2))
+    with pytest.raises(FormatError, match="buffer 1: zstd frame declares 100 bytes, expected 101"):
+        _decompressed(memoryview(bytes(message).replace(b"\x64" + bytes(7), b"\x65" + bytes(7))), header, 1)
+
+
+def _metadata(rows: int, compression: str) -> bytes:
+    data, index = write_shard(
+        _samples(rows), SCHEMA, format="arrow", compression=compression, block_rows=rows
+    )
+    stored = bytes(stored_block(data, index, 0))
+    return stored[8 : 8 + int.from_bytes(stored[4:8], "little")]
+
+
+METADATA = [_metadata(rows, compression) for rows in (1, 4, 7) for compression in ("none", "zstd", "lz4")]
+
+
+def _fields_of(header: BatchHeader) -> tuple[Any, ...]:
+    return tuple(getattr(header, name) for name in header.__slots__)
+
+
+def _read_alone(data: bytes) -> Any:
+    """By the structure of these bytes themselves."""
+    try:
+        return _fields_of(arrow_message._Shape(data).header(data))
+    except FormatError as error:
+        return str(error)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    known=st.sampled_from(METADATA),
+    data=st.sampled_from(METADATA),
+    changes=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=3),
+)
+def test_metadata_read_by_a_known_structure_say_what_they_say_by_their_own(
+    known: bytes, data: bytes, changes: list[tuple[int, int]]
+) -> None:
+    mutant = bytearray(data)
+    for place, value in changes:
+        mutant[place % len(mutant)] = value
+    shape = arrow_message._Shape(known)
+    if shape.fits(bytes(mutant)):
+        try:
+            found: Any = _fields_of(shape.header(bytes(mutant)))
+        except FormatError as error:
+            found = str(error)
+        assert found == _read_alone(bytes(mutant))
+    else:
+        assert bytes(mutant) != known
+
+
+def test_blocks_of_a_file_share_one_structure() -> None:
+    for compression in ("none", "zstd", "lz4"):
+        shapes = [arrow_message._Shape(_metadata(rows, compression)) for rows in (3, 5)]
+        assert all(shape.fits(_metadata(rows, compression)) for shape in shapes for rows in (2, 6, 9))
+        assert not shapes[0].fits(_metadata(3, {"none": "zstd", "zstd": "lz4", "lz4": "none"}[compression]))
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 61), max_size=6))
+def test_text_of_other_scripts_is_checked_row_by_row(start: int, cuts: list[int]) -> None:
+    """A character that is cut by a border of rows is not text, though all rows together are."""
+    text = ("a" * start + "é" * 20 + "z")[:61].encode()
+    offsets = np.array(sorted({0, *[min(cut, len(text)) for cut in cuts], len(text)}), dtype=np.int64)
+    rows = [text[a:b] for a, b in itertools.pairwise(offsets)]
+    whole = all(row.decode(errors="replace").encode() == row for row in rows)
+    data = np.frombuffer(text, np.uint8)
+    if whole:
+        arrow_reading._check_utf8(data, offsets, "text")
+    else:
+        with pytest.raises(FormatError, match="text"):
+            arrow_reading._check_utf8(data, offsets, "text")
