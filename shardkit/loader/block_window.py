@@ -33,6 +33,7 @@ class BlockSource:
             MemoryError then says that there is none.
         size_of: upper bound of the bytes that a block takes, known before it is loaded.
         loaded_size_of: the bytes that it does take, once it is loaded.
+        near: whether the block is read without waiting for a network: some are then loaded together.
         mapped: whether the block is a view of a file unless it is copied: its bytes may leave memory and come back
             unverified.
         room: bytes that copies of such blocks may take together; asked once.
@@ -42,6 +43,7 @@ class BlockSource:
     load: Callable[[Sequence[int], bool], list[GatherColumns]]
     size_of: Callable[[int], int]
     loaded_size_of: Callable[[int], int]
+    near: Callable[[int], bool]
     mapped: Callable[[int], bool]
     room: Callable[[], int]
     forget: Callable[[int], None]
@@ -281,7 +283,8 @@ class BlockWindow:
         loop, pool = self._loop, self._pool
         mapped = [self._source.mapped(block) for block in blocks]
         share = -(-len(blocks) // self._threads)
-        each = max(1, min(_BLOCKS_PER_TASK, share)) if all(mapped) else 1
+        together = all(map(self._source.near, blocks)) and (all(mapped) or not any(mapped))
+        each = max(1, min(_BLOCKS_PER_TASK, share)) if together else 1
         for first in range(0, len(blocks), each):
             last = min(first + each, len(blocks))
             views = mapped[first]  # as are all of one task

@@ -60,14 +60,12 @@ class Machinery:
         self.remote = open_remote_blocks(plan, sources, config, lanes, events)
         reader, rows = (self.remote or sources).reader, sources.rows
 
-        is_view = lru_cache(maxsize=1 << 16)(reader.is_view)
+        is_view, has_file = (lru_cache(maxsize=1 << 16)(ask) for ask in (reader.is_view, reader.has_file))
 
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
-            self.times = BlockTimes(
-                lambda shard: reader.shard_name(shard)[18:30], lru_cache(maxsize=None)(reader.has_file)
-            )
+            self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
         load = self._load = BlockLoading(sources, reader, fields, self.times)
 
         def file_versions(blocks: Sequence[int]) -> dict[int, object]:
@@ -85,6 +83,7 @@ class Machinery:
                 load=load,
                 size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
+                near=lambda block: has_file(rows.shard_of_block(block)[0]),
                 mapped=lambda block: is_view(rows.shard_of_block(block)[0]),
                 room=lambda: available_memory() // _SHARE_FOR_COPIES // (ranks_beside() * config.stride),
                 forget=lambda block: reader.forget(*rows.shard_of_block(block)),

@@ -32,6 +32,7 @@ def test_a_scout_that_fails_ahead_of_its_loop_holds_nothing() -> None:
         load=lambda blocks, own_memory: [Empty() for _ in blocks],
         size_of=lambda block: 1,
         loaded_size_of=lambda block: 1,
+        near=lambda block: True,
         mapped=lambda block: False,
         room=lambda: 0,
         forget=lambda block: None,

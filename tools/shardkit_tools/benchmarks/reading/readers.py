@@ -20,7 +20,7 @@ from shardkit_tools.benchmarks.reading.workloads import Workload
 
 __all__ = ["OWN", "PEERS", "PEER_NAMES", "SHARES_DATA", "THREADS_ONLY", "Reader", "build_data", "spread"]
 
-OWN = ("shardkit_reader", "shardkit_files", "shardkit_compact")
+OWN = ("shardkit_reader", "shardkit_compact")
 """Readers that are shardkit."""
 
 PEER_NAMES = {
@@ -41,12 +41,7 @@ PEER_NAMES = {
 PEERS = tuple(PEER_NAMES)
 """Modules of the peers."""
 
-SHARES_DATA = {
-    "shardkit_files": "shardkit_reader",
-    "shardkit_compact": "shardkit_reader",
-    "hf_iterable": "hf_map",
-    "spdl_reader": "memmap",
-}
+SHARES_DATA = {"shardkit_compact": "shardkit_reader", "hf_iterable": "hf_map", "spdl_reader": "memmap"}
 """Readers that read what another one has built."""
 THREADS_ONLY = frozenset({"spdl_reader", "ffcv_reader"})
 """Readers without worker processes."""
