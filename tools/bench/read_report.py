@@ -31,9 +31,9 @@ def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
         f"sample much less. Python {facts['python']}; scale {facts['scale']}, {facts['repeats']} interleaved "
         "repeats, warm page cache, shuffled order, every sample touched, an epoch left after "
         f"{facts['seconds_per_epoch']:g} s (marked ¹). shardkit verifies every block that it reads (XXH3), and "
-        "what fits into its memory bound once more when it is copied in the second epoch, the first that is timed; then "
-        "no more. The peers verify nothing. First batch: of a fresh process, imports included; past torch: without the "
-        "import of torch.\n\n"
+        "what fits into its memory bound once more when it is copied, in the second epoch, the first that is timed; "
+        "then no more. The peers verify nothing. First batch: of a fresh process, imports included; past torch: "
+        "without the import of torch.\n\n"
         f"Versions: {_listed(facts['versions'])}. Peers: {_listed(facts['peer_versions'])}."
     )
     return (
