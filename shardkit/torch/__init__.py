@@ -14,14 +14,22 @@ sharded optimizer of one's own holds is saved, and loads into any other sharding
 
 Layout, invariants and reasons are in the trainer's SPEC.md, "Checkpoints": tensor bytes are content-addressed objects,
 the manifest names them by SHA-256 and is written after them, and the ref under ``checkpoints/`` is written last.
+
+What is asked for is imported then: to read a dataset, nothing that writes checkpoints is.
 """
 
-from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
-from .checkpointing import CheckpointReader, CheckpointWriter
-from .datasets import PlanDataset, dataset
-from .export import export_safetensors
-from .flat_slices import FlatSlice
-from .keeping import copy_checkpoint, prune_checkpoints
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
+    from .checkpointing import CheckpointReader, CheckpointWriter
+    from .datasets import PlanDataset, dataset
+    from .export import export_safetensors
+    from .flat_slices import FlatSlice
+    from .keeping import copy_checkpoint, prune_checkpoints
 
 __all__ = [
     "CheckpointReader",
@@ -35,3 +43,26 @@ __all__ = [
     "prune_checkpoints",
     "read_checkpoint_manifest",
 ]
+
+_HOMES = {
+    "CheckpointReader": "checkpointing",
+    "CheckpointWriter": "checkpointing",
+    "FlatSlice": "flat_slices",
+    "PlanDataset": "datasets",
+    "checkpoint_names": "checkpoint_format",
+    "copy_checkpoint": "keeping",
+    "dataset": "datasets",
+    "export_safetensors": "export",
+    "prune_checkpoints": "keeping",
+    "read_checkpoint_manifest": "checkpoint_format",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'shardkit.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

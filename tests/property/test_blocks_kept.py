@@ -110,6 +110,7 @@ def test_what_does_not_fit_is_not_copied(tmp_path: Path) -> None:
         for number in range(2 * ROWS):
             writer.add({"x": [number] * 64, "blob": bytes(1000)})
     with _loader(root, memory=1 << 20) as loader:
+        next(iter(loader))  # a loop that is left, and drops nothing
         for _ in range(3):
             assert sum(len(rows) for _, rows, _ in _rows(loader)) == 2 * ROWS
         stats = loader.stats()
@@ -135,7 +136,7 @@ def test_copies_take_half_of_what_the_machine_has_left(root: Path, monkeypatch: 
 
 
 def test_a_smaller_bound_gives_copies_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _loops(root, 6, monkeypatch)
+    expected = _loops(root, 7, monkeypatch)
     there: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
     copied = block_reader._copied
 
@@ -158,7 +159,8 @@ def test_a_smaller_bound_gives_copies_back(root: Path, monkeypatch: pytest.Monke
         assert [_rows(loader), _rows(loader)] == expected[3:5]
         assert loader.stats()["block_copies"] == copies  # for not all of it fits
         window.budget = 2 * before
-        assert _rows(loader) == expected[5]
+        # of the next loop the first blocks have been read already
+        assert [_rows(loader), _rows(loader)] == expected[5:]
         assert loader.stats()["block_copies"] > copies
     assert not there
 
