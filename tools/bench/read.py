@@ -111,7 +111,7 @@ def _measure_readers(
 
 def _verification(workload: Workload, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Our reader with and without verification, epoch by epoch in one process: what verifying costs."""
-    if options.readers and "shardkit_reader" not in options.readers:
+    if not options.pairs or (options.readers and "shardkit_reader" not in options.readers):
         return {}
     with Reader("shardkit_reader", workload, options.scale, scratch, 0, sys.executable) as reader:
         reader.ask("open")
