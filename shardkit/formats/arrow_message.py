@@ -17,6 +17,7 @@ __all__ = [
     "END_OF_STREAM",
     "FILE_MAGIC",
     "BatchHeader",
+    "compressed_buffer",
     "file_head_size",
     "raw_message_bytes",
     "read_batch_header",
@@ -232,17 +233,27 @@ def raw_message_bytes(header: BatchHeader, message: memoryview) -> int:
     if header.codec == "none":
         return header.message_bytes
     total = header.body_offset
-    for offset, length in header.buffers:
-        if length == 0:
-            continue
-        start = header.body_offset + offset
-        raw = int.from_bytes(message[start : start + 8], "little", signed=True)
-        if raw == -1:  # stored as it is behind the prefix
-            raw = length - 8
-        if length < 8 or raw < 0:
-            raise FormatError(f"arrow message: compressed buffer of {length} bytes declares {raw}")
-        total += -(-raw // 8) * 8
+    for number, (_, length) in enumerate(header.buffers):
+        if length:
+            raw, _ = compressed_buffer(header, message, number)
+            total += -(-(length - 8 if raw is None else raw) // 8) * 8
     return total
+
+
+def compressed_buffer(header: BatchHeader, message: memoryview, number: int) -> tuple[int | None, memoryview]:
+    """Of a buffer of a compressed message that is not empty: the bytes that it declares, and what lies behind that.
+
+    None where those behind it are not compressed.
+
+    Raises:
+        FormatError: there is no room for what it declares, or that is no size.
+    """
+    offset, length = header.buffers[number]
+    start = header.body_offset + offset
+    raw = int.from_bytes(message[start : start + 8], "little", signed=True)
+    if length < 8 or raw < -1:
+        raise FormatError(f"arrow message: compressed buffer of {length} bytes declares {raw}")
+    return None if raw == -1 else raw, message[start + 8 : start + length]
 
 
 def file_head_size(data: memoryview) -> int:
@@ -280,8 +291,7 @@ def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, in
     root = _Table(footer, int.from_bytes(footer[:4], "little"))
     if root.number(0, "<h") != _V5 or footer[root.structs(2, 24)]:
         raise FormatError("arrow file: footer of another version, or with dictionaries")
-    raw = footer[
-        root.structs(3, 24)
-    ]  # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
+    # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
+    raw = footer[root.structs(3, 24)]
     records = [struct.unpack_from("<qi4xq", raw, position) for position in range(0, len(raw), 24)]
     return [(offset, metadata + body) for offset, metadata, body in records]

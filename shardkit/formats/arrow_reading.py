@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, UsageError
 
-from .arrow_message import BatchHeader, raw_message_bytes, read_batch_header
+from .arrow_message import BatchHeader, compressed_buffer, raw_message_bytes, read_batch_header
 from .arrow_schema import KEY_FIELD, arrow_schema
 from .block import Column, FixedColumn, VariableColumn
 from .compression import MAX_RATIO, decompress_frame
@@ -276,13 +276,10 @@ def _expect_bytes(found: int, expected: int, name: str) -> None:
 
 def _decompressed(message: memoryview, header: BatchHeader, number: int) -> NDArray[np.uint8]:
     """One zstd buffer, in memory of its own; all lengths have been seen to lie in the message."""
-    offset, length = header.buffers[number]
-    if not length:
+    if not header.buffers[number][1]:
         return _EMPTY
-    start = header.body_offset + offset
-    raw = int.from_bytes(message[start : start + 8], "little", signed=True)
-    data = message[start + 8 : start + length]
-    if raw == -1:
+    raw, data = compressed_buffer(header, message, number)
+    if raw is None:
         return np.frombuffer(bytes(data), np.uint8)
     return np.frombuffer(decompress_frame(data, raw, f"arrow message: buffer {number}"), np.uint8)
 
