@@ -205,11 +205,11 @@ class BlockWindow:
     def measure(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Bytes of these blocks, and of those among them that are still to be loaded."""
         held = missing = 0
-        find, size_of, page = self._entries.get, self._source.size_of, self._page
+        find, size_of = self._entries.get, self._source.size_of
         for block in blocks:
             entry = find(block)
             if entry is None or entry.good_for < self._loop:
-                missing += -(-size_of(block) // page) * page
+                missing += self._whole_pages(size_of(block))
             else:
                 held += entry.size
         return held + missing, missing
@@ -221,7 +221,7 @@ class BlockWindow:
         """
         with self._changed:
             missing = self._pin(blocks)
-            sizes = self._whole_pages(map(self._source.size_of, missing))
+            sizes = [self._whole_pages(self._source.size_of(block)) for block in missing]
             need = sum(sizes)
             self._make_room(need)
             while self._bytes + need > self._budget and self._leases and not stopped():
@@ -255,9 +255,8 @@ class BlockWindow:
                 used(block)
         return missing
 
-    def _whole_pages(self, sizes: Iterable[int]) -> list[int]:
-        page = self._page
-        return [-(-size // page) * page for size in sizes]
+    def _whole_pages(self, size: int) -> int:
+        return -(-size // self._page) * self._page
 
     def _count(self, missing: Sequence[int]) -> None:
         again = len(self._dropped.intersection(missing))
@@ -315,7 +314,7 @@ class BlockWindow:
             for block in blocks:
                 self.loading.pop(block, None)
         elapsed, nbytes = time.perf_counter() - started, sum(map(self._source.size_of, blocks))
-        sizes = self._whole_pages(map(self._source.loaded_size_of, blocks))
+        sizes = [self._whole_pages(self._source.loaded_size_of(block)) for block in blocks]
         with self._changed:
             self.counts.load_s += elapsed
             self.counts.block_loads += len(blocks)

@@ -233,9 +233,8 @@ class Loader:
         watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
                             self._events, config.on_stall, self._told)  # fmt: skip
 
-        loop_bytes = step_bytes * (
-            plan.loop_steps // config.stride
-        )  # of what is gathered; its blocks take no less
+        # of the rows that are gathered; their blocks take no less
+        loop_bytes = step_bytes * (plan.loop_steps // config.stride)
         keep = self._loops > 1 and loop_bytes <= machinery.window.budget
 
         def scout(numbers: range) -> Scout:

@@ -35,9 +35,8 @@ __all__ = ["Machinery", "default_threads"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _MOST_GATHERING = 3  # beside the thread that asks: a few fill the memory's bandwidth
-_SHARE_FOR_COPIES = (
-    2  # copies of files take half of the memory that is left: unlike the page cache they do not give way
-)
+# Copies of files take at most half of the memory that is left: unlike the page cache they do not give way.
+_SHARE_FOR_COPIES = 2
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 

@@ -182,7 +182,7 @@ class BlockReader:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
-        if own_memory or index.compression != "none":
+        if index.compression != "none":
             self.forget(shard, block)  # what was decompressed is a copy
         return found
 
@@ -199,7 +199,7 @@ class BlockReader:
         try:
             stored = self._stored(shard, block, index)
             if own_memory and index.compression == "none" and isinstance(stored.obj, mmap.mmap):
-                stored = _copied(stored)[0]
+                stored = self._out_of_file(shard, block, stored)[0]
             return read_block(stored, index, block, verify=verify, keys=keys, fields=fields)
         except (IntegrityError, NotFoundError) as error:
             store = self._elsewhere(shard, error)
@@ -336,22 +336,18 @@ class BlockReader:
             None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks
             in other places.
         """
-        found = [self._stored_in_file(shard, block, wanted) for shard, block in places]
-        if own_memory:
-            found = [one and self._copy_of(one) for one in found]
-            for (shard, block), one in zip(places, found, strict=True):
-                if one is not None:
-                    self.forget(shard, block)
+        found = [self._stored_in_file(shard, block, wanted, own_memory) for shard, block in places]
         intact = iter(block_reading.are_intact([one for one in found if one is not None]))
         return [one if one is not None and next(intact) else None for one in found]
 
-    @staticmethod
-    def _copy_of(stored: StoredBlock) -> StoredBlock:
-        view, address = _copied(stored.view)
-        return stored._replace(view=view, address=address)
+    def _out_of_file(self, shard: int, block: int, view: memoryview) -> tuple[memoryview, int]:
+        """A copy of a view of a block's file, whose pages are not needed any more; its address."""
+        copied = _copied(view)
+        self.forget(shard, block)
+        return copied
 
     def _stored_in_file(
-        self, shard: int, block: int, wanted: Callable[[ShardIndex], bool]
+        self, shard: int, block: int, wanted: Callable[[ShardIndex], bool], own_memory: bool
     ) -> StoredBlock | None:
         if self.verify != "fast":
             return None
@@ -366,8 +362,10 @@ class BlockReader:
             return None
         span = index.spans[block]
         # shorter where the file is, and then not intact
-        view = mapped.view[span.offset : span.offset + span.size]
-        return StoredBlock(view, mapped.address + span.offset, index, block)
+        view, address = mapped.view[span.offset : span.offset + span.size], mapped.address + span.offset
+        if own_memory:
+            view, address = self._out_of_file(shard, block, view)
+        return StoredBlock(view, address, index, block)
 
     def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
         mapped = self._map(shard)
