@@ -8,18 +8,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loader.block_window import BlockSource, BlockWindow
+from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import GatherColumns
+from shardkit.testing.block_sources import LoadedBlock, block_source
 
 BLOCKS = 40
 SIZES = [1 + 7 * block % 5 for block in range(BLOCKS)]
-
-
-class Loaded(GatherColumns):
-    """Stands for a block."""
-
-    def __init__(self, block: int, copied: bool, loop: int) -> None:
-        self.block, self.copied, self.loop = block, copied, loop
 
 
 def _is_file(block: int) -> bool:
@@ -35,12 +29,12 @@ STEP = st.one_of(
 
 
 def _use(
-    window: BlockWindow, blocks: list[int], there: weakref.WeakSet[Loaded], loop: int, keeps: bool
+    window: BlockWindow, blocks: list[int], there: weakref.WeakSet[LoadedBlock], loop: int, keeps: bool
 ) -> None:
     """Lease some blocks and let go of them: each is what was asked for and may be used in this loop."""
     before = {one.block: one for one in there}
     lease = window.lease(blocks, lambda: False)
-    found = [one for one in lease.wait(60, lambda waited: None) if isinstance(one, Loaded)]
+    found = [one for one in lease.wait(60, lambda waited: None) if isinstance(one, LoadedBlock)]
     lease.release()
     assert [one.block for one in found] == blocks
     for one in found:
@@ -57,22 +51,20 @@ def test_views_last_for_a_loop_and_copies_for_as_long_as_there_is_room(
     steps: list[tuple[str, object]], room: int, budget: int, threads: int
 ) -> None:
     loop = 0
-    there: weakref.WeakSet[Loaded] = weakref.WeakSet()
+    there: weakref.WeakSet[LoadedBlock] = weakref.WeakSet()
 
     def load(blocks: Sequence[int], own_memory: bool) -> list[GatherColumns]:
         assert not own_memory or all(map(_is_file, blocks))
-        loaded = [Loaded(block, own_memory, loop) for block in blocks]
+        loaded = [LoadedBlock(block, own_memory, loop) for block in blocks]
         there.update(loaded)
         return [*loaded]
 
-    source = BlockSource(
+    source = block_source(
         load=load,
         size_of=lambda block: SIZES[block] + block % 2,
         loaded_size_of=SIZES.__getitem__,
-        near=lambda block: True,
         mapped=_is_file,
         room=lambda: room,
-        forget=lambda block: None,
     )
     window = BlockWindow(source, budget, threads)
     keeps = False
@@ -102,17 +94,9 @@ def test_copying_ends_once_something_is_dropped_that_was_of_use() -> None:
 
     def load(blocks: Sequence[int], own_memory: bool) -> list[GatherColumns]:
         copied.extend(blocks if own_memory else [])
-        return [Loaded(block, own_memory, 0) for block in blocks]
+        return [LoadedBlock(block, own_memory) for block in blocks]
 
-    source = BlockSource(
-        load=load,
-        size_of=lambda block: 1,
-        loaded_size_of=lambda block: 1,
-        near=lambda block: True,
-        mapped=lambda block: True,
-        room=lambda: 15,
-        forget=lambda block: None,
-    )
+    source = block_source(load=load, mapped=lambda block: True, room=lambda: 15)
 
     def use(window: BlockWindow, blocks: range) -> None:
         for block in blocks:

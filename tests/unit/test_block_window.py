@@ -7,42 +7,28 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardkit.loader.block_window import BlockSource, BlockWindow
+from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import GatherColumns
-
-
-class Loaded(GatherColumns):
-    """Can be asked whether it is still there; holds nothing."""
-
-    def __init__(self, block: int) -> None:
-        self.block = block
+from shardkit.testing.block_sources import LoadedBlock, block_source
 
 
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
-    there: weakref.WeakSet[Loaded] = weakref.WeakSet()
+    there: weakref.WeakSet[LoadedBlock] = weakref.WeakSet()
     dropped: list[int] = []
 
     def load(blocks: Sequence[int], own_memory: bool) -> list[GatherColumns]:
-        loaded = [Loaded(block) for block in blocks]
+        loaded = [LoadedBlock(block, own_memory) for block in blocks]
         there.update(loaded)
         return [*loaded]
 
-    source = BlockSource(
-        load=load,
-        size_of=lambda block: 1,
-        loaded_size_of=lambda block: 1,
-        near=lambda block: True,
-        mapped=lambda block: mapped,
-        room=lambda: 0,
-        forget=dropped.append,
-    )
+    source = block_source(load=load, mapped=lambda block: mapped, forget=dropped.append)
     window = BlockWindow(source, budget=16, threads=threads)
     for first in range(0, 60, 5):  # borders of leases and of what one task loads do not fall together
         lease = window.lease(list(range(first, first + 11)), lambda: False)
         blocks = lease.wait(60, lambda waited: None)
-        assert [block.block for block in blocks if isinstance(block, Loaded)] == list(
+        assert [block.block for block in blocks if isinstance(block, LoadedBlock)] == list(
             range(first, first + 11)
         )
         lease.release()
@@ -54,14 +40,8 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
 
 
 def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> None:
-    source = BlockSource(
-        load=lambda blocks, own_memory: [Loaded(block) for block in blocks],
-        size_of=lambda block: 10,
-        loaded_size_of=lambda block: 1 + block % 3,
-        near=lambda block: True,
-        mapped=lambda block: True,
-        room=lambda: 0,
-        forget=lambda block: None,
+    source = block_source(
+        size_of=lambda block: 10, loaded_size_of=lambda block: 1 + block % 3, mapped=lambda block: True
     )
     window = BlockWindow(source, budget=40, threads=2)
     sizes = {}
@@ -78,16 +58,7 @@ def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> No
 
 
 def test_only_what_the_same_loop_had_is_counted_as_loaded_again() -> None:
-    source = BlockSource(
-        load=lambda blocks, own_memory: [Loaded(block) for block in blocks],
-        size_of=lambda block: 1,
-        loaded_size_of=lambda block: 1,
-        near=lambda block: True,
-        mapped=lambda block: False,
-        room=lambda: 0,
-        forget=lambda block: None,
-    )
-    window = BlockWindow(source, budget=10, threads=1)
+    window = BlockWindow(block_source(), budget=10, threads=1)
 
     def use(blocks: range) -> tuple[int, int]:
         for block in blocks:

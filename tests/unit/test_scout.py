@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 
 from shardkit.errors import PlanError
-from shardkit.loader.block_window import BlockSource, BlockWindow
-from shardkit.loader.gather import GatherColumns
+from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.scout import Scout, ScoutSettings
-
-
-class Empty(GatherColumns):
-    """Stands for a block; holds nothing."""
-
-    def __init__(self) -> None:
-        pass
+from shardkit.testing.block_sources import block_source
 
 
 def _group(numbers: range) -> StepGroup:
@@ -28,16 +21,7 @@ def _group(numbers: range) -> StepGroup:
 
 
 def test_a_scout_that_fails_ahead_of_its_loop_holds_nothing() -> None:
-    source = BlockSource(
-        load=lambda blocks, own_memory: [Empty() for _ in blocks],
-        size_of=lambda block: 1,
-        loaded_size_of=lambda block: 1,
-        near=lambda block: True,
-        mapped=lambda block: False,
-        room=lambda: 0,
-        forget=lambda block: None,
-    )
-    window = BlockWindow(source, budget=100, threads=1)
+    window = BlockWindow(block_source(), budget=100, threads=1)
     settings = ScoutSettings(
         rows_per_step=1,
         bytes_per_step=1,
