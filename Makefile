@@ -28,6 +28,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python tools/draw_architecture.py --check
 
 # Some tests drive clusters of real processes on a machine that may be busy with anything: what failed beside others is
 # run once more by itself. What fails twice has failed; both outcomes stay in the output.

@@ -1,6 +1,7 @@
 """The part of ARCHITECTURE.md that is drawn from the code: packages, what each is for, and who imports whom.
 
     python tools/draw_architecture.py            # writes ARCHITECTURE.md anew between its marks
+    python tools/draw_architecture.py --check    # writes nothing; fails where it would
 
 Layers come from the import-linter contracts in pyproject.toml, descriptions from the first line of each package's
 docstring, arrows from the imports themselves. A test compares the file with what this program would write.
@@ -142,7 +143,11 @@ def drawn(page: str) -> str:
 
 if __name__ == "__main__":
     before = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(drawn(before), encoding="utf-8")
-    sys.stdout.write(
-        "ARCHITECTURE.md " + ("is as the code is\n" if drawn(before) == before else "was drawn anew\n")
-    )
+    after = drawn(before)
+    if after == before:
+        sys.stdout.write("ARCHITECTURE.md is as the code is\n")
+    elif sys.argv[1:] == ["--check"]:
+        sys.exit("ARCHITECTURE.md is not as the code is; run: python tools/draw_architecture.py")
+    else:
+        PAGE.write_text(after, encoding="utf-8")
+        sys.stdout.write("ARCHITECTURE.md was drawn anew\n")

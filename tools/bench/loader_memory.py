@@ -81,9 +81,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(scratch, ignore_errors=True)
     resident = found["growth"].pop("resident")
     begin = len(resident) * 2 // 5  # by then what the plan and the allocators keep is there
-    found["growth"]["bytes_per_epoch"] = float(
-        np.polyfit(np.arange(begin, len(resident)), resident[begin:], 1)[0]
-    )
+    (slope, _), covariance = np.polyfit(np.arange(begin, len(resident)), resident[begin:], 1, cov=True)
+    found["growth"] |= {
+        "bytes_per_epoch": float(slope),
+        "standard_error": float(np.sqrt(covariance[0, 0])),
+        "resident": [min(resident[begin:]), max(resident[begin:])],
+    }
     del found["bound"]["resident"]
     return found
 
@@ -145,14 +148,17 @@ def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
     )
     columns = ("workload", "rows", "lanes", "blocks of a step", "blocks in memory, MiB", "of the bound",
                "process grew by, MiB", "a batch, MiB",
-               f"growth over {facts['epochs']} epochs of a small set, KiB an epoch")  # fmt: skip
+               f"growth over {facts['epochs']} epochs of a small set, KiB an epoch, and its standard error",
+               "resident then, MiB")  # fmt: skip
     lines = [head, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, one in results.items():
         part, growth = one["bound"], one["growth"]
         lines.append(
             f"| {name} | {part['rows']:,} | {part['lanes']} | {part['step_blocks']} | {part['peak_bytes'] / MIB:.1f} "
             f"| {part['peak_bytes'] / bound:.2f} | {(part['highest'] - part['before']) / MIB:.0f} "
-            f"| {part['batch_bytes'] / MIB:.2f} | {growth['bytes_per_epoch'] / 1024:+.1f} ({growth['rows']:,} rows) |"
+            f"| {part['batch_bytes'] / MIB:.2f} | {growth['bytes_per_epoch'] / 1024:+.1f} "
+            f"± {growth['standard_error'] / 1024:.1f} ({growth['rows']:,} rows) "
+            f"| {' to '.join(f'{size / MIB:.0f}' for size in growth['resident'])} |"
         )
     return "\n".join(lines) + "\n"
 
