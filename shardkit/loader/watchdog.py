@@ -107,9 +107,8 @@ class Watchdog:
                 'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
             )
         else:
-            mixed = (
-                self._lanes * settings.window_blocks * window.mean_block()
-            )  # more where there are many strata
+            # more where there are many strata
+            mixed = self._lanes * settings.window_blocks * window.mean_block()
             needed = max(2 * budget, _ROOM_OF_WINDOWS * mixed)
             advice = (
                 f"{self._lanes} lanes mix rows of {settings.window_blocks} blocks each: give the loader "

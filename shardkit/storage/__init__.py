@@ -19,7 +19,7 @@
     catalog.py          putting and loading versions: manifest, pages, selections
     row_map.py          where samples lie: sample number → shard, row, block
     blocks.py           verified blocks of a dataset
-    machine_memory.py   how much memory is left, within the limit of a container
+    machine_memory.py   how much memory is left, within the limits of containers and jobs
     urls.py             from what a user types to a store
     locating.py         from what a user says of locations to a store that reads over all of them
     remote/             stores beyond the local disk: buckets, fsspec URLs, the racing probe
