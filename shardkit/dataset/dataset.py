@@ -265,6 +265,7 @@ class Dataset:
                 processors, at most 8.
             prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is
                 done for steps of up to 8 MiB that need no other work than being copied, and 4 steps wait otherwise.
+                Where rows are decoded or transformed, the step after them, and more if steps are small, is under way.
             tensors: torch tensors instead of numpy arrays; by default where torch is imported.
             decode: field → ``"rgb8"``, ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"`` or a function of the bytes.
             transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.

@@ -13,13 +13,40 @@ from numpy.typing import NDArray
 from shardkit.formats import Schema
 from shardkit.loader.batch import Batch, to_tensors
 from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit.loader.row_work import RowWork
+from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
 from shardkit.loader.step_gather import GatherThreads, StepGather, rows_of
 from shardkit.plan import Plan
 
-__all__ = ["Assembler", "StepBatches"]
+__all__ = ["Assembler", "BegunStep", "StepBatches"]
+
+_NO_SAMPLES = np.zeros(0, dtype=np.int64)
+
+
+class _Part(NamedTuple):
+    """A batch to be: of a step, or of one of its cells."""
+
+    lane: int  # -1: of all
+    fields: dict[str, Any]
+    samples: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    begun: BegunRows | None  # where there is something to be done to its rows
+
+
+class BegunStep(NamedTuple):
+    """A step that is gathered, and in the hands of workers."""
+
+    step: int
+    rows: int
+    parts: list[_Part]
+    lane_counts: list[int]
+
+    def give_up(self) -> None:
+        """It will not be finished; returns once no worker has any of it."""
+        for part in self.parts:
+            if part.begun is not None:
+                part.begun.give_up()
 
 
 class StepBatches(NamedTuple):
@@ -76,33 +103,62 @@ class Assembler:
             beside=beside,
         )
 
-    def __call__(self, group: StepGroup, gather: StepGather) -> Iterator[StepBatches]:
-        """The steps of a group, in order; closes `gather` in the end."""
-        with contextlib.closing(gather):
-            yield from self._assembled(group, group.borders.tolist(), iter(gather))
+    @property
+    def ahead(self) -> int:
+        """How many steps should be begun before one is finished."""
+        return self._work.steps_ahead(self._plan.cell_size * len(self._lanes))
 
-    def _assembled(
+    def begin(self, group: StepGroup, gather: StepGather) -> Iterator[BegunStep]:
+        """The steps of a group, in order; closes `gather` in the end, and needs the group's blocks no longer."""
+        with contextlib.closing(gather):
+            yield from self._begun(group, group.borders.tolist(), iter(gather))
+
+    def _begun(
         self, group: StepGroup, borders: list[int], gathered: Iterator[dict[str, Any]]
-    ) -> Iterator[StepBatches]:
+    ) -> Iterator[BegunStep]:
         for offset, counts in enumerate(group.lane_counts.tolist()):
             step, first, last = group.numbers[offset], borders[offset], borders[offset + 1]
             started = time.perf_counter()
             columns = next(gathered)
             self._counts.gather_s += time.perf_counter() - started
             samples, slots = group.samples[first:last], group.slots[first:last]
-            weight = self._weight(step, last - first)
+            rows = last - first
             if not self._by_cell:
-                batch = self._batch(columns, step, -1, samples, slots, weight)
-                yield StepBatches(step, [batch], batch.samples, counts, self._work.take_replaced())
+                yield BegunStep(step, rows, [self._part(columns, step, -1, samples, slots, rows)], counts)
                 continue
-            batches, a = [], 0
+            parts, a = [], 0
             for lane, count in zip(self._lanes, counts, strict=True):
                 b = a + count
                 cell = {name: rows_of(value, a, b) for name, value in columns.items()}
-                batches.append(self._batch(cell, step, lane, samples[a:b], slots[a:b], weight))
+                parts.append(self._part(cell, step, lane, samples[a:b], slots[a:b], rows))
                 a = b
-            whole = np.concatenate([batch.samples for batch in batches]) if batches else samples
-            yield StepBatches(step, batches, whole, counts, self._work.take_replaced())
+            yield BegunStep(step, rows, parts, counts)
+
+    def _part(
+        self,
+        fields: dict[str, Any],
+        step: int,
+        lane: int,
+        samples: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        step_rows: int,
+    ) -> _Part:
+        begun = None
+        if self._work:
+            started = time.perf_counter()
+            begun = self._work.begin(fields, step, samples, slots, step_rows)
+            self._counts.transform_s += time.perf_counter() - started
+        return _Part(lane, fields, samples, slots, begun)
+
+    def finish(self, begun: BegunStep) -> StepBatches:
+        """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
+        weight = self._weight(begun.step, begun.rows)
+        batches = [self._batch(part, begun.step, weight) for part in begun.parts]
+        if len(batches) == 1:
+            samples = batches[0].samples
+        else:
+            samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
+        return StepBatches(begun.step, batches, samples, begun.lane_counts, self._work.take_replaced())
 
     def _weight(self, step: int, rows: int) -> float:
         if self._world == 1:
@@ -112,18 +168,11 @@ class Assembler:
             everyone = int((self._plan.step(step) >= 0).sum())
         return rows * self._world / everyone
 
-    def _batch(
-        self,
-        fields: dict[str, Any],
-        step: int,
-        lane: int,
-        samples: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        weight: float,
-    ) -> Batch:
-        if self._work:
+    def _batch(self, part: _Part, step: int, weight: float) -> Batch:
+        fields, samples = part.fields, part.samples
+        if part.begun is not None:
             started = time.perf_counter()
-            fields, samples = self._work(fields, step, samples, slots)
+            fields, samples = self._work.finish(part.begun)
             self._counts.transform_s += time.perf_counter() - started
-        batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
+        batch = Batch(fields, step=step, lane=part.lane, samples=samples, slots=part.slots, weight=weight)
         return to_tensors(batch, pin=self._pin) if self._tensors else batch

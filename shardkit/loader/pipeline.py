@@ -12,10 +12,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from shardkit.loader.assembly import Assembler, StepBatches
+from shardkit.loader.assembly import Assembler, BegunStep, StepBatches
 from shardkit.loader.background import Background, Waits
 from shardkit.loader.block_window import BlockWindow, Lease
 from shardkit.loader.gather import GatherColumns
@@ -187,11 +188,45 @@ class Pipeline:
             self._next_scout = ahead
 
     def _steps(self) -> Iterator[StepBatches]:
+        ahead = min(self._assemble.ahead, self._settings.prefetch)
+        with contextlib.closing(self._begun_steps()) as begun:
+            if ahead:
+                yield from self._finished_behind(begun, ahead)
+            else:
+                yield from map(self._assemble.finish, begun)
+
+    def _finished_behind(self, steps: Iterator[BegunStep], ahead: int) -> Iterator[StepBatches]:
+        """Steps finished in order, while workers have the `ahead` after them."""
+        begun: deque[BegunStep] = deque()
+        error: Exception | None = None
+        one: BegunStep | None
+        try:
+            while True:
+                try:
+                    one = next(steps, None)
+                except Exception as raised:  # noqa: BLE001  raised below, after the steps before it
+                    one, error = None, raised
+                if one is not None:
+                    begun.append(one)
+                while begun and (one is None or len(begun) > ahead):
+                    done = self._assemble.finish(begun[0])
+                    begun.popleft()
+                    yield done
+                    del done  # the trainer may let go of it
+                if one is None:
+                    break
+        finally:
+            for left in begun:
+                left.give_up()
+        if error is not None:
+            raise error
+
+    def _begun_steps(self) -> Generator[BegunStep]:
         for group, lease in self._groups:
             self._current = group
             try:
                 # no name for the blocks here: they must be gone with the lease, not with the next group
-                yield from self._assemble(group, self._gather(group, lease))
+                yield from self._assemble.begin(group, self._gather(group, lease))
             finally:
                 self._scout.done(lease)
 

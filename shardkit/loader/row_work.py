@@ -7,9 +7,9 @@ import multiprocessing.connection
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from shardkit.loader.transforms import (
     stack_samples,
 )
 
-__all__ = ["OnError", "RowWork", "Substitutes", "Workers", "open_workers"]
+__all__ = ["BegunRows", "OnError", "RowWork", "Substitutes", "Workers", "open_workers"]
 
 Workers: TypeAlias = Literal["threads", "processes"]
 """What transforms run in."""
@@ -37,18 +37,38 @@ OnError: TypeAlias = Literal["raise", "substitute", "mask"]
 Substitutes: TypeAlias = Callable[[int, int, int, int], tuple[int, dict[str, Any]]]
 """(sample, step, slot, attempt) → another sample of the same stratum and its fields; `substitutes.py`."""
 
+Rows: TypeAlias = list[Mapping[str, Any] | RowFailure]
+"""What became of each row of some."""
+
 _ATTEMPTS = 16
 _function: RowFunction | None = None  # of this worker process
+
+
+class BegunRows(NamedTuple):
+    """A batch whose rows are in the hands of workers, or will be worked on when it is finished."""
+
+    fields: dict[str, Any]  # as gathered
+    columns: Mapping[str, Any]  # those of them of which rows are made
+    step: int
+    samples: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    pieces: list[Future[Rows]]  # in order; none where there are no workers
+
+    def give_up(self) -> None:
+        """Begin nothing more; returns once what has begun has ended."""
+        wait([piece for piece in self.pieces if not piece.cancel()])
 
 
 class RowWork:
     """What is done to the rows of a batch after they were gathered; false where that is nothing.
 
+    In two parts, so that workers have the rows of the next batch while one is put together.
+
     Args:
         function: per row; its transform and decoders may be absent.
         batch_transform: on the whole batch, in the assembling thread.
         workers: where `function` runs; None runs it where it is called.
-        parts: into how many pieces a batch is cut for them.
+        parts: into how many pieces a step is cut for them.
         on_error: what becomes of rows that do not decode.
         substitutes: draws another sample.
         cell_size: of the plan; finds a row's lane and slot.
@@ -75,22 +95,51 @@ class RowWork:
         function = self._function
         return bool(function.decoders or function.transform or self._batch_transform)
 
-    def __call__(
-        self, fields: dict[str, Any], step: int, samples: NDArray[np.int64], slots: NDArray[np.int64]
-    ) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    def steps_ahead(self, rows: int) -> int:
+        """How many steps of so many rows are to be begun beside one that is finished: no worker is left idle.
+
+        0 where there are no workers.
+        """
+        return 0 if self._workers is None else -(-self._parts // max(1, rows))
+
+    def begin(
+        self,
+        fields: dict[str, Any],
+        step: int,
+        samples: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        step_rows: int,
+    ) -> BegunRows:
+        """Give the rows of a batch to the workers, in pieces of which the whole step makes `parts`.
+
+        Raises:
+            RunError: there are none any more.
+        """
+        function = self._function
+        if not (function.decoders or function.transform):
+            return BegunRows(fields, {}, step, samples, slots, [])
+        # without a transform, columns that are not decoded need no work per row
+        columns = (
+            fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
+        )
+        pieces = self._submit(columns, step, slots, -(-step_rows // self._parts))
+        return BegunRows(fields, columns, step, samples, slots, pieces)
+
+    def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
         """The batch after decoding and transforms, and the samples it now holds.
 
         Raises:
             RunError: a transform failed, or a row did not decode and `on_error` is "raise"; names the sample.
         """
+        fields, samples, step = begun.fields, begun.samples, begun.step
         self.at = (step, int(samples[0]) if len(samples) else -1)
         valid = np.ones(len(samples), dtype=np.bool_)
         if self._function.decoders or self._function.transform:
-            fields, samples = self._rows(fields, step, samples, slots, valid)
+            fields, samples = self._rows(begun, valid)
         if self._on_error == "mask":
             fields["valid"] = valid
         if self._batch_transform is not None:
-            generators = LazyGenerators(self._function.seed, step, slots, self._cell_size)
+            generators = LazyGenerators(self._function.seed, step, begun.slots, self._cell_size)
             fields = dict(self._batch_transform(fields, generators))
         self.at = None
         return fields, samples
@@ -100,20 +149,11 @@ class RowWork:
         replaced, self._replaced = self._replaced, []
         return replaced
 
-    def _rows(
-        self,
-        fields: dict[str, Any],
-        step: int,
-        samples: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        valid: NDArray[np.bool_],
-    ) -> tuple[dict[str, Any], NDArray[np.int64]]:
-        function = self._function
-        # without a transform, columns that are not decoded need no work per row
-        columns = (
-            fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
-        )
-        rows = self._run(columns, step, slots)
+    def _rows(self, begun: BegunRows, valid: NDArray[np.bool_]) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        function, fields, columns, step, slots = (
+            self._function, begun.fields, begun.columns, begun.step, begun.slots
+        )  # fmt: skip
+        samples, rows = begun.samples, self._finished(begun)
         replaced: dict[int, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             if isinstance(row, RowFailure):
@@ -143,31 +183,30 @@ class RowWork:
             if name in done or name in rest
         }, samples
 
-    def _run(
-        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64]
-    ) -> list[Mapping[str, Any] | RowFailure]:
-        if self._workers is None or len(slots) < 2:
-            return self._function(columns, step, slots, self._cell_size)
-        size = -(-len(slots) // self._parts)
-        spans = [(a, min(a + size, len(slots))) for a in range(0, len(slots), size)]
-        pieces = [
-            (
-                {name: rows_of(value, a, b) for name, value in columns.items()},
-                step,
-                slots[a:b],
-                self._cell_size,
-            )
-            for a, b in spans
-        ]
-        call = _work_here if isinstance(self._workers, ProcessPoolExecutor) else self._function
+    def _submit(
+        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], size: int
+    ) -> list[Future[Rows]]:
+        workers = self._workers
+        if workers is None:
+            return []
+        call = _work_here if isinstance(workers, ProcessPoolExecutor) else self._function
+        pieces = []
         try:
-            futures = [self._workers.submit(call, *piece) for piece in pieces]
-            return [row for future in futures for row in future.result()]
+            for a in range(0, len(slots), size):
+                b = min(a + size, len(slots))
+                rows = {name: rows_of(value, a, b) for name, value in columns.items()}
+                pieces.append(workers.submit(call, rows, step, slots[a:b], self._cell_size))
         except BrokenProcessPool as error:
-            raise RunError(
-                f"a transform process died while it worked on step {step}: killed, out of memory, or the transform "
-                "ended it; look at the system's log, then resume"
-            ) from error
+            raise _worker_died(step) from error
+        return pieces
+
+    def _finished(self, begun: BegunRows) -> Rows:
+        if self._workers is None:
+            return self._function(begun.columns, begun.step, begun.slots, self._cell_size)
+        try:
+            return [row for piece in begun.pieces for row in piece.result()]
+        except BrokenProcessPool as error:
+            raise _worker_died(begun.step) from error
 
     def _replace(
         self, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
@@ -207,6 +246,13 @@ class RowWork:
 # ---- workers
 
 
+def _worker_died(step: int) -> RunError:
+    return RunError(
+        f"a transform process died while it worked on step {step}, or on one that was begun beside it: killed, out of "
+        "memory, or the transform ended it; look at the system's log, then resume"
+    )
+
+
 def open_workers(kind: Workers, number: int, function: RowFunction) -> Executor:
     """Threads or spawned processes for `function`.
 
@@ -231,9 +277,7 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _work_here(
-    columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], cell_size: int
-) -> list[Mapping[str, Any] | RowFailure]:
+def _work_here(columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], cell_size: int) -> Rows:
     assert _function is not None
     rows = _function(columns, step, slots, cell_size)
     return [row._replace(error=None) if isinstance(row, RowFailure) else row for row in rows]
