@@ -122,7 +122,7 @@ class RowWork:
         columns = (
             fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
         )
-        pieces = self._submit(columns, step, slots, -(-step_rows // self._parts))
+        pieces = self._submit(columns, step, slots, max(1, -(-step_rows // self._parts)))
         return BegunRows(fields, columns, step, samples, slots, pieces)
 
     def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:

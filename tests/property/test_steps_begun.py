@@ -167,3 +167,19 @@ def test_no_worker_works_on_once_a_loop_is_left(root: Path, fails: bool) -> None
             loop.close()
         assert working[0] == 0
         letting_go.join()
+
+
+def test_a_rank_without_rows_of_a_short_step_goes_on(root: Path) -> None:
+    ds, world = shardkit.open(str(root)), 11
+    plan = ds.plan(global_batch=world, lanes=world, remainder="short")  # of 1,200 rows one is left
+    rows, without = [], 0
+    for rank in range(world):
+        with ds.loader(
+            plan, rank=rank, world=world, uneven=True, tensors=False, transform=_noisy, threads=2
+        ) as loader:
+            batches = list(loader)
+        assert len(batches) == plan.loop_steps
+        without += not len(batches[-1].samples)
+        rows += [row for batch in batches if len(batch.samples) for row in batch["row"].tolist()]
+    assert without == world - 1
+    assert sorted(rows) == list(range(1200))
