@@ -269,7 +269,8 @@ class Dataset:
             tensors: torch tensors instead of numpy arrays; by default where torch is imported.
             decode: field → ``"rgb8"``, ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"`` or a function of the bytes.
             transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.
-            batch_transform: ``batch_transform(fields, rngs) -> fields``.
+            batch_transform: ``batch_transform(fields, rngs) -> fields``, one batch after the other, while rows of the
+                next are transformed.
             workers: where `decode` and `transform` run; processes are spawned and need functions that pickle.
             on_error: what becomes of verified rows that do not decode: ``"raise"``; ``"substitute"`` takes another
                 sample of the same stratum, the same one in every topology; ``"mask"`` does so too and adds the field
