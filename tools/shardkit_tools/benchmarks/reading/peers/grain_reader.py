@@ -1,37 +1,47 @@
-"""Grain: ArrayRecord (group_size 1), global shuffle, parse, batch, 16 read threads; checkpointable iterators."""
+"""Grain: ArrayRecord (group_size 1), global shuffle, parse, batch, 16 read threads; checkpointable iterators.
+
+Files of 10,000 records: what one read costs grows with the file's records, 35 rows of 3 KB a second from a file of
+500,000, 10,700 from files of 50,000, 13,800 from files of 10,000.
+"""
 
 # mypy: ignore-errors
 # the packages are optional
 from __future__ import annotations
 
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 TORCH = False
+_FILE_RECORDS = 10_000
 
 
 def build(workload: Any, scale: float, directory: str) -> None:
-    from pathlib import Path
-
     from array_record.python.array_record_module import ArrayRecordWriter
 
     Path(directory).mkdir(parents=True)
-    writer = ArrayRecordWriter(
-        f"{directory}/data.array_record",
-        "group_size:1,zstd:3" if workload.compressed else "group_size:1,uncompressed",
-    )
-    for sample in workload.samples(scale):
-        value = sample[workload.field]
-        data = (
-            value.encode()
-            if isinstance(value, str)
-            else value
-            if isinstance(value, bytes)
-            else value.tobytes()
-        )
-        writer.write((sample["label"].to_bytes(4, "little") if workload.label else b"") + data)
-    writer.close()
+    options = "group_size:1,zstd:3" if workload.compressed else "group_size:1,uncompressed"
+    for number, samples in enumerate(_batched(workload.samples(scale), _FILE_RECORDS)):
+        writer = ArrayRecordWriter(f"{directory}/{number:05d}.array_record", options)
+        for sample in samples:
+            value = sample[workload.field]
+            data = (
+                value.encode()
+                if isinstance(value, str)
+                else value
+                if isinstance(value, bytes)
+                else value.tobytes()
+            )
+            writer.write((sample["label"].to_bytes(4, "little") if workload.label else b"") + data)
+        writer.close()
+
+
+def _batched(samples: Any, size: int) -> Any:
+    rest = iter(samples)
+    while some := list(islice(rest, size)):
+        yield some
 
 
 class _Reader:
@@ -45,7 +55,8 @@ class _Reader:
                 return np.frombuffer(data, workload.dtype, offset=head)
             return data[head:].decode() if workload.dtype == "str" else data[head:]
 
-        source: Any = grain.ArrayRecordDataSource(f"{directory}/data.array_record")
+        files = sorted(map(str, Path(directory).glob("*.array_record")))
+        source: Any = grain.ArrayRecordDataSource(files)
         stack = np.stack if workload.shape else list
         data = (
             grain.MapDataset.source(source).shuffle(seed=0).map(parse).batch(workload.batch, batch_fn=stack)
