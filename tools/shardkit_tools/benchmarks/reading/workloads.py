@@ -50,6 +50,13 @@ class Workload:
                     sample["label"] = (first + offset) % 1000
                 yield sample
 
+    def value_bytes(self, sample: dict[str, Any]) -> bytes:
+        """The value of a sample as formats of plain records store it."""
+        value = sample[self.field]
+        if isinstance(value, str):
+            return value.encode()
+        return value if isinstance(value, bytes) else bytes(value.tobytes())
+
 
 def _tokens(count: int, rng: np.random.Generator) -> Any:
     return rng.integers(0, 50_000, (count, 2048), dtype=np.int32)

@@ -26,15 +26,8 @@ def build(workload: Any, scale: float, directory: str) -> None:
     for number, samples in enumerate(_batched(workload.samples(scale), _FILE_RECORDS)):
         writer = ArrayRecordWriter(f"{directory}/{number:05d}.array_record", options)
         for sample in samples:
-            value = sample[workload.field]
-            data = (
-                value.encode()
-                if isinstance(value, str)
-                else value
-                if isinstance(value, bytes)
-                else value.tobytes()
-            )
-            writer.write((sample["label"].to_bytes(4, "little") if workload.label else b"") + data)
+            label = sample["label"].to_bytes(4, "little") if workload.label else b""
+            writer.write(label + workload.value_bytes(sample))
         writer.close()
 
 

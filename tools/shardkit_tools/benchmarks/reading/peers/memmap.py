@@ -16,15 +16,7 @@ def build(workload: Any, scale: float, directory: str) -> None:
     root.mkdir(parents=True)
     with (root / "rows.bin").open("wb") as file:
         for sample in workload.samples(scale):
-            value = sample[workload.field]
-            data = (
-                value.encode()
-                if isinstance(value, str)
-                else value
-                if isinstance(value, bytes)
-                else value.tobytes()
-            )
-            offsets.append(offsets[-1] + file.write(data))
+            offsets.append(offsets[-1] + file.write(workload.value_bytes(sample)))
     np.save(root / "offsets.npy", np.array(offsets))
 
 
