@@ -24,29 +24,18 @@ __all__ = ["Assembler", "BegunStep", "StepBatches"]
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
 
-class _Part(NamedTuple):
-    """A batch to be: of a step, or of one of its cells."""
-
-    lane: int  # -1: of all
-    fields: dict[str, Any]
-    samples: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    begun: BegunRows | None  # where there is something to be done to its rows
-
-
 class BegunStep(NamedTuple):
     """A step that is gathered, and in the hands of workers."""
 
     step: int
     rows: int
-    parts: list[_Part]
+    parts: list[tuple[int, BegunRows]]  # (lane, rows) of each batch to be; lane -1: of all
     lane_counts: list[int]
 
     def give_up(self) -> None:
         """It will not be finished; returns once no worker has any of it."""
-        for part in self.parts:
-            if part.begun is not None:
-                part.begun.give_up()
+        for _, begun in self.parts:
+            begun.give_up()
 
 
 class StepBatches(NamedTuple):
@@ -124,36 +113,34 @@ class Assembler:
             samples, slots = group.samples[first:last], group.slots[first:last]
             rows = last - first
             if not self._by_cell:
-                yield BegunStep(step, rows, [self._part(columns, step, -1, samples, slots, rows)], counts)
+                yield BegunStep(step, rows, [(-1, self._begin(columns, step, samples, slots, rows))], counts)
                 continue
             parts, a = [], 0
             for lane, count in zip(self._lanes, counts, strict=True):
                 b = a + count
                 cell = {name: rows_of(value, a, b) for name, value in columns.items()}
-                parts.append(self._part(cell, step, lane, samples[a:b], slots[a:b], rows))
+                parts.append((lane, self._begin(cell, step, samples[a:b], slots[a:b], rows)))
                 a = b
             yield BegunStep(step, rows, parts, counts)
 
-    def _part(
+    def _begin(
         self,
         fields: dict[str, Any],
         step: int,
-        lane: int,
         samples: NDArray[np.int64],
         slots: NDArray[np.int64],
         step_rows: int,
-    ) -> _Part:
-        begun = None
-        if self._work:
-            started = time.perf_counter()
-            begun = self._work.begin(fields, step, samples, slots, step_rows)
+    ) -> BegunRows:
+        started = time.perf_counter()
+        begun = self._work.begin(fields, step, samples, slots, step_rows)
+        if begun.pieces:
             self._counts.transform_s += time.perf_counter() - started
-        return _Part(lane, fields, samples, slots, begun)
+        return begun
 
     def finish(self, begun: BegunStep) -> StepBatches:
         """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
         weight = self._weight(begun.step, begun.rows)
-        batches = [self._batch(part, begun.step, weight) for part in begun.parts]
+        batches = [self._batch(lane, part, weight) for lane, part in begun.parts]
         if len(batches) == 1:
             samples = batches[0].samples
         else:
@@ -168,11 +155,11 @@ class Assembler:
             everyone = int((self._plan.step(step) >= 0).sum())
         return rows * self._world / everyone
 
-    def _batch(self, part: _Part, step: int, weight: float) -> Batch:
-        fields, samples = part.fields, part.samples
-        if part.begun is not None:
+    def _batch(self, lane: int, begun: BegunRows, weight: float) -> Batch:
+        fields, samples = begun.fields, begun.samples
+        if self._work:
             started = time.perf_counter()
-            fields, samples = self._work.finish(part.begun)
+            fields, samples = self._work.finish(begun)
             self._counts.transform_s += time.perf_counter() - started
-        batch = Batch(fields, step=step, lane=part.lane, samples=samples, slots=part.slots, weight=weight)
+        batch = Batch(fields, step=begun.step, lane=lane, samples=samples, slots=begun.slots, weight=weight)
         return to_tensors(batch, pin=self._pin) if self._tensors else batch
