@@ -53,7 +53,7 @@ from shardkit.storage.policy import Policy, read_table
 from shardkit.storage.policy.durations import duration_text
 from shardkit.storage.policy.opening import own_name, root_store
 from shardkit.storage.repairing import read_looks
-from shardkit.storage.repairing.records import utc
+from shardkit.storage.utc import utc_text
 
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
 
@@ -321,7 +321,7 @@ def _attested(repository: Repository, checks: list[ShardCheck]) -> list[Finding]
         return [Finding("attest/", "records of scrubs", got, action, is_damage=False)]
     table = read_table(store, repository.id)
     age_s = (table.policy if table else Policy()).max_scrub_age_s
-    border = utc(time.time() - age_s)
+    border = utc_text(time.time() - age_s)
     found: list[Finding] = []
     for name in (name for check in checks for name in (check.name, check.index_name)):
         look = looks.get(name)

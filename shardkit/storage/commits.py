@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 import random
 import time
 import uuid
@@ -19,6 +18,7 @@ from shardkit.storage.log import LogEntry
 from shardkit.storage.objects import object_name
 from shardkit.storage.policy.opening import root_store
 from shardkit.storage.policy.table import read_table
+from shardkit.storage.utc import utc_text
 
 if TYPE_CHECKING:
     from shardkit.storage.repository import Repository
@@ -144,7 +144,7 @@ class Commits:
             repository=self._identity.id,
             previous=sha256_digest(head.to_bytes() if head else self._identity.to_bytes()),
             txn=txn,
-            time=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            time=utc_text(),
             author=author,
             message=message,
             refs=dict(head.refs) if head else {},

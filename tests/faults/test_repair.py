@@ -29,7 +29,7 @@ from shardkit.storage.parity import encode_sets, find_records
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.reading import Attestation, ReadSettings
 from shardkit.storage.repairing import Records, check_copy, read_looks, repair, scrub
-from shardkit.storage.repairing.records import utc
+from shardkit.storage.utc import utc_text
 from shardkit.storage.replicating.pacing import Pace
 from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit.testing.memory_store import MemoryStore
@@ -265,7 +265,7 @@ class TestAttested:
         good = shards(read / "root")[3]
         digest = f"sha256:{good.name.split('.')[0]}"
         one = {"format": "shardkit-attestations/1", "location": "root", "level": "read", "by": "scrub"}
-        when = utc()
+        when = utc_text()
         documents = [
             b"{" * 1_000_000,
             b"x" * 2_000_000,
@@ -418,7 +418,7 @@ class TestScrub:
         assert (found.exit_code, len(found.damaged)) == (2, 1)
         assert repair(str(tmp_path), level="attested").exit_code == 0, "it is good"
         assert verify(tmp_path, level="attested").exit_code == 0
-        old = {path: path.read_bytes().replace(utc()[:4].encode() + b"-", b"2020-") for path in
+        old = {path: path.read_bytes().replace(utc_text()[:4].encode() + b"-", b"2020-") for path in
                tmp_path.glob("attest/root/*/*.json")}  # fmt: skip
         for path, data in old.items():
             path.chmod(0o644)

@@ -17,7 +17,6 @@ from shardkit.storage.collecting.documents import (
     put_list,
     put_seen,
     read_list,
-    time_of,
 )
 from shardkit.storage.collecting.marking import COLLECTED, Marker, mark_live
 from shardkit.storage.log import LogEntry
@@ -29,6 +28,7 @@ from shardkit.storage.replicating.facts import Facts, open_all
 from shardkit.storage.replicating.mirroring import mirror_log
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
+from shardkit.storage.utc import seconds_of
 
 __all__ = ["GRACE_S", "HISTORY_S", "Collection", "collect"]
 
@@ -218,7 +218,7 @@ def _finish_killed(
     killed = dict(head.collecting) if head else {}
     for identity, digest in killed.items():
         begun = _time_of_begin(repository, identity)
-        if clock() - time_of(begun) < take_over_s:
+        if clock() - seconds_of(begun) < take_over_s:
             _refuse_second(repository, begun)
         names = read_list(root_store(repository.store), digest)
         taken, since = repository.take_over_collection(identity), time.monotonic()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import calendar
-import datetime as dt
 import re
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.storage.objects import parse_object_name
 from shardkit.storage.store import Store
+from shardkit.storage.utc import seconds_of, utc_text
 
 __all__ = [
     "MAX_NAMES",
@@ -26,8 +24,6 @@ __all__ = [
     "put_list",
     "put_seen",
     "read_list",
-    "text_of",
-    "time_of",
 ]
 
 MAX_NAMES: Final = 100_000
@@ -111,7 +107,7 @@ def forget_lists(store: Store, now: int, keep_s: int, keep: Iterable[str]) -> No
     """
     kept = {_list_name(digest) for digest in keep}
     lists = {name for name in store.list_after(_LISTS) if _LIST.fullmatch(name)}
-    last_day = text_of(now - keep_s)[:10]
+    last_day = utc_text(now - keep_s)[:10]
     for age in list(store.list_after(_AGES)):
         match = _AGE.fullmatch(age)
         if match is None:
@@ -131,17 +127,7 @@ def forget_lists(store: Store, now: int, keep_s: int, keep: Iterable[str]) -> No
 
 def _put_age(store: Store, list_name: str, seconds: int) -> None:
     digest = list_name.removeprefix(_LISTS).removesuffix(".json")
-    store.put_new(f"{_AGES}{text_of(seconds)[:10]}/{digest}", b"")
-
-
-def text_of(seconds: float) -> str:
-    """UTC, ``2026-11-20T19:00:00Z``."""
-    return dt.datetime.fromtimestamp(int(seconds), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def time_of(text: str) -> int:
-    """Seconds since 1970."""
-    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    store.put_new(f"{_AGES}{utc_text(seconds)[:10]}/{digest}", b"")
 
 
 def _list_name(digest: str) -> str:
@@ -149,7 +135,7 @@ def _list_name(digest: str) -> str:
 
 
 def _document(kind: str, seconds: int, names: Sequence[str]) -> bytes:
-    return dumps({"format": kind, "time": text_of(seconds), "names": list(names)})
+    return dumps({"format": kind, "time": utc_text(seconds), "names": list(names)})
 
 
 def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
@@ -157,4 +143,4 @@ def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
     names = fields.texts("names", maximum=MAX_NAMES)
     for name in names:
         parse_object_name(name)  # nothing but objects is ever deleted by such a list
-    return time_of(fields.text("time", pattern=_TIME)), names
+    return seconds_of(fields.text("time", pattern=_TIME)), names

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from shardkit.errors import IntegrityError, NotFoundError
-from shardkit.storage.collecting.documents import time_of
 from shardkit.storage.inventory import Inventory, walk_versions
 from shardkit.storage.local import LocalStore
 from shardkit.storage.log import LogEntry
@@ -20,6 +19,7 @@ from shardkit.storage.policy.opening import root_store
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
 from shardkit.storage.temporaries import FOLDER
+from shardkit.storage.utc import seconds_of
 
 __all__ = ["COLLECTED", "Marker", "mark_live", "objects_of_builds", "versions_of"]
 
@@ -43,7 +43,7 @@ def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[st
         named = {*entry.refs.values(), *entry.tags.values()}
         now = named if now is None else now
         recent |= named
-        if time_of(entry.time) < since:
+        if seconds_of(entry.time) < since:
             break
     return now or set(), recent - (now or set())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -25,6 +24,7 @@ from shardkit.storage.policy.record import (
     absolute_url,
     table_name,
 )
+from shardkit.storage.utc import utc_text
 
 if TYPE_CHECKING:
     from shardkit.storage.store import Store
@@ -104,7 +104,7 @@ def commit_table(
         repository=repository_id,
         previous=sha256_digest(base.to_bytes()) if base else "",
         txn=uuid.uuid4().hex,
-        time=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        time=utc_text(),
         author=author,
         message=message,
         policy=policy,

@@ -6,7 +6,6 @@ has no right to write the root. Scrubs write the good ones, readers the bad ones
 
 from __future__ import annotations
 
-import datetime as dt
 import re
 import uuid
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Final
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
+from shardkit.storage.utc import utc_text
 
 __all__ = ["LEVEL", "MAX_ATTESTATION_BYTES", "RESULT", "TIME", "WORD", "Attestation"]
 
@@ -57,14 +57,13 @@ class Attestation:
         cls, location: str, digest: str, extension: str, result: str, *, level: str, by: str
     ) -> Attestation:
         """An attestation of this moment."""
-        time = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return cls(
             location=location,
             digest=digest,
             extension=extension,
             result=result,
             level=level,
-            time=time,
+            time=utc_text(),
             by=by,
         )
 

@@ -8,6 +8,7 @@ lost answer means, is decided in one place (`object_store`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -20,7 +21,16 @@ from shardkit.storage.remote.addresses import Address
 from shardkit.storage.remote.backoff import Patience
 from shardkit.storage.remote.failures import Failure, classify
 
-__all__ = ["Buffer", "Client", "Found", "ObstoreClient", "google_options", "open_client", "s3_options"]
+__all__ = [
+    "Buffer",
+    "Client",
+    "Found",
+    "ObstoreClient",
+    "google_options",
+    "open_client",
+    "s3_options",
+    "substituted",
+]
 
 _Result = TypeVar("_Result")
 
@@ -73,21 +83,43 @@ class Client(Protocol):
         """Remove; absent is fine."""
 
 
-def open_client(address: Address, patience: Patience) -> Client:
+_substitute: Callable[[Address], Client] | None = None
+
+
+@contextlib.contextmanager
+def substituted(opener: Callable[[Address], Client]) -> Iterator[None]:
+    """Let object stores of this process that have no client yet take `opener`'s: for simulations."""
+    global _substitute
+    before, _substitute = _substitute, opener
+    try:
+        yield
+    finally:
+        _substitute = before
+
+
+def open_client(address: Address, patience: Patience, *, checksums: bool = False) -> Client:
     """A client for this process.
+
+    Args:
+        address: of the root.
+        patience: how long a request may take.
+        checksums: one that reads the checksums that S3 stores, which obstore cannot.
 
     Raises:
         MissingDependency: The packages are not installed.
         StoreError: The process was forked after obstore was used, and the store is not S3.
     """
     global _obstore_process
+    if _substitute is not None:
+        return _substitute(address)
     if importlib.util.find_spec("obstore") is None:
         raise MissingDependency(f"{address.scheme}:// needs obstore; run: pip install 'shardkit[s3]'")
-    if _obstore_process not in (None, os.getpid()):
-        if address.scheme == "s3" and importlib.util.find_spec("boto3") is not None:
-            from shardkit.storage.remote.boto3_client import Boto3Client
+    forked = _obstore_process not in (None, os.getpid())
+    if (forked or checksums) and address.scheme == "s3" and importlib.util.find_spec("boto3") is not None:
+        from shardkit.storage.remote.boto3_client import Boto3Client
 
-            return Boto3Client(address, patience)
+        return Boto3Client(address, patience)
+    if forked:
         raise StoreError(
             f"{address.url} was used before this process was forked, and its client does not work in the child; start "
             'processes with "spawn" or "forkserver", or install boto3 for s3://'

@@ -266,20 +266,14 @@ class ObjectStore:
     def _attesting(self) -> str:
         """The client that can read stored checksums, where there is one."""
         is_s3 = self._address.scheme == "s3" and importlib.util.find_spec("boto3") is not None
-        return "boto3" if is_s3 else "data"
+        return "checksums" if is_s3 else "data"
 
     def _client(self, role: str) -> Client:
-        """The client of this process: "data" for bytes, "boto3" for stored checksums."""
+        """The client of this process: "data" for bytes, "checksums" for stored ones."""
         key = (os.getpid(), role)
         found = self._clients.get(key)
         if found is None:
-            made: Any
-            if role == "boto3":
-                from shardkit.storage.remote.boto3_client import Boto3Client
-
-                made = Boto3Client(self._address, self._patience)
-            else:
-                made = open_client(self._address, self._patience)
+            made = open_client(self._address, self._patience, checksums=role == "checksums")
             found = self._clients.setdefault(key, made)
         return found  # type: ignore[no-any-return]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,8 +23,9 @@ from shardkit.storage.reading.attestations import (
     Attestation,
 )
 from shardkit.storage.store import Store
+from shardkit.storage.utc import utc_text
 
-__all__ = ["Look", "Records", "read_looks", "utc"]
+__all__ = ["Look", "Records", "read_looks"]
 
 _FORMAT: Final = "shardkit-attestations/1"
 _KEYS: Final = ("location", "level", "by", "results")
@@ -52,12 +52,6 @@ class Look(NamedTuple):
     def is_bad(self) -> bool:
         """Whether the copy was wrong or missing when it was last looked at."""
         return self.result in ("wrong", "missing")
-
-
-def utc(seconds: float | None = None) -> str:
-    """A moment as attestations write it; now by default."""
-    when = dt.datetime.now(dt.UTC) if seconds is None else dt.datetime.fromtimestamp(seconds, dt.UTC)
-    return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Records:
@@ -95,7 +89,7 @@ class Records:
         """
         digest, extension = parse_object_name(name)
         waiting = self._waiting.setdefault((location, level), [])
-        waiting.append([digest, extension, result, utc()])
+        waiting.append([digest, extension, result, utc_text()])
         if len(waiting) >= _MAX_RESULTS or time.monotonic() - self._written_at > _FLUSH_S:
             self.flush()
 
@@ -113,7 +107,9 @@ class Records:
                 "by": self._by,
                 "results": results,
             }
-            self._store.put_new(f"attest/{location}/{utc()[:10]}/{uuid.uuid4().hex}.json", dumps(document))
+            self._store.put_new(
+                f"attest/{location}/{utc_text()[:10]}/{uuid.uuid4().hex}.json", dumps(document)
+            )
         self._waiting.clear()
         self._written_at = time.monotonic()
 

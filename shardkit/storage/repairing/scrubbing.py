@@ -12,11 +12,12 @@ from shardkit.errors import UsageError
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, Depth, check_in_threads
 from shardkit.storage.repairing.healing import repair_copies
-from shardkit.storage.repairing.records import Look, Records, read_looks, utc
+from shardkit.storage.repairing.records import Look, Records, read_looks
 from shardkit.storage.repairing.repairing import note_metadata, placed
 from shardkit.storage.repairing.results import BadCopy, Repair, Unchecked
 from shardkit.storage.repairing.survey import Holders, Survey, open_holders, survey
 from shardkit.storage.replicating.pacing import Pace
+from shardkit.storage.utc import utc_text
 
 __all__ = ["Scrub", "ScrubbedLocation", "scrub"]
 
@@ -205,7 +206,7 @@ def _due(
     done: Scrub,
 ) -> list[_Due]:
     """Copies to look at, in order."""
-    border = "9" if older_than_s is None else utc(time.time() - older_than_s)
+    border = "9" if older_than_s is None else utc_text(time.time() - older_than_s)
     due: list[_Due] = []
     for one in _copies(holders, found, only):
         there = done.locations.setdefault(one.location, ScrubbedLocation())
