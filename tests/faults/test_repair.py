@@ -29,8 +29,8 @@ from shardkit.storage.parity import encode_sets, find_records
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.reading import Attestation, ReadSettings
 from shardkit.storage.repairing import Records, check_copy, read_looks, repair, scrub
-from shardkit.storage.utc import utc_text
 from shardkit.storage.replicating.pacing import Pace
+from shardkit.storage.utc import utc_text
 from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit.testing.memory_store import MemoryStore
 from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
