@@ -6,7 +6,7 @@ A loader with ``run=`` writes what its ranks *gathered* (digests of cells, never
 directory; the bundled trainer merges and chains them at every checkpoint. Anyone with the manifest can replay the
 plan and compare, without reading a sample:
 
-    shardkit audit runs/mine                       # ledger, steps, coverage, checkpoints, data; exit code 0, 1, 2 or 3
+    shardkit audit runs/mine                       # ledger, steps, coverage, checkpoints, data; exit code 0, 3 or 4
     shardkit audit runs/mine --html report.html    # the same as a page
     shardkit audit runs/mine --sign key.pem        # an in-toto statement in a signed envelope
     shardkit audit diff runs/a runs/b              # the first step at which two runs diverge, and why
@@ -65,18 +65,18 @@ def main() -> None:
         shardkit("audit", "runs/b")  # another number of ranks and a restart: the same steps
         # Two runs: one history, then another seed.
         shardkit("audit", "diff", "runs/a", "runs/b")
-        shardkit("audit", "diff", "runs/a", "runs/c", expect=1)
+        shardkit("audit", "diff", "runs/a", "runs/c", expect=5)
         # A sample, and a list of addresses that were asked to be left out.
         uses = json.loads(shardkit("audit", "trace", "runs/a", "--sample", 17, "--json"))
         assert uses
         Path("takedown.txt").write_text("https://news.example/1\nhttps://nowhere.example/0\n")
-        shardkit("audit", "trace", "runs/a", "--exclude", "takedown.txt", "--field", "url", expect=1)
+        shardkit("audit", "trace", "runs/a", "--exclude", "takedown.txt", "--field", "url", expect=5)
         # A journal that somebody has edited does not pass.
         journal = min(Path("runs/c/journal").iterdir())
         data = bytearray(journal.read_bytes())
         data[len(data) // 2] ^= 1
         journal.write_bytes(data)
-        shardkit("audit", "runs/c", expect=2)
+        shardkit("audit", "runs/c", expect=4)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
         # What would it cost to lose a node now? Nothing happens to the run.
         shardkit("rehearse", "runs/cats", "--kill-rank", 1)
         shardkit(
-            "rehearse", "runs/cats", "--kill-location", "root", expect=3
+            "rehearse", "runs/cats", "--kill-location", "root", expect=5
         )  # the only copy: data would be lost
         Path("rack-2").mkdir()
         shardkit("place", "data/cats", "--location", "mirror=rack-2/cats,domain=rack-2", "--copies", 2)

@@ -10,7 +10,7 @@ from shardkit.audit.result import Audit
 
 __all__ = ["html_report"]
 
-_COLOURS = {0: "#1a7f4b", 1: "#946200", 2: "#b3261e", 3: "#6b4fa0"}
+_COLOURS = {"clean": "#1a7f4b", "explained": "#946200", "violated": "#b3261e", "unknown": "#6b4fa0"}
 _SEVERITIES = (
     ("violated", "Violated"), ("unknown", "Could not check"), ("explained", "Deviations, with their reasons"),
     ("note", "Good to know"),
@@ -59,7 +59,7 @@ def html_report(audit: Audit) -> str:
 
 
 def _verdict(audit: Audit) -> str:
-    colour = _COLOURS[audit.exit_code]
+    colour = _COLOURS[audit.worst]
     return f'<div class="verdict" style="background:{colour}">{escape(audit.verdict.capitalize())}</div>'
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shardkit.audit.findings import Finding
 from shardkit.audit.replay import Coverage
+from shardkit.exit_codes import ExitCode
 
 __all__ = ["Audit", "Report"]
+
+Worst = Literal["clean", "explained", "unknown", "violated"]
+"""Of all findings."""
 
 Report = Callable[[str, int, int], None]
 """Called with (what, done, of)."""
@@ -21,7 +25,8 @@ class Audit:
 
     Attributes:
         run: the run directory.
-        exit_code: 0 clean, 1 deviations that the ledger explains, 2 violated, 3 could not be checked.
+        worst: what the findings come to.
+        exit_code: by `ExitCode`: deviations that the ledger explains are no failure.
         manifest, plan: of the last step.
         first, steps: the run consumed steps [first, steps).
         samples: that they hold.
@@ -55,17 +60,23 @@ class Audit:
     software: dict[str, str] = field(default_factory=dict)
 
     @property
-    def exit_code(self) -> int:
+    def worst(self) -> Worst:
         """See above."""
         kinds = {finding.severity for finding in self.findings}
-        return 2 if "violated" in kinds else 3 if "unknown" in kinds else 1 if "explained" in kinds else 0
+        ordered: tuple[Worst, ...] = ("violated", "unknown", "explained")
+        return next((kind for kind in ordered if kind in kinds), "clean")
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """See above."""
+        return {"violated": ExitCode.DAMAGED, "unknown": ExitCode.UNCHECKED}.get(self.worst, ExitCode.DONE)
 
     @property
     def verdict(self) -> str:
         """In words."""
         return {
-            0: "clean: the run consumed exactly what its plan says",
-            1: "explained: the run consumed what its plan says, but for the deviations listed",
-            2: "violated",
-            3: "could not be checked in full",
-        }[self.exit_code]
+            "clean": "clean: the run consumed exactly what its plan says",
+            "explained": "explained: the run consumed what its plan says, but for the deviations listed",
+            "violated": "violated",
+            "unknown": "could not be checked in full",
+        }[self.worst]

@@ -57,7 +57,7 @@ def make_statement(audit: Audit, *, lock: Path | None = None) -> dict[str, Any]:
         "predicateType": PREDICATE_TYPE,
         "predicate": {
             "verdict": audit.verdict,
-            "exit_code": audit.exit_code,
+            "exit_code": int(audit.exit_code),
             "steps": {
                 "first": audit.first,
                 "end": audit.steps,

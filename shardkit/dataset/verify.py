@@ -36,6 +36,7 @@ from shardkit.dataset.object_checks import (
     side_objects,
 )
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, ShardTable, check_against, unpack_page
 from shardkit.storage import (
@@ -98,9 +99,9 @@ class Verification:
     unknown: tuple[Finding, ...]
 
     @property
-    def exit_code(self) -> int:
-        """0 clean, 2 data lost, 3 could not check; 1 (repaired) is for commands that repair."""
-        return 2 if self.damaged else 3 if self.unknown else 0
+    def exit_code(self) -> ExitCode:
+        """Damage comes before what could not be looked at."""
+        return ExitCode.DAMAGED if self.damaged else ExitCode.UNCHECKED if self.unknown else ExitCode.DONE
 
 
 @dataclass

@@ -108,7 +108,7 @@ def restored(*paths: Path) -> Iterator[None]:
 def check_detected(bench: Bench, what: str) -> None:
     """Verification finds the damage, and reading delivers what was written or raises."""
     result = verify(bench.root, level="read", jobs=1)
-    assert result.exit_code == 2, f"{what}: verify says {result.exit_code}"
+    assert result.exit_code == 4, f"{what}: verify says {result.exit_code}"
     for name in VERSIONS:
         expected = iter(bench.samples[name])
         try:

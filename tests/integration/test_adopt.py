@@ -236,7 +236,7 @@ def test_a_changed_tar_is_noticed_and_named(tmp_path: Path, how: str) -> None:
         with pytest.raises(expected, match=r"001\.tar"):
             ds[120 + row]
     found = verify(str(tmp_path / "root"))
-    assert found.exit_code == 2
+    assert found.exit_code == 4
     (damage,) = found.damaged
     assert damage.name == str(path)
     assert "shardkit adopt" in damage.action

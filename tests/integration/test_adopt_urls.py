@@ -199,7 +199,7 @@ def test_a_changed_tar_is_noticed_and_named(
             named = [one.name for one in (*found.damaged, *found.unknown) if "://" in one.name]
             assert named == [url]
     found = verify(root, level="read")
-    assert found.exit_code == 2
+    assert found.exit_code == 4
     (damage,) = found.damaged
     assert damage.name == url
     assert "shardkit adopt" in damage.action
@@ -350,7 +350,7 @@ def test_scrub_audits_tars_in_a_bucket_without_reading_them(
     assert proxy.body_bytes - before < 20_000
     put(server, f"{folder}/Train-001 (a+b).tar", tars[1].replace(b"sample", b"SAMPLE"))
     capsys.readouterr()
-    run_command(["scrub", root, "--level", "stored"], code=2)
+    run_command(["scrub", root, "--level", "stored"], code=4)
 
 
 ADOPTER = """

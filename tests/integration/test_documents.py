@@ -129,7 +129,7 @@ def check_container(command: list[str]) -> None:
         trainer = command[command.index("shardkit_trainer") + 1 :]
         load_configuration(str(DEPLOYMENT / "run.toml"), trainer[1:])
         check_torchrun(
-            command[command.index("torch.distributed.run") + 1 : command.index("shardkit_trainer") - 1]
+            command[command.index("shardkit_trainer.agent") + 1 : command.index("shardkit_trainer") - 1]
         )
 
 

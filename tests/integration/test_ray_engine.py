@@ -159,8 +159,8 @@ def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(tmp_path: 
         shard.chmod(0o644)
         shard.write_bytes(data)
         held[0].unlink()
-        _call("scrub", root, "--level", "read", *ray, code=2)  # bad copies are left
-        _call("repair", root, *ray, code=1)  # repaired
+        _call("scrub", root, "--level", "read", *ray, code=4)  # bad copies are left
+        _call("repair", root, *ray)  # repaired
         _call("scrub", root, "--level", "read", *ray)
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]

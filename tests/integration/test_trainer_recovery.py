@@ -115,7 +115,7 @@ def test_the_command_hands_a_signal_on_and_all_ranks_save_and_end(
     run = tmp_path / "run"
     endless = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000, "parallel.recovery": recovery}
     result = launch_trainer(nproc, settings(run, numbers, **endless), until="step 3/", asked=asked)
-    assert result.returncode == 0, result.stdout
+    assert result.returncode == 130, result.stdout
     assert "Traceback" not in result.stdout
     stops = [event for event in read_lines(run / "events.jsonl") if event["event"] in {"stop", "end"}]
     assert [event["event"] for event in stops] == ["stop"]

@@ -58,7 +58,7 @@ def verdicts(now: Result, recorded: Result) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("now", "verdict", "code"),
-    [(0.5, "same", 0), (0.48, "same", 0), (0.40, "worse", 1), (0.61, "better", 0), (0.54, "same", 0)],
+    [(0.5, "same", 0), (0.48, "same", 0), (0.40, "worse", 5), (0.61, "better", 0), (0.54, "same", 0)],
 )
 def test_verdict_and_exit_code(now: float, verdict: str, code: int, call: Call, tmp_path: Path) -> None:
     before = written(tmp_path / "before.json", result(ratio(0.5, spread=0.05)))
@@ -113,7 +113,7 @@ def test_another_machine_is_compared_and_said(call: Call, tmp_path: Path) -> Non
     before = written(tmp_path / "before.json", result(ratio(0.5), cpus=64, processor="Big"))
     after = written(tmp_path / "after.json", result(ratio(0.3), processor="Small"))
     code, out, _ = call("--against", before, "--result", after)
-    assert code == 1
+    assert code == 5
     assert "another machine" in out
     assert "cpus 2, recorded on 64" in out
 
@@ -137,7 +137,7 @@ def test_other_conditions_are_not_compared() -> None:
 def test_a_peer_that_is_not_there_hides_nothing() -> None:
     before = result(ratio(0.5), ratio(3.0, to="a peer", kind="peer"))
     assert compare(result(ratio(0.5)), before).exit_code == 0
-    assert compare(result(ratio(0.3)), before).exit_code == 1
+    assert compare(result(ratio(0.3)), before).exit_code == 5
 
 
 def test_what_failed_now_is_no_success() -> None:
@@ -151,7 +151,7 @@ def test_what_failed_now_is_no_success() -> None:
     whole = compare(result(ratio(0.5), failures={"build tokens": "no space left"}), before)
     assert (whole.exit_code, len(whole.of("failed"))) == (3, 1)
     worse_too = result(ratio(0.2), failures={"build tokens: shardkit": "no space left"})
-    assert compare(worse_too, before).exit_code == 1
+    assert compare(worse_too, before).exit_code == 5
 
 
 @pytest.mark.parametrize(
@@ -248,5 +248,5 @@ def test_a_plan_is_measured_recorded_and_compared(call: Call, tmp_path: Path) ->
     document = json.loads(out)
     assert document["facts"]["parts"] == ["plan"]
     assert document["facts"]["scale"] == 0.01
-    assert code in (0, 1, 3)
+    assert code in (0, 3, 5)
     assert len(document["comparison"]["findings"]) == 2

@@ -87,7 +87,7 @@ def running(bandwidth: str | None = None, between: str | None = None) -> Iterato
     """Work that can be seen and interrupted.
 
     Raises:
-        typer.Exit: 130 after Ctrl-C.
+        KeyboardInterrupt: after Ctrl-C, and says how to go on.
     """
     work = Work(bandwidth, between)
     try:
@@ -95,7 +95,6 @@ def running(bandwidth: str | None = None, between: str | None = None) -> Iterato
     except KeyboardInterrupt:
         work.pace.stop()
         work.clear()
-        typer.echo("shardkit: interrupted; the same command goes on where it stood", err=True)
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt("interrupted; the same command goes on where it stood") from None
     finally:
         work.clear()

@@ -195,14 +195,10 @@ class StatusLine:
 
 @contextlib.contextmanager
 def long_work() -> Iterator[StatusLine]:
-    """A status line for work that takes its time; Ctrl-C ends it with exit code 130 and a word on how to go on."""
+    """A status line for work that takes its time."""
     status = StatusLine()
     try:
         yield status
-    except KeyboardInterrupt as interrupt:
-        status.clear()
-        typer.echo(f"shardkit: {str(interrupt) or 'interrupted'}", err=True)
-        raise typer.Exit(130) from None
     finally:
         status.clear()
 

@@ -1,8 +1,6 @@
 """The `shardkit` command: which subcommands there are, and what becomes of errors.
 
-Exit codes: 0 done; 1 an error of the data, the store or the settings, told in one message; 2 a wrong command
-line; 3 and more where a command says so; 130 after Ctrl-C. Only what shardkit did not raise on purpose shows
-a traceback.
+Exit codes are those of `shardkit.exit_codes`. Only what shardkit did not raise on purpose shows a traceback.
 """
 
 from __future__ import annotations
@@ -13,15 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import shardkit
 from shardkit.errors import ShardkitError
+from shardkit.exit_codes import ExitCode, exit_code
 from shardkit_tools.help_pages import CommandPage, GroupPage
 
-__all__ = ["COMMANDS", "make_app", "run"]
+__all__ = ["CHECKS", "COMMANDS", "make_app", "run"]
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
@@ -37,15 +36,31 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name, or a
 group of commands."""
 
+CHECKS = ("verify", "scrub", "repair", "audit")
+"""Commands that answer whether something is sound: what they cannot reach is unchecked, not a failure of theirs."""
+
 _INTRODUCTION = """Sharded, checksummed training data, from source files to optimizer step.
 
 A dataset is a ROOT (a folder); its versions are ROOT@REF, such as data/cats@val, or ROOT@sha256:… by id.
 
-Exit codes: 0 done, 1 error, 2 wrong command line, 130 interrupted; verify: 1 repaired, 2 data lost, 3 could
-not check; audit: 1 explained, 2 violated, 3 could not check.
+Exit codes: 0 done (clean, or made clean), 1 could not do its work, 2 wrong command line, 3 could not check,
+4 damaged and not repaired, lost, or an audit violated, 5 the answer is no, 130 interrupted.
 
 Example: shardkit build photos/ data/cats --stratify label && shardkit show data/cats
 """
+
+
+class _Program(GroupPage):
+    """All commands. What interrupts them is told here: typer would end without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; called by typer."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            _fail(str(interrupt) or "interrupted", exit_code(interrupt))
+        except BrokenPipeError:
+            _leave_quietly()
 
 
 def make_app(only: str | None = None) -> typer.Typer:
@@ -62,10 +77,10 @@ def make_app(only: str | None = None) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        cls=GroupPage,
+        cls=_Program,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback(cls=GroupPage)(_overview)
+    app.callback(cls=_Program)(_overview)
     for heading, names in COMMANDS:
         for name in names:
             module = f"shardkit_tools.commands.{name}"
@@ -96,36 +111,36 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `shardkit` command; ends the process."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     known = {name for _, names in COMMANDS for name in names}
+    command = given[0] if given and given[0] in known else None
     try:
-        make_app(given[0] if given and given[0] in known else None)(given)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    except BrokenPipeError:
-        _leave_quietly()
+        make_app(command)(given)
+    except KeyboardInterrupt as interrupt:
+        _fail("interrupted", exit_code(interrupt))
     except ShardkitError as error:
-        _fail(f"{error}", 2 if error.kind in ("usage", "configuration") else 1)
-    except MemoryError:
+        code = exit_code(error, checking=command in CHECKS)
+        _fail(f"could not check: {error}" if code == ExitCode.UNCHECKED else f"{error}", code)
+    except MemoryError as error:
         _fail(
             "memory ran out; use fewer --jobs or a smaller --memory where the command has them, or raise the limit "
             "(ulimit, container), then run the same command again",
-            1,
+            exit_code(error),
         )
-    except Exception:  # noqa: BLE001 - the last line of defence: say that it is ours, and show where
+    except Exception as error:  # noqa: BLE001 - the last line of defence: say that it is ours, and show where
         traceback.print_exc()
         _fail(
             "this is a bug in shardkit; please report it with the lines above and the command: "
             f"{_shown(given)}",
-            70,
+            exit_code(error),
         )
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.write(f"shardkit: {message}\n")
     raise SystemExit(code)
 
 
-def _leave_quietly() -> None:
+def _leave_quietly() -> NoReturn:
     # Whoever read our output has gone. Python would complain once more when it flushes at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(141)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardkit.exit_codes import ExitCode
 from shardkit.storage.replicating import Replication
 from shardkit_tools.console import bytes_text, clean, count_text, print_line, print_table
 
@@ -50,7 +51,7 @@ def print_lag(done: Replication, *, dry_run: bool = False) -> None:
             "bold",
         )
         return
-    state = "the policy is met" if done.exit_code == 0 else "the policy is not met"
+    state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
     print_line(
         f"lag: {bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after: {state}",
         "bold",

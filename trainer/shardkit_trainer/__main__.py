@@ -9,6 +9,7 @@ import sys
 def main(arguments: list[str]) -> int:
     """Train on this rank; errors that shardkit raises are one line, with the rank named."""
     from shardkit.errors import ShardkitError
+    from shardkit.exit_codes import exit_code
 
     from .configuration import load_configuration
 
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
         train(config)
     except ShardkitError as error:
         print(f"rank {os.environ.get('RANK', '0')}: {error.kind}: {error}", file=sys.stderr, flush=True)
-        return 1
+        return exit_code(error)
     return 0
 
 

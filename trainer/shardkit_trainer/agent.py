@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 
+from shardkit.exit_codes import ExitCode
+
 __all__ = ["main"]
 
 
@@ -25,14 +27,16 @@ def main(arguments: list[str]) -> int:
     try:
         run.main(arguments)
     except SignalException:
-        return 1
+        return ExitCode.INTERRUPTED
     except ChildFailedError as error:
+        codes = set()
         for rank, failure in sorted(error.failures.items()):
             code = failure.exitcode
+            codes.add(code)
             ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             print(f"torchrun: rank {rank} (process {failure.pid}) {ended}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+        return codes.pop() if len(codes) == 1 and codes <= {*ExitCode} else ExitCode.FAILED
+    return ExitCode.DONE
 
 
 def _follow(parent: int) -> None:

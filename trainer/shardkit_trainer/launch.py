@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardkit.errors import MissingDependency
+from shardkit.exit_codes import ExitCode
 
 from .configuration import Configuration, load_configuration
 from .run_directory import read_lines
@@ -45,7 +46,7 @@ def rank_environment() -> dict[str, str]:
 def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: int = 0) -> int:
     """Train with ``nproc`` ranks on this machine; returns the exit code.
 
-    A SIGTERM or SIGINT to this process is handed on; ranks save and end, and that is a success.
+    A SIGTERM or SIGINT to this process is handed on; ranks save and end, and the run counts as interrupted.
 
     Raises:
         ConfigurationError: before anything is started.
@@ -58,14 +59,13 @@ def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: 
         os.environ.setdefault("OMP_NUM_THREADS", str(config.parallel.threads))
         from .training import train
 
-        train(config)
-        return 0
+        return ExitCode.DONE if train(config).finished else ExitCode.INTERRUPTED
     script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides]
     if config.parallel.recovery == "in-process":
         from .supervisor import supervise
 
         os.environ.update(rank_environment())
-        return supervise(script, config, nproc=nproc, restarts=restarts)
+        return _outcome(supervise(script, config, nproc=nproc, restarts=restarts), config)
     torchrun = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}",
                 f"--shutdown-timeout={config.parallel.shutdown_s}"]  # fmt: skip
     command = [sys.executable, "-m", "shardkit_trainer.agent", *torchrun, *script]
@@ -87,8 +87,14 @@ def _run_child(command: list[str], config: Configuration) -> int:
         finally:
             child.kill()  # nothing where it has ended
             child.wait()
-    if code and asked:
-        # torchrun reports every signal as a failure; the run itself says whether it saved and stopped
-        events = [event["event"] for event in read_lines(Path(config.run.directory) / "events.jsonl")]
-        return int([one for one in events if one in {"start", "stop", "end"}][-1:] in ([], ["start"]))
-    return 0 if code == 0 else 1
+    # torchrun reports every signal as a failure; the run itself says whether it saved and stopped
+    return _outcome(0 if asked else code, config)
+
+
+def _outcome(code: int, config: Configuration) -> int:
+    """How a run ended whose ranks ended with ``code``: one that a signal stopped is not done, however well it saved."""
+    if code:
+        return code if code in {*ExitCode} else ExitCode.FAILED
+    events = [event["event"] for event in read_lines(Path(config.run.directory) / "events.jsonl")]
+    last = [one for one in events if one in {"start", "stop", "end"}][-1:]
+    return {"start": ExitCode.FAILED, "end": ExitCode.DONE}.get("".join(last), ExitCode.INTERRUPTED)

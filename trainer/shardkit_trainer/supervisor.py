@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardkit.exit_codes import ExitCode
+
 from .configuration import Configuration
 from .launch import on_stop_signals
 from .membership import ADDRESS, NAME, publish
@@ -42,7 +44,7 @@ class _Supervisor:
 
     def run(self, nproc: int) -> int:
         """Until all children have ended; the exit code."""
-        failed = False
+        failed = 0
         with on_stop_signals(lambda _number, _frame: self._stop_all()):
             try:
                 self._members = [self._start() for _ in range(nproc)]
@@ -50,7 +52,8 @@ class _Supervisor:
                 while self._children:
                     if self._store.check([f"formed/{self._generation}"]):
                         self._formed = list(self._members)
-                    failed |= self._look_after_children()
+                    ended = self._look_after_children()
+                    failed = failed or ended
                     self._let_ready_ones_join()
                     self._kill_accused()
                     self._kill_late_ones()
@@ -59,7 +62,7 @@ class _Supervisor:
                 for child in self._children.values():
                     child.kill()
                     child.wait()
-        return int(failed)
+        return failed
 
     def _start(self) -> str:
         name = f"process-{self._started}"
@@ -72,23 +75,24 @@ class _Supervisor:
         self._generation += 1
         publish(self._store, self._generation, self._members)
 
-    def _look_after_children(self) -> bool:
-        """Deal with those that have ended; True where the run has failed."""
+    def _look_after_children(self) -> int:
+        """Deal with those that have ended; the exit code where the run has failed."""
         ended = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
         if not ended:
-            return False
+            return 0
         for name in ended:
             del self._children[name]
         if 0 in ended.values() and not self._finished:
             self._dismiss_late_comers()
+        gave_up = max(0, *ended.values())
         if self._finished:
-            return any(code > 0 for code in ended.values())
+            return gave_up
         died = [name for name, code in ended.items() if code < 0]
-        if any(code > 0 for code in ended.values()):
+        if gave_up:
             self._stop_all()  # a rank gave up and said why: so would the others
-            return True
+            return gave_up
         if not died:
-            return False
+            return 0
         for name in died:
             _say(f"{name} was killed by signal {-ended[name]}")
         changed = any(name in died for name in self._members)
@@ -102,7 +106,7 @@ class _Supervisor:
             self._members, self._joining = self._joining, []
         if self._members and changed:
             self._announce()
-        return not self._members
+        return 0 if self._members else ExitCode.FAILED
 
     def _dismiss_late_comers(self) -> None:
         """The run has ended: processes that the ranks have not met any more need not begin."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardkit.exit_codes import ExitCode
+
 __all__ = ["BadCopy", "Healed", "Lost", "Repair", "Unchecked"]
 
 
@@ -64,9 +66,18 @@ class Repair:
     encoded: int = 0
 
     @property
-    def exit_code(self) -> int:
-        """0 clean, 1 repaired, 2 data lost, 3 could not check."""
-        return 2 if self.lost else 3 if self.unchecked else 1 if self.healed else 0
+    def exit_code(self) -> ExitCode:
+        """What is healed is done; what is lost comes before what could not be looked at."""
+        return ExitCode.DAMAGED if self.lost else ExitCode.UNCHECKED if self.unchecked else ExitCode.DONE
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.lost:
+            return "data is lost"
+        if self.unchecked:
+            return "could not check or heal everything"
+        return "repaired" if self.healed else "clean"
 
 
 class BadCopy(NamedTuple):

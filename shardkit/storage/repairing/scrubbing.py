@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.errors import UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, Depth, check_in_threads
 from shardkit.storage.repairing.healing import repair_copies
@@ -84,11 +85,21 @@ class Scrub:
         return sum(len(one.bad) for one in self.locations.values())
 
     @property
-    def exit_code(self) -> int:
-        """0 clean, 1 repaired, 2 bad copies are left, 3 could not check."""
+    def exit_code(self) -> ExitCode:
+        """Bad copies that are left come before what could not be looked at."""
         if self.repair is not None:
             return self.repair.exit_code
-        return 2 if self.num_bad or self.lost else 3 if self.unchecked else 0
+        if self.num_bad or self.lost:
+            return ExitCode.DAMAGED
+        return ExitCode.UNCHECKED if self.unchecked else ExitCode.DONE
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.repair is not None:
+            return self.repair.verdict
+        words = {ExitCode.DAMAGED: "bad copies", ExitCode.UNCHECKED: "could not check everything"}
+        return words.get(self.exit_code, "clean")
 
 
 def scrub(

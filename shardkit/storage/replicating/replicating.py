@@ -16,6 +16,7 @@ from shardkit.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
+from shardkit.exit_codes import ExitCode
 from shardkit.storage.adopted import AdoptedStore
 from shardkit.storage.policy import ROOT_NAME, LocationTable, read_table
 from shardkit.storage.policy.opening import root_store
@@ -84,6 +85,7 @@ class Replication:
         objects: copies that were missing when it began.
         locations: in the table's order.
         lost: names of objects of which no location has good bytes.
+        dry_run: whether it was only looked what is missing.
     """
 
     lag_before: int = 0
@@ -91,13 +93,18 @@ class Replication:
     objects: int = 0
     locations: list[LocationResult] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    dry_run: bool = False
 
     @property
-    def exit_code(self) -> int:
-        """0 the policy is met; 2 data is lost; 3 some location could not be filled."""
+    def exit_code(self) -> ExitCode:
+        """Done where the policy is met; a location that does not answer, or cannot be filled, is unchecked."""
         if self.lost:
-            return 2
-        return 3 if self.lag_after or any(one.state != "ok" for one in self.locations) else 0
+            return ExitCode.DAMAGED
+        if any(one.state != "ok" for one in self.locations):
+            return ExitCode.UNCHECKED
+        if not self.lag_after:
+            return ExitCode.DONE
+        return ExitCode.NO if self.dry_run else ExitCode.FAILED
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
@@ -154,6 +161,7 @@ def replicate(
         copy_missing(repository, facts, done, pace, jobs, report, copy_all)
         mirror(repository, facts, done)
     finished(facts, done)
+    done.dry_run = dry_run
     return done
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardkit.exit_codes import ExitCode
 from shardkit_tools.benchmarks.results import Ratio, Result
 
 __all__ = ["LEAST_ROUNDS", "MOST_MARGIN", "Comparison", "Finding", "compare"]
@@ -73,11 +74,11 @@ class Comparison:
         return [finding for finding in self.findings if finding.verdict in verdicts]
 
     @property
-    def exit_code(self) -> int:
-        """1: something is worse; 3: nothing could be compared, or something that was to be measured failed; else 0."""
+    def exit_code(self) -> ExitCode:
+        """NO: something is worse; UNCHECKED: nothing could be compared, or what was to be measured failed."""
         if self.of("worse"):
-            return 1
-        return 3 if self.of("failed") or not self.of(*_COMPARED) else 0
+            return ExitCode.NO
+        return ExitCode.UNCHECKED if self.of("failed") or not self.of(*_COMPARED) else ExitCode.DONE
 
 
 def compare(now: Result, recorded: Result) -> Comparison:

@@ -32,6 +32,7 @@ from shardkit.audit import (
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit_tools.commands.verify import LevelName, parse_share
 from shardkit_tools.console import (
     JsonFlag,
@@ -93,8 +94,8 @@ audit = typer.Typer(
 
     audit RUN checks the ledger, every step against the plan, coverage, checkpoints and the data.
 
-    Exit codes: 0 clean, 1 deviations that the ledger explains, 2 violated, 3 could not check. diff: 1 where the runs
-    diverge. trace --exclude: 1 where one of the list was used.
+    Exit codes: 0 clean, or deviations that the ledger explains; 3 could not check; 4 violated. diff: 5 where the runs
+    diverge. trace --exclude: 5 where one of the list was used.
 
     Example: shardkit audit runs/a && shardkit audit trace runs/a --exclude takedown.txt
     """,
@@ -169,8 +170,6 @@ def run_command(
             statement=claim,
             report=lambda what, done, of: status.show(f"{what}: {done:,} of {of:,}"),
         )
-    except NotFoundError as error:
-        raise _end(3, f"could not check: {error}") from error
     finally:
         status.clear()
     if html is not None:
@@ -191,15 +190,8 @@ def _claim(signed: Path, key: Path) -> dict[str, Any]:
     """What was signed; a signature that is not good is a violation, and there is nothing to compare with."""
     try:
         return verify_envelope(read_envelope(signed), key)
-    except NotFoundError as error:
-        raise _end(3, f"could not check: {error}") from error
     except (IntegrityError, FormatError) as error:
-        raise _end(2, f"violated: {signed}: {error}") from error
-
-
-def _end(code: int, text: str) -> typer.Exit:
-    typer.echo(f"shardkit: {text}", err=True)
-    return typer.Exit(code)
+        raise IntegrityError(f"violated: {signed}: {error}") from error
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -296,7 +288,7 @@ def diff_command(
 ) -> None:
     """Say at which step two runs diverge first, and why.
 
-    Exit codes: 0 the same samples at every step that both have, 1 they diverge.
+    Exit codes: 0 the same samples at every step that both have, 5 they diverge.
 
     Example: shardkit audit diff runs/a runs/b
     """
@@ -317,7 +309,7 @@ def diff_command(
     else:
         _print_comparison(first, second, result, troubles)
     if not result.is_equal:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.NO)
 
 
 def _print_comparison(first: Path, second: Path, result: Comparison, troubles: list[Finding]) -> None:
@@ -379,7 +371,7 @@ def trace_command(
     """Trace a sample, a step, or a list of samples that must not have been used.
 
     The answer follows from the plan and the ledger; run `shardkit audit RUN` first to know that the ledger is sound.
-    Exit codes of --exclude: 0 none of them was used, 1 some were.
+    Exit codes of --exclude: 0 none of them was used, 5 some were.
 
     Example: shardkit audit trace runs/a --exclude takedown.txt --field url
     """
@@ -476,4 +468,4 @@ def _trace_list(
         print_line("none of the list was ever used" if not uses else "these were used:", "bold")
         _print_uses(uses)
     if uses:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.NO)

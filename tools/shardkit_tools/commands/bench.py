@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardkit.errors import FormatError, NotFoundError, UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit.storage.os_errors import explained
 from shardkit_tools.benchmarks.comparing import LEAST_ROUNDS, MOST_MARGIN, Comparison, Finding, compare
 from shardkit_tools.benchmarks.results import Ratio, Result, load_result
@@ -77,7 +78,7 @@ def bench(
 
     Limit, shardkit and peers take turns, so a busy minute hits all of them; figures are ratios, never times. With
     --against: what got worse than recorded, beyond the noise that the recorded rounds showed. Exit codes then: 0 the
-    same or better, 1 worse, 3 could not compare.
+    same or better, 3 could not compare, 5 slower.
 
     Example: shardkit bench --out before.json && shardkit bench --against before.json
     """
@@ -88,7 +89,7 @@ def bench(
         given = load_result(result_file) if result_file is not None else None
     except (FormatError, NotFoundError) as error:
         typer.echo(f"shardkit: {error}", err=True)
-        raise typer.Exit(_NOT_COMPARED) from None
+        raise typer.Exit(ExitCode.UNCHECKED) from None
     result = given or _measured(only, recorded, peers_python, scale, repeats, scratch)
     if out is not None:
         with explained(f"write {out}", writing=True):
@@ -103,7 +104,7 @@ def bench(
     if comparison is not None:
         raise typer.Exit(comparison.exit_code)
     if not result.ratios:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _measured(
@@ -210,7 +211,7 @@ def _print_comparison(comparison: Comparison) -> None:
 def _summary(comparison: Comparison) -> str:
     worse, better, same = (comparison.of(verdict) for verdict in ("worse", "better", "same"))
     told = f"{len(worse)} worse, {len(better)} better, {len(same)} the same within the noise"
-    if comparison.exit_code == _NOT_COMPARED:
+    if comparison.exit_code == ExitCode.UNCHECKED:
         return f"could not compare: {told}, {len(comparison.of('failed'))} failed"
     return told
 

@@ -11,12 +11,12 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
 from shardkit.errors import UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit_tools.console import JsonFlag, clean, count_text, print_json, print_line, print_table
 from shardkit_tools.row_lists import read_lines
 
 __all__ = ["find"]
 
-_NOT_FOUND = 3
 _SHOWN_MISSING = 10
 
 
@@ -43,7 +43,7 @@ def find(
 ) -> None:
     """Find samples by key, by the value of a field, or by the SHA-256 of its bytes.
 
-    Look-ups are made by build, create and rebuild (--lookup key,url,image:sha256); keys need none. Exit code 3:
+    Look-ups are made by build, create and rebuild (--lookup key,url,image:sha256); keys need none. Exit code 5:
     some values were not found.
 
     Example: shardkit find data/web --field url --list takedown.txt
@@ -65,7 +65,7 @@ def find(
     else:
         _print(found, missing)
     if missing:
-        raise typer.Exit(_NOT_FOUND)
+        raise typer.Exit(ExitCode.NO)
 
 
 def _asked(fields: list[str], listed: Path | None) -> dict[str, list[str]]:

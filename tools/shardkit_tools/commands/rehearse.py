@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shardkit.errors import UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -48,7 +49,7 @@ def rehearse(
     """Rehearse a loss: which lanes move, what is read again and from where, which steps are repeated, what is lost.
 
     Nothing happens to the run: its plan is made again from a copy of its ledger, and locations are only asked what they
-    have. A location whose failure domain is a dead node dies with it. Exit code 3: data would be lost.
+    have. A location whose failure domain is a dead node dies with it. Exit code 5: data would be lost.
 
     Example: shardkit rehearse runs/mine --kill-node node-7
     """
@@ -62,7 +63,7 @@ def rehearse(
     else:
         _print(found)
     if found.lost:
-        raise typer.Exit(3)
+        raise typer.Exit(ExitCode.NO)
 
 
 def _print(found: Rehearsal) -> None:

@@ -83,7 +83,7 @@ def repair(
 
     Whatever is put in place was verified by its digest before. Log entries are healed from copies of the root.
 
-    Exit codes: 0 clean, 1 repaired, 2 data lost, 3 could not check.
+    Exit codes: 0 clean or repaired, 3 could not check or heal everything, 4 data lost.
 
     Example: shardkit repair data/cats --from-run runs/7
     """
@@ -124,6 +124,7 @@ def repair_document(done: Repair) -> dict[str, Any]:
         "lost": [one._asdict() for one in done.lost],
         "unchecked": [one._asdict() for one in done.unchecked],
         "encoded": done.encoded,
+        "verdict": done.verdict,
         "exit_code": done.exit_code,
     }
 
@@ -180,12 +181,9 @@ def _print_lost(lost: Lost) -> None:
 
 
 def _print_verdict(done: Repair) -> None:
-    verdict = {0: "clean", 1: "repaired", 2: "data is lost", 3: "could not check or heal everything"}[
-        done.exit_code
-    ]
     if done.healed or done.lost or done.unchecked:
         print_line()
-    print_line(f"{done.url}: {verdict} (level {done.level})", "bold")
+    print_line(f"{done.url}: {done.verdict} (level {done.level})", "bold")
     encoded = f", encoded {count_text(done.encoded, 'parity set')}" if done.encoded else ""
     read = f", {bytes_text(done.read_bytes)} read" if done.read_bytes else ""
     print_line(

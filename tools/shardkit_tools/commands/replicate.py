@@ -35,7 +35,8 @@ def replicate(
     Every copy is verified while it is made and has its name only then. After Ctrl-C or a crash the same command
     goes on where it stood. The lag is the bytes of copies that the policy asks for and that are not there.
 
-    Exit codes: 0 the policy is met, 2 an object has no good copy anywhere, 3 a location could not be filled.
+    Exit codes: 0 the policy is met, 1 it is not and the same command goes on, 3 a location does not answer or cannot be
+    filled, 4 an object has no good copy anywhere; with --dry-run 5 the policy is not met.
 
     Example: shardkit replicate data/cats --bandwidth 200MB/s --between 22:00-06:00
     """

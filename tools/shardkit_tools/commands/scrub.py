@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.exit_codes import ExitCode
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.policy.durations import parse_duration
 from shardkit.storage.repairing import Scrub
@@ -79,7 +80,7 @@ def scrub(
     Results are kept in ROOT/attest, so that a scrub that was stopped goes on where it stood, and what is bad is
     healed by shardkit repair.
 
-    Exit codes: 0 clean, 1 repaired, 2 bad copies are left, 3 could not check.
+    Exit codes: 0 clean or repaired, 3 could not check everything, 4 bad copies are left.
 
     Example: shardkit scrub data/cats --time-box 10m --older-than 30d --repair
     """
@@ -119,6 +120,7 @@ def _document(done: Scrub) -> dict[str, Any]:
         "unchecked": [one._asdict() for one in done.unchecked],
         "lost": done.lost,
         "repair": None if done.repair is None else repair_document(done.repair),
+        "verdict": done.verdict,
         "exit_code": done.exit_code,
     }
 
@@ -156,8 +158,7 @@ def _print(done: Scrub, root: str) -> None:
         print_unchecked(done.unchecked)
     if bad or done.lost or done.unchecked:
         print_line()
-    verdict = {0: "clean", 1: "repaired", 2: "bad", 3: "could not check everything"}[done.exit_code]
     rest = f"; {count_text(done.remaining)} due copies were not reached in time" if done.remaining else ""
-    print_line(f"{done.url}: {verdict}{rest}", "bold")
-    if done.exit_code == 2 and done.repair is None:
+    print_line(f"{done.url}: {done.verdict}{rest}", "bold")
+    if done.exit_code == ExitCode.DAMAGED and done.repair is None:
         print_line(f"run: shardkit repair {root} --level attested")

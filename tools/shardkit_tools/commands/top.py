@@ -61,3 +61,4 @@ def _live(path: Path, interval: float) -> None:
                 time.sleep(interval)
     except KeyboardInterrupt:
         console.print(terminal_page(view_run(path)))  # what was seen last stays in the scroll-back
+        raise

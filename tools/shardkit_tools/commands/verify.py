@@ -70,7 +70,7 @@ def verify(
 ) -> None:
     """Verify a dataset: log, manifests, pages, selections, indexes and shards.
 
-    Exit codes: 0 clean, 1 repaired, 2 data lost, 3 could not check.
+    Exit codes: 0 clean, 3 could not check, 4 damaged.
 
     Example: shardkit verify data/cats --level decode --sample 5%
     """
@@ -127,7 +127,7 @@ def _print(result: Verification) -> None:
                 print_line(f"… and {count_text(len(alike) - _SHOWN_FINDINGS)} more (--json lists all)")
     if result.damaged or result.unknown:
         print_line()
-    verdict = {0: "clean", 2: "damaged", 3: "could not check everything"}[result.exit_code]
+    verdict = "damaged" if result.damaged else "could not check everything" if result.unknown else "clean"
     names = ", ".join(clean(name) for name in list(result.versions)[:8]) or "no versions"
     print_line(f"{result.url}: {verdict} ({names}; level {result.level})", "bold")
     shards = count_text(result.shards, "shard")
