@@ -259,8 +259,7 @@ class Dataset:
             rebalance: move lanes away from slow ranks while the run goes on, through the process group's store; needs
                 `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
             memory: bound for the blocks held in memory, for example ``"2GiB"``; passed only where the blocks of one
-                step exceed it (then fewer lanes or a smaller `window_blocks` of the plan help). Where all that this
-                rank reads fits, it stays: files are read and verified in the first two loops, then not any more.
+                step exceed it (then fewer lanes or a smaller `window_blocks` of the plan help).
             threads: how many blocks are read and verified at once, and transforms run; by default as many as there are
                 processors, at most 8.
             prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is

@@ -16,7 +16,7 @@ from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
-from shardkit.loader.step_gather import GatherThreads, StepGather, rows_of
+from shardkit.loader.step_gather import GatherThreads, StepGather, own_rows_of
 from shardkit.plan import Plan
 
 __all__ = ["Assembler", "BegunStep", "StepBatches"]
@@ -110,7 +110,8 @@ class Assembler:
             started = time.perf_counter()
             columns = next(gathered)
             self._counts.gather_s += time.perf_counter() - started
-            samples, slots = group.samples[first:last], group.slots[first:last]
+            # copies: a batch that is kept keeps no other step of its group
+            samples, slots = group.samples[first:last].copy(), group.slots[first:last].copy()
             rows = last - first
             if not self._by_cell:
                 yield BegunStep(step, rows, [(-1, self._begin(columns, step, samples, slots, rows))], counts)
@@ -118,8 +119,8 @@ class Assembler:
             parts, a = [], 0
             for lane, count in zip(self._lanes, counts, strict=True):
                 b = a + count
-                cell = {name: rows_of(value, a, b) for name, value in columns.items()}
-                parts.append((lane, self._begin(cell, step, samples[a:b], slots[a:b], rows)))
+                cell = {name: own_rows_of(value, a, b) for name, value in columns.items()}
+                parts.append((lane, self._begin(cell, step, samples[a:b].copy(), slots[a:b].copy(), rows)))
                 a = b
             yield BegunStep(step, rows, parts, counts)
 

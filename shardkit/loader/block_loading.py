@@ -38,8 +38,8 @@ class BlockLoading:
         self._fields, self._place = fields, BlockPlacer(fields)
         self.verification_failures = 0
 
-    def __call__(self, blocks: Sequence[int], own_memory: bool = False) -> list[GatherColumns]:
-        """The blocks, in this order, verified; with `own_memory` no view of a file, as `BlockReader.read` says.
+    def __call__(self, blocks: Sequence[int]) -> list[GatherColumns]:
+        """The blocks, in this order, verified, each in memory of its own.
 
         Raises:
             IntegrityError: one of them is not what was written, and there is no other place to read it from.
@@ -48,7 +48,7 @@ class BlockLoading:
         places = [self._sources.rows.shard_of_block(block) for block in blocks]
         started = time.perf_counter()
         try:
-            found = self._load(places, own_memory)
+            found = self._load(places)
         except IntegrityError:
             self.verification_failures += 1
             raise
@@ -58,15 +58,13 @@ class BlockLoading:
                 self._times.note(shard, inside, each, self._sources.block_bytes(block), number=block)
         return found
 
-    def _load(self, places: Sequence[tuple[int, int]], own_memory: bool) -> list[GatherColumns]:
+    def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:
         found = []
-        views = self._reader.verified_views(places, self._place.suits, own_memory=own_memory)
-        for (shard, inside), stored in zip(places, views, strict=True):
+        stored_blocks = self._reader.verified_blocks(places, self._place.suits)
+        for (shard, inside), stored in zip(places, stored_blocks, strict=True):
             one = None if stored is None else self._place(stored)
             if one is None:
-                block = self._reader.read(
-                    shard, inside, keys=False, fields=self._fields, own_memory=own_memory
-                )
+                block = self._reader.read(shard, inside, keys=False, fields=self._fields)
                 one = GatherColumns(block, self._fields)
             found.append(one)
         return found

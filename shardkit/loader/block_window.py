@@ -1,8 +1,6 @@
 """The blocks that are in memory: loaded ahead by deadline, verified once per load, held within a byte budget.
 
-A block that lies in memory of its own is as it was verified until it is dropped. A view of a file is not: its pages may
-leave memory and come back from the disk, so it is loaded anew in every loop. Where what a loop needs fits into the
-budget, blocks of files are copied, then verified, and later loops load nothing.
+A block lies in memory of its own: it is what was verified until it is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from shardkit.loader.gather import GatherColumns
@@ -29,31 +26,22 @@ class BlockSource:
     """Where a window's blocks come from.
 
     Attributes:
-        load: reads and verifies some blocks; called on the window's threads. With True, into memory of their own; a
-            MemoryError then says that there is none.
+        load: reads and verifies some blocks; called on the window's threads.
         size_of: upper bound of the bytes that a block takes, known before it is loaded.
         loaded_size_of: the bytes that it does take, once it is loaded.
         near: whether the block is read without waiting for a network: some are then loaded together.
-        mapped: whether the block is a view of a file unless it is copied: its bytes may leave memory and come back
-            unverified.
-        room: bytes that copies of such blocks may take together; asked once.
-        forget: the block's bytes are no longer needed.
     """
 
-    load: Callable[[Sequence[int], bool], list[GatherColumns]]
+    load: Callable[[Sequence[int]], list[GatherColumns]]
     size_of: Callable[[int], int]
     loaded_size_of: Callable[[int], int]
     near: Callable[[int], bool]
-    mapped: Callable[[int], bool]
-    room: Callable[[], int]
-    forget: Callable[[int], None]
 
 
 class WindowCounts:
     """Counters of one window; plain numbers, read without a lock."""
 
     __slots__ = (
-        "block_copies",
         "block_loads",
         "block_reloads",
         "block_uses",
@@ -64,7 +52,6 @@ class WindowCounts:
     )
 
     def __init__(self) -> None:
-        self.block_copies = 0  # loads of blocks of files into memory of their own
         self.block_loads = 0
         self.block_reloads = 0  # of blocks that this loop had already and dropped for want of room
         self.block_uses = 0
@@ -77,10 +64,10 @@ class WindowCounts:
 class _Task:
     """Some blocks that are loaded together."""
 
-    __slots__ = ("blocks", "copied", "found", "future", "loop")
+    __slots__ = ("blocks", "found", "future")
 
-    def __init__(self, blocks: list[int], loop: int, copied: bool) -> None:
-        self.blocks, self.loop, self.copied = blocks, loop, copied
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
         self.future: Future[None]
         self.found: list[GatherColumns | None] | None = None  # once loaded: a future is slow to ask
 
@@ -96,12 +83,11 @@ class _Task:
 class _Entry:
     """One block that is loaded or being loaded."""
 
-    __slots__ = ("good_for", "pins", "position", "size", "task", "used_in")
+    __slots__ = ("pins", "position", "size", "task", "used_in")
 
-    def __init__(self, task: _Task, position: int, size: int, loop: int, good_for: float) -> None:
+    def __init__(self, task: _Task, position: int, size: int, loop: int) -> None:
         self.task, self.position, self.size = task, position, size
         self.used_in = loop  # the last loop that has
-        self.good_for = good_for  # the last loop that may use it
         self.pins = 0
 
 
@@ -169,9 +155,6 @@ class BlockWindow:
         self._changed = threading.Condition()
         self._leases = 0
         self._loop = 0
-        self._keeps = False  # whether this loop copies
-        self._fits = True  # nothing that could still be used was dropped for want of room
-        self._room: int | None = None  # for copies; not asked yet
         self._dropped: set[int] = set()  # after this loop has used them
         self.loop_loads = self.loop_reloads = 0  # that this loop has asked for
         self._bytes = 0
@@ -192,7 +175,6 @@ class BlockWindow:
     @budget.setter
     def budget(self, value: int) -> None:
         with self._changed:
-            self._fits = self._fits or value > self._budget
             self._budget = value
             self._make_room(0)
             self._changed.notify_all()
@@ -208,7 +190,7 @@ class BlockWindow:
         find, size_of = self._entries.get, self._source.size_of
         for block in blocks:
             entry = find(block)
-            if entry is None or entry.good_for < self._loop:
+            if entry is None:
                 missing += self._whole_pages(size_of(block))
             else:
                 held += entry.size
@@ -246,9 +228,6 @@ class BlockWindow:
             entry = find(block)
             if entry is None:
                 missing.append(block)
-            elif entry.good_for < self._loop:
-                self._remove(block, entry)
-                missing.append(block)
             else:
                 entry.pins += 1
                 entry.used_in = self._loop
@@ -279,37 +258,19 @@ class BlockWindow:
 
     def _submit(self, blocks: list[int], sizes: list[int]) -> list[_Entry]:
         entries: list[_Entry] = []
-        loop, pool = self._loop, self._pool
-        mapped = [self._source.mapped(block) for block in blocks]
         share = -(-len(blocks) // self._threads)
-        together = all(map(self._source.near, blocks)) and (all(mapped) or not any(mapped))
-        each = max(1, min(_BLOCKS_PER_TASK, share)) if together else 1
+        each = max(1, min(_BLOCKS_PER_TASK, share)) if all(map(self._source.near, blocks)) else 1
         for first in range(0, len(blocks), each):
-            last = min(first + each, len(blocks))
-            views = mapped[first]  # as are all of one task
-            copied = views and self._take_room(sum(sizes[first:last]))
-            task = _Task(blocks[first:last], loop, copied)
-            task.future = pool.submit(self._load, task)
-            good_for = loop if views and not copied else inf
-            entries += [_Entry(task, i, sizes[first + i], loop, good_for) for i in range(last - first)]
+            task = _Task(blocks[first : first + each])
+            task.future = self._pool.submit(self._load, task)
+            entries += [_Entry(task, i, sizes[first + i], self._loop) for i in range(len(task.blocks))]
         return entries
-
-    def _take_room(self, size: int) -> bool:
-        """Whether so many bytes of files are to be copied."""
-        if not (self._keeps and self._fits):
-            return False
-        if self._room is None:
-            self._room = self._source.room()
-        if size > self._room:
-            return False
-        self._room -= size
-        return True
 
     def _load(self, task: _Task) -> None:
         started, blocks = time.perf_counter(), task.blocks
         self.loading.update(dict.fromkeys(blocks, started))
         try:
-            found: list[GatherColumns | None] = [*self._read(task)]
+            found: list[GatherColumns | None] = [*self._source.load(blocks)]
         finally:
             for block in blocks:
                 self.loading.pop(block, None)
@@ -318,24 +279,9 @@ class BlockWindow:
         with self._changed:
             self.counts.load_s += elapsed
             self.counts.block_loads += len(blocks)
-            self.counts.block_copies += len(blocks) * task.copied
             self.counts.bytes_loaded += nbytes
             self._correct(task, sizes)
         task.found = found
-
-    def _read(self, task: _Task) -> list[GatherColumns]:
-        try:
-            return self._source.load(task.blocks, task.copied)
-        except MemoryError:
-            if not task.copied:
-                raise
-        with self._changed:  # there is less than the machine said: views do as well
-            self._room, task.copied = 0, False
-            for block in task.blocks:
-                entry = self._entries.get(block)
-                if entry is not None and entry.task is task:
-                    entry.good_for = task.loop
-        return self._source.load(task.blocks, False)
 
     def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
         """From what the blocks of a task could at most have been to what they are: there may be room for another."""
@@ -344,7 +290,6 @@ class BlockWindow:
             entry = self._entries.get(block)
             if entry is not None and entry.task is task and size < entry.size:
                 self._bytes -= entry.size - size
-                self._give_room(entry, entry.size - size)
                 entry.size = size
         if self._bytes < before:
             self._changed.notify_all()
@@ -361,40 +306,21 @@ class BlockWindow:
                 wanted -= entry.size
                 dropped.append((block, entry))
         for block, entry in dropped:
-            self._fits = self._fits and entry.good_for < self._loop
             if entry.used_in == self._loop:
                 self._dropped.add(block)
             self._remove(block, entry)
             self.counts.evictions += 1
-            self._source.forget(block)
 
     def _remove(self, block: int, entry: _Entry) -> None:
         del self._entries[block]
         self._bytes -= entry.size
-        self._give_room(entry, entry.size)
         if not entry.pins and entry.task.found is not None:
             entry.task.found[entry.position] = None  # what its task loaded beside it may stay
 
-    def _give_room(self, entry: _Entry, size: int) -> None:
-        if entry.task.copied and self._room is not None:
-            self._room += size
-
-    def views(self, blocks: Iterable[int]) -> list[int]:
-        """Those of them that are loaded, or being loaded, as views of files."""
-        find = self._entries.get
-        return [block for block in blocks if (entry := find(block)) is not None and entry.good_for != inf]
-
-    def begin_loop(self, keep: bool = False) -> None:
-        """What is leased from now on is for another loop: it verifies again what is a view of a file.
-
-        Its bytes may have left memory since, and come back from the disk. Leases of the loop before go on.
-
-        Args:
-            keep: copy blocks of files for the loops that follow, as long as all that is used fits into the budget.
-        """
+    def begin_loop(self) -> None:
+        """What is leased from now on is for another loop; leases of the loop before go on."""
         with self._changed:
             self._loop += 1
-            self._keeps = keep
             self._dropped.clear()
             self.loop_loads = self.loop_reloads = 0
 

@@ -233,15 +233,11 @@ class Loader:
         watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
                             self._events, config.on_stall, self._told)  # fmt: skip
 
-        # of the rows that are gathered; their blocks take no less
-        loop_bytes = step_bytes * (plan.loop_steps // config.stride)
-        keep = self._loops > 1 and loop_bytes <= machinery.window.budget
-
         def scout(numbers: range) -> Scout:
             limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes, leased=watchdog.leased,
-                                   over_memory=watchdog.over_memory, file_versions=machinery.file_versions)  # fmt: skip
+                                   over_memory=watchdog.over_memory)  # fmt: skip
             find = machinery.group_planner(plan, sources, lanes)
-            return Scout(find, machinery.window, numbers, lanes, limits, keep)
+            return Scout(find, machinery.window, numbers, lanes, limits)
 
         def following() -> Scout:
             first = plan.epoch_bounds(numbers[-1])[1]

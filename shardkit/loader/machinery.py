@@ -16,7 +16,7 @@ from shardkit.ledger import Journal
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
-from shardkit.loader.ranks import Topology, ranks_beside
+from shardkit.loader.ranks import Topology
 from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
@@ -25,7 +25,7 @@ from shardkit.loader.step_gather import GatherThreads
 from shardkit.loader.substitutes import SubstituteDraw
 from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
-from shardkit.storage import available_memory
+from shardkit.storage.open_files import raise_file_limit
 from shardkit.telemetry.slow_blocks import BlockTimes
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ __all__ = ["Machinery", "default_threads"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _MOST_GATHERING = 3  # beside the thread that asks: a few fill the memory's bandwidth
-# Copies of files take at most half of the memory that is left: unlike the page cache they do not give way.
-_SHARE_FOR_COPIES = 2
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
@@ -59,7 +57,7 @@ class Machinery:
         self.remote = open_remote_blocks(plan, sources, config, lanes, events)
         reader, rows = (self.remote or sources).reader, sources.rows
 
-        is_view, has_file = (lru_cache(maxsize=1 << 16)(ask) for ask in (reader.is_view, reader.has_file))
+        has_file = lru_cache(maxsize=1 << 16)(reader.has_file)
 
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
@@ -67,13 +65,7 @@ class Machinery:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
         load = self._load = BlockLoading(sources, reader, fields, self.times)
 
-        def file_versions(blocks: Sequence[int]) -> dict[int, object]:
-            shards = np.unique(
-                np.searchsorted(rows.shard_first_block, np.array(blocks, np.int64), side="right") - 1
-            )
-            return {shard: reader.file_version(shard) for shard in shards.tolist()}
-
-        self.file_versions = file_versions
+        raise_file_limit()
         if config.memory >= _ROOMY_BYTES:
             _keep_freed_memory()
         threads = config.threads or default_threads()
@@ -83,9 +75,6 @@ class Machinery:
                 size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
                 near=lambda block: has_file(rows.shard_of_block(block)[0]),
-                mapped=lambda block: is_view(rows.shard_of_block(block)[0]),
-                room=lambda: available_memory() // _SHARE_FOR_COPIES // (ranks_beside() * config.stride),
-                forget=lambda block: reader.forget(*rows.shard_of_block(block)),
             ),
             config.memory,
             threads,

@@ -165,8 +165,6 @@ class Pipeline:
     def take_next_scout(self) -> Scout | None:
         """The scout of the loop after this one, if there is one; the caller's from now on."""
         found, self._next_scout = self._next_scout, None
-        if found is not None and self._ended is not None:
-            found.paused_s = time.perf_counter() - self._ended
         return found
 
     def _stop(self) -> None:

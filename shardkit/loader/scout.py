@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardkit.loader.block_window import BlockWindow, Lease
@@ -19,7 +19,6 @@ __all__ = ["Scout", "ScoutSettings"]
 # part of the budget, so that no step waits long for what it does not need.
 _LOADED_AT_ONCE = 12
 _BEFORE_THE_LOOP = 4  # this part of the budget may be leased for a loop that has not begun
-_LONGEST_PAUSE_S = 30.0  # between two loops, after which what was verified ahead is verified anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +29,12 @@ class ScoutSettings:
         rows_per_step, bytes_per_step: of this rank.
         over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
         leased: called after every lease.
-        file_versions: of the files that hold some blocks: what differs once one of them was written to.
     """
 
     rows_per_step: int
     bytes_per_step: int
     over_memory: Callable[[int, int], None]
     leased: Callable[[], None]
-    file_versions: Callable[[Sequence[int]], Mapping[int, object]]
 
 
 class Scout:
@@ -45,11 +42,10 @@ class Scout:
 
     Args:
         plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
-        window: where blocks are leased. What is a view of a file is verified anew from here on.
+        window: where blocks are leased.
         numbers: the steps of the loop, ascending.
         lanes: whose steps they are.
         settings: see there.
-        keep: what it leases may be kept in memory for the loops after this one.
     """
 
     def __init__(
@@ -59,23 +55,18 @@ class Scout:
         numbers: range,
         lanes: list[int],
         settings: ScoutSettings,
-        keep: bool = False,
     ) -> None:
         self.numbers, self.lanes = numbers, list(lanes)
         self.counts = LoaderCounts()  # of the loop that uses it
         self._plan_group, self._window, self._settings = plan_group, window, settings
-        self._begun = False  # the loop: before that, groups are found ahead of it
         self._stopping = threading.Event()
         self._hurried: Callable[[], bool] = self._stopping.is_set
         self._leases: list[Lease] = []
         self._ready: deque[tuple[StepGroup, Lease]] = deque()
-        self.paused_s = 0.0  # since the loop before has ended
-        self._file_versions: dict[int, object] = {}  # before anything of the file was verified ahead
-        window.begin_loop(keep)
+        window.begin_loop()
         self._groups = self._lease_groups()
 
     def __iter__(self) -> Iterator[tuple[StepGroup, Lease]]:
-        self._begun = True
         while self._ready and not self._stopping.is_set():
             yield self._ready.popleft()
         yield from self._groups
@@ -111,18 +102,11 @@ class Scout:
     def suits(self, numbers: range, lanes: list[int]) -> bool:
         """Whether this is the scout for these steps of these lanes, and what it has found can be used.
 
-        That is not so where a block failed to load, for the loop tries again; nor, for views of files, after a long
-        pause or where a file was written to since, for a loop verifies what it hands out.
+        That is not so where a block failed to load, for the loop tries again.
         """
         if numbers != self.numbers or lanes != self.lanes or self._stopping.is_set():
             return False
-        if any(lease.failed() for _, lease in self._ready):
-            return False
-        views = self._window.views([block for group, _ in self._ready for block in group.blocks])
-        if views and self.paused_s > _LONGEST_PAUSE_S:
-            return False
-        now = self._settings.file_versions(views)
-        return now == {file: self._file_versions[file] for file in now}
+        return not any(lease.failed() for _, lease in self._ready)
 
     def stop(self) -> None:
         """No more groups."""
@@ -164,9 +148,6 @@ class Scout:
             left = left[len(group.numbers) :]
             size = min(most, math.ceil(size * _growth(missing, at_once)))
             self.counts.plan_s += time.perf_counter() - started
-            if not self._begun:
-                for file, version in settings.file_versions(group.blocks).items():
-                    self._file_versions.setdefault(file, version)
             lease = window.lease(group.blocks, self._hurried)
             self._leases.append(lease)
             settings.leased()

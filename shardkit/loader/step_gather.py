@@ -12,15 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
-from shardkit.loader.gather import FREE_ITEMS
-
-__all__ = ["GatherThreads", "StepGather", "rows_of"]
+__all__ = ["GatherThreads", "StepGather", "own_rows_of", "rows_of"]
 
 Columns = dict[str, Any]
 
-# Small steps are gathered several at once, into one buffer that they share: as many as make a copy beside which other
-# threads run, without cutting its rows into pieces.
-_TOGETHER_BYTES = 4 << 20
 _AHEAD_BYTES = 8 << 20  # that may be gathered before their turn
 _WORTH_BYTES = 1 << 16  # less is copied sooner than another thread wakes up
 
@@ -58,15 +53,11 @@ class StepGather:
         step_bytes: int,
         beside: Callable[[], None] | None = None,
     ) -> None:
-        steps = len(borders) - 1
-        rows = max(1, borders[-1] // max(1, steps))
-        # a part is some steps that are gathered at once
-        self._each = each = max(1, min(-(-FREE_ITEMS // rows), _TOGETHER_BYTES // max(1, step_bytes)))
         self._take, self._borders, self._threads, self._beside = take, borders, threads, beside
-        self._parts = -(-steps // each)
-        worth = threads.pool is not None and step_bytes * each >= _WORTH_BYTES
+        self._parts = len(borders) - 1  # each a step, in buffers of its own: whoever keeps it keeps no other
+        worth = threads.pool is not None and step_bytes >= _WORTH_BYTES
         # so that whoever is late with a part holds nobody up
-        self._ahead = max(threads.number + 1, _AHEAD_BYTES // max(1, step_bytes * each)) if worth else 0
+        self._ahead = max(threads.number + 1, _AHEAD_BYTES // max(1, step_bytes)) if worth else 0
         self._changed = threading.Condition()
         self._done: dict[int, Columns | Exception] = {}  # gathered, not handed out
         self._next = 0  # the first part that nobody has begun
@@ -75,13 +66,8 @@ class StepGather:
         self._waits = False  # the thread that asks has nothing to do
 
     def __iter__(self) -> Generator[Columns]:
-        borders, steps = self._borders, len(self._borders) - 1
         for part in range(self._parts):
-            columns = self._gathered(part)
-            first = part * self._each
-            for step in range(first, min(first + self._each, steps)):
-                a, b = borders[step] - borders[first], borders[step + 1] - borders[first]
-                yield {name: rows_of(value, a, b) for name, value in columns.items()}
+            yield self._gathered(part)
 
     def _gathered(self, part: int) -> Columns:
         self._allow(min(self._parts, part + 1 + self._ahead))
@@ -120,10 +106,8 @@ class StepGather:
             return self._next - 1
 
     def _gather(self, part: int) -> None:
-        first = part * self._each
-        last = min(first + self._each, len(self._borders) - 1)
         try:
-            self._done[part] = self._take(self._borders[first], self._borders[last])
+            self._done[part] = self._take(self._borders[part], self._borders[part + 1])
         except Exception as error:  # noqa: BLE001  raised when its turn comes, as without help
             self._done[part] = error
 
@@ -161,3 +145,11 @@ def rows_of(value: Any, first: int, last: int) -> Any:
         part = borders[first : last + 1]
         return values[part[0] : part[-1]], part - part[0]
     return value[first:last]
+
+
+def own_rows_of(value: Any, first: int, last: int) -> Any:
+    """The same in memory of their own: whoever keeps them keeps no other rows."""
+    found = rows_of(value, first, last)
+    if isinstance(found, tuple):
+        return found[0].copy(), found[1]
+    return found if isinstance(found, list) else found.copy()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import mmap
 import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from shardkit.formats import reading as block_reading
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import AdoptedStore, adopted_place
 from shardkit.storage.objects import object_name
+from shardkit.storage.open_files import open_files
 from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
@@ -34,16 +34,8 @@ class BlockSupply(Protocol):
         """The block's bytes, verified."""
 
 
-class _Map(NamedTuple):
-    """A mapped file and where in memory it begins."""
-
-    view: memoryview
-    address: int
-
-
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
-_MAX_OPEN_MAPS = 512
 _MAX_INDEX_BYTES = 256 << 20
 _TARS_LOOKED_AT = 64
 
@@ -51,9 +43,9 @@ _TARS_LOOKED_AT = 64
 class BlockReader:
     """Reads blocks of one manifest; every block is verified every time it is read (DESIGN promise 2).
 
-    Uncompressed blocks of local stores are views of a memory map: zero copy until the loader gathers rows. Maps and
-    indexes are kept in bounded least-recently-used tables. Safe to call from many threads; after a fork the child
-    may go on with it.
+    What is checked is what is used: a block is read into memory of its own, and hashed, parsed and gathered from there;
+    nothing of a file is mapped. Indexes are kept in a bounded least-recently-used table, descriptors by `open_files`.
+    Safe to call from many threads; after a fork the child may go on with it.
 
     Args:
         table: columns over all shards.
@@ -82,9 +74,10 @@ class BlockReader:
         self._lock = threading.Lock()
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
-        self._maps: OrderedDict[int, _Map] = OrderedDict()
+        self._paths: dict[int, str] = {}  # of shards that are local files
         self.supply: BlockSupply | None = None  # of this process: a cache is opened where it is used
         _readers.add(self)
+        weakref.finalize(self, _forget_files, self._paths).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_table", "_repositories", "_part_first_shard", "_formats", "verify")
@@ -157,9 +150,8 @@ class BlockReader:
         *,
         keys: bool = True,
         fields: Sequence[str] | None = None,
-        own_memory: bool = False,
     ) -> Block:
-        """One verified block.
+        """One verified block, in memory that nobody else writes to.
 
         Args:
             shard: its number.
@@ -167,8 +159,6 @@ class BlockReader:
             verify: how, if not as this reader does.
             keys: as in `formats.read_block`.
             fields: as there.
-            own_memory: where it would be a view of a file, copy it first and verify the copy: whatever becomes of the
-                file, and of its pages, the block stays what it is.
 
         Raises:
             IntegrityError: the bytes are not those that were written; names shard, block and store.
@@ -177,14 +167,11 @@ class BlockReader:
         """
         index = self.index(shard)
         try:
-            found = self._read(shard, block, index, verify or self.verify, keys, fields, own_memory)
+            return self._read(shard, block, index, verify or self.verify, keys, fields)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
-        if index.compression != "none":
-            self.forget(shard, block)  # what was decompressed is a copy
-        return found
 
     def _read(
         self,
@@ -194,49 +181,23 @@ class BlockReader:
         verify: Verify,
         keys: bool,
         fields: Sequence[str] | None,
-        own_memory: bool,
     ) -> Block:
         try:
-            stored = self._stored(shard, block, index)
-            if own_memory and index.compression == "none" and isinstance(stored.obj, mmap.mmap):
-                stored = self._out_of_file(shard, block, stored)[0]
-            return read_block(stored, index, block, verify=verify, keys=keys, fields=fields)
+            return read_block(
+                self._stored(shard, block, index), index, block, verify=verify, keys=keys, fields=fields
+            )
         except (IntegrityError, NotFoundError) as error:
+            was_open = self._forget_file(shard)
             store = self._elsewhere(shard, error)
-            if store is None:
+            if store is not None:
+                stored = store.read_block(self.request(shard, block))
+                return read_block(memoryview(stored), index, block, keys=keys, fields=fields)
+            if not was_open:
                 raise
-            with self._lock:
-                self._maps.pop(shard, None)  # the file may be healed, and is another one then
-            healed = memoryview(store.read_block(self.request(shard, block)))
-            return read_block(healed, index, block, keys=keys, fields=fields)
-
-    def is_view(self, shard: int) -> bool:
-        """Whether blocks of this shard are views of a memory map: their bytes may leave memory and come back."""
-        part = self._part(shard)
-        local = self._repositories[part].store.local_path(self.shard_name(shard)) is not None
-        return local and self._formats[part][1] == "none"
-
-    def file_version(self, shard: int) -> tuple[int, ...] | None:
-        """What differs once somebody has written to the local file of a shard, or put another in its place.
-
-        None where there is no such file. What its disk does to it cannot be seen here.
-        """
-        path = self.repository_of(shard).store.local_path(self.shard_name(shard))
-        if path is None:
-            return None
-        try:
-            found = os.stat(path)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-    def forget(self, shard: int, block: int) -> None:
-        """Let go of the pages of a block that nothing uses any more; the file stays mapped."""
-        span = self.index(shard).spans[block]
-        with self._lock:
-            mapped = self._maps.get(shard)
-        if mapped is not None:
-            _forget(mapped.view, span.offset, span.offset + span.size)
+        # another file may lie there by now: what a reader finds does not depend on when it opened it
+        return read_block(
+            self._stored(shard, block, index), index, block, verify=verify, keys=keys, fields=fields
+        )
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
@@ -314,14 +275,12 @@ class BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
         reader = copy.copy(self)
         reader.supply = supply
+        reader._paths = dict(self._paths)  # noqa: SLF001  (files are closed with the reader that opened them)
+        weakref.finalize(reader, _forget_files, reader._paths).atexit = False  # noqa: SLF001
         return reader
 
-    def verified_views(
-        self,
-        places: Sequence[tuple[int, int]],
-        wanted: Callable[[ShardIndex], bool],
-        *,
-        own_memory: bool = False,
+    def verified_blocks(
+        self, places: Sequence[tuple[int, int]], wanted: Callable[[ShardIndex], bool]
     ) -> list[StoredBlock | None]:
         """The stored bytes of blocks, (shard, block in it) each, that are what was written.
 
@@ -329,132 +288,78 @@ class BlockReader:
 
         Args:
             places: of the blocks.
-            wanted: whether the bytes alone are of use, by the shard's index; the others are not verified.
-            own_memory: as in `read`.
+            wanted: whether the bytes alone are of use, by the shard's index; the others are not read.
 
         Returns:
             None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks
             in other places.
         """
-        found = [self._stored_in_file(shard, block, wanted, own_memory) for shard, block in places]
+        found = [self._stored_in_file(shard, block, wanted) for shard, block in places]
         intact = iter(block_reading.are_intact([one for one in found if one is not None]))
         return [one if one is not None and next(intact) else None for one in found]
 
-    def _out_of_file(self, shard: int, block: int, view: memoryview) -> tuple[memoryview, int]:
-        """A copy of a view of a block's file, whose pages are not needed any more; its address."""
-        copied = _copied(view)
-        self.forget(shard, block)
-        return copied
-
     def _stored_in_file(
-        self, shard: int, block: int, wanted: Callable[[ShardIndex], bool], own_memory: bool
+        self, shard: int, block: int, wanted: Callable[[ShardIndex], bool]
     ) -> StoredBlock | None:
         if self.verify != "fast":
             return None
         index = self.index(shard)
         if index.compression != "none" or not 0 <= block < index.blocks or not wanted(index):
             return None
+        span = index.spans[block]
         try:
-            mapped = self._map(shard)
+            memory = self._from_file(shard, span.offset, span.size)
         except ShardkitError:
             return None
-        if mapped is None:
+        if memory is None:
             return None
-        span = index.spans[block]
-        # shorter where the file is, and then not intact
-        view, address = mapped.view[span.offset : span.offset + span.size], mapped.address + span.offset
-        if own_memory:
-            view, address = self._out_of_file(shard, block, view)
-        return StoredBlock(view, address, index, block)
+        return StoredBlock(memory.data, memory.__array_interface__["data"][0], index, block)
 
     def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
-        mapped = self._map(shard)
         span = index.spans[block]
-        offset, size = span.offset, span.size
-        if mapped is None:
-            store = self.located(shard)
-            if store is None:
-                plain = self.repository_of(shard).store
-                return memoryview(plain.get_range(self.shard_name(shard), offset, size))
-            request = self.request(shard, block)
-            return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
-        view = mapped.view
-        if offset + size > len(view):
-            raise IntegrityError(
-                f"{self._where(shard, 0)}: the file ends at byte {len(view)}, a block is expected up to "
-                f"{offset + size}; it was truncated. Run: shardkit verify {self.repository_of(shard).store.url}"
-            )
-        return view[offset : offset + size]
-
-    def _map(self, shard: int) -> _Map | None:
-        """A read-only map of a local shard file, or None where there is none and the store has to be asked."""
-        with self._lock:
-            mapped = self._maps.get(shard)
-            if mapped is not None:
-                self._maps.move_to_end(shard)
-                return mapped
-        path = self.repository_of(shard).store.local_path(self.shard_name(shard))
-        if path is None:
-            return None
         try:
-            view = _map_file(os.fspath(path), int(self._table.size[shard]))
+            memory = self._from_file(shard, span.offset, span.size)
         except StoreError:
             if self.located(shard) is None:
                 raise
-            return None  # gone in this moment, or its disk is failing: there are other places
-        mapped = _Map(view, np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-        with self._lock:
-            self._maps[shard] = mapped
-            while len(self._maps) > _MAX_OPEN_MAPS:
-                self._maps.popitem(last=False)  # the map closes when the last block that views it is dropped
-        return mapped
+            memory = None  # its disk is failing: there are other places
+        if memory is not None:
+            return memory.data
+        store = self.located(shard)
+        if store is None:
+            plain = self.repository_of(shard).store
+            return memoryview(plain.get_range(self.shard_name(shard), span.offset, span.size))
+        request = self.request(shard, block)
+        return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
+
+    def _from_file(self, shard: int, offset: int, size: int) -> NDArray[np.uint8] | None:
+        """Bytes of a local shard in memory of their own, or None where the store has to be asked."""
+        path = self._path(shard)
+        if path is None:
+            return None
+        memory = np.empty(size, np.uint8)
+        open_files.read(path, int(self._table.size[shard]), offset, memory.data)
+        return memory
+
+    def _path(self, shard: int) -> str | None:
+        found = self._paths.get(shard)
+        if found is None:
+            path = self.repository_of(shard).store.local_path(self.shard_name(shard))
+            if path is not None:
+                found = self._paths[shard] = os.fspath(path)
+        return found
+
+    def _forget_file(self, shard: int) -> bool:
+        """Look for the file of a shard again when it is read next; whether there is one."""
+        path = self._paths.pop(shard, None)
+        if path is None:
+            return False
+        open_files.forget(path)
+        return True
 
 
-def _copied(view: memoryview) -> tuple[memoryview, int]:
-    """The same bytes in memory that nobody else writes to, given back when the last view of it goes; its address.
-
-    A mapping of its own, not the allocator's: megabytes that stay for hours among what comes and goes would keep that
-    from being given back.
-
-    Raises:
-        MemoryError: there is none.
-    """
-    if not len(view):
-        return memoryview(b""), 0
-    try:
-        memory = mmap.mmap(-1, len(view), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no memory for a copy of {len(view)} bytes: {error.strerror}") from error
-    target = np.frombuffer(memory, np.uint8)
-    target[:] = np.frombuffer(view, np.uint8)
-    return memoryview(memory).toreadonly(), target.__array_interface__["data"][0]
-
-
-def _forget(view: memoryview, first: int, last: int) -> None:
-    """Drop the whole pages inside [first, last) of a map from this process; the page cache keeps them."""
-    first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-    mapped = view.obj
-    if last > first and isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-def _map_file(path: str, size: int) -> memoryview:
-    """Map a whole file whose size must be `size`: reading past the end of a truncated map would kill the process."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be opened: {error.strerror}; run: shardkit verify on its dataset"
-        ) from error
-    try:
-        actual = os.fstat(descriptor).st_size
-        if actual != size:
-            raise IntegrityError(
-                f"{path} holds {actual} bytes, the manifest says {size}; run: shardkit verify"
-            )
-        return memoryview(mmap.mmap(descriptor, actual, prot=mmap.PROT_READ)) if actual else memoryview(b"")
-    finally:
-        os.close(descriptor)
+def _forget_files(paths: dict[int, str]) -> None:
+    open_files.leave(list(paths.values()))
 
 
 def _renew_locks() -> None:

@@ -12,18 +12,16 @@ from shardkit.loader.gather import GatherColumns
 from shardkit.testing.block_sources import LoadedBlock, block_source
 
 
-@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
+def test_dropped_blocks_are_gone(threads: int) -> None:
     there: weakref.WeakSet[LoadedBlock] = weakref.WeakSet()
-    dropped: list[int] = []
 
-    def load(blocks: Sequence[int], own_memory: bool) -> list[GatherColumns]:
-        loaded = [LoadedBlock(block, own_memory) for block in blocks]
+    def load(blocks: Sequence[int]) -> list[GatherColumns]:
+        loaded = [LoadedBlock(block) for block in blocks]
         there.update(loaded)
         return [*loaded]
 
-    source = block_source(load=load, mapped=lambda block: mapped, forget=dropped.append)
+    source = block_source(load=load)
     window = BlockWindow(source, budget=16, threads=threads)
     for first in range(0, 60, 5):  # borders of leases and of what one task loads do not fall together
         lease = window.lease(list(range(first, first + 11)), lambda: False)
@@ -34,15 +32,12 @@ def test_dropped_blocks_are_gone(mapped: bool, threads: int) -> None:
         lease.release()
         del blocks, lease
         assert len(there) == window.nbytes <= 16
-    assert not {block.block for block in there} & set(dropped)
     window.close()
     assert not there
 
 
 def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> None:
-    source = block_source(
-        size_of=lambda block: 10, loaded_size_of=lambda block: 1 + block % 3, mapped=lambda block: True
-    )
+    source = block_source(size_of=lambda block: 10, loaded_size_of=lambda block: 1 + block % 3)
     window = BlockWindow(source, budget=40, threads=2)
     sizes = {}
     for block in range(60):

@@ -27,7 +27,6 @@ def test_a_scout_that_fails_ahead_of_its_loop_holds_nothing() -> None:
         bytes_per_step=1,
         over_memory=lambda step, size: None,
         leased=lambda: None,
-        file_versions=lambda blocks: {},
     )
     scout = Scout(_group, window, range(50), [0], settings)
     with pytest.raises(PlanError, match="no more steps"):

@@ -1,0 +1,177 @@
+"""Local files that are read block by block: a stated number is open at a time, however many there are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from shardkit.errors import IntegrityError, NotFoundError, StoreError
+
+__all__ = ["MOST_OPEN_FILES", "OpenFiles", "open_files", "raise_file_limit"]
+
+MOST_OPEN_FILES: Final = 64
+"""Files of this process that stay open for the next read; each reading thread may hold one more."""
+
+_ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
+
+
+class _File:
+    """An open file, how many threads read it, and whether it is closed after the last of them."""
+
+    __slots__ = ("descriptor", "forgotten", "users")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.users, self.forgotten = descriptor, 0, False
+
+
+class OpenFiles:
+    """Descriptors by path, least recently used ones closed first. Safe to call from many threads.
+
+    A descriptor may outlive its name: whoever finds wrong bytes calls `forget`, and reads what is there by then.
+
+    Args:
+        most: how many stay open while nobody reads them.
+    """
+
+    def __init__(self, most: int = MOST_OPEN_FILES) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._left: deque[str] = deque()  # paths whose readers are gone
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._files)
+
+    @contextlib.contextmanager
+    def borrowed(self, files: Sequence[tuple[str, int]]) -> Iterator[list[int]]:
+        """Descriptors of files, (path, its size) each, open until the end of the block.
+
+        Raises:
+            NotFoundError: a file is gone.
+            IntegrityError: it has another size.
+            StoreError: it cannot be opened.
+        """
+        held: list[_File] = []
+        try:
+            for path, size in files:
+                held.append(self._take(path, size))
+            yield [one.descriptor for one in held]
+        finally:
+            with self._lock:
+                for one in held:
+                    one.users -= 1
+                    if one.forgotten and not one.users:
+                        os.close(one.descriptor)
+                self._close_some()
+            self.leave(())
+
+    def read(self, path: str, file_size: int, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset` of a file.
+
+        Raises:
+            IntegrityError: the file ends before.
+            StoreError: it cannot be read; and as `borrowed`.
+        """
+        with self.borrowed([(path, file_size)]) as (descriptor,):
+            done = 0
+            while done < len(into):
+                try:
+                    got = os.preadv(descriptor, [into[done:]], offset + done)
+                except OSError as error:
+                    raise StoreError(f"{path} cannot be read: {error.strerror}; look at its disk") from error
+                if not got:
+                    raise IntegrityError(
+                        f"{path} ends at byte {offset + done}, {file_size} bytes are expected; it was truncated. "
+                        "Run: shardkit verify on its dataset"
+                    )
+                done += got
+
+    def forget(self, path: str) -> None:
+        """The next read opens the file again: it may be healed, and is another one then."""
+        with self._lock:
+            self._forget(path)
+
+    def leave(self, paths: Iterable[str]) -> None:
+        """Close files that nobody reads any more; may be called by the garbage collector, at any moment."""
+        self._left.extend(paths)
+        # whoever holds the lock, this very thread perhaps, does it once it has done
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                self._forget(self._left.popleft())
+            finally:
+                self._lock.release()
+
+    def _forget(self, path: str) -> None:
+        found = self._files.pop(path, None)
+        if found is not None:
+            found.forgotten = True
+            if not found.users:
+                os.close(found.descriptor)
+
+    def renew_lock(self) -> None:
+        """In a forked child: threads of the parent, which may hold the lock and files, do not exist here."""
+        self._lock = threading.Lock()
+        for one in self._files.values():
+            one.users = 0
+
+    def _take(self, path: str, size: int) -> _File:
+        with self._lock:
+            found = self._files.get(path)
+            if found is not None:
+                self._files.move_to_end(path)
+                found.users += 1
+                return found
+        opened = _File(_opened(path, size))
+        with self._lock:
+            found = self._files.setdefault(path, opened)
+            found.users += 1
+            if found is not opened:
+                os.close(opened.descriptor)
+            self._files.move_to_end(path)
+            self._close_some()
+            return found
+
+    def _close_some(self) -> None:
+        over = len(self._files) - self._most
+        if over <= 0:
+            return
+        for path in [path for path, one in self._files.items() if not one.users][:over]:
+            os.close(self._files.pop(path).descriptor)
+
+
+def _opened(path: str, size: int) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} is gone; run: shardkit verify on its dataset") from None
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be opened: {error.strerror}; run: shardkit verify on its dataset"
+        ) from error
+    actual = os.fstat(descriptor).st_size
+    if actual != size:
+        os.close(descriptor)
+        raise IntegrityError(f"{path} holds {actual} bytes, the manifest says {size}; run: shardkit verify")
+    return descriptor
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system lets it raise its own limit to, if that is few."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+open_files = OpenFiles()
+"""Those of this process, of all datasets."""
+
+os.register_at_fork(after_in_child=open_files.renew_lock)
