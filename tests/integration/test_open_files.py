@@ -89,8 +89,10 @@ def test_threads_that_read_hold_one_file_each_at_most(tmp_path: Path) -> None:
                 wrong.append(number)
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not wrong
     assert most <= 3 + 4
     assert len(files) <= 3
