@@ -1,6 +1,7 @@
 """Delivers a plan's cells: verified, in order, resumable (SPEC.md).
 
 loader        — the loader itself: iteration, state, statistics
+loop          — one loop over it, and the step after the one handed out
 settings      — what a loader is told, and where its rows come from
 state         — a step number and two digests
 shares        — which lanes and fields a rank reads

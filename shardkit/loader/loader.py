@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardkit.errors import StateError, UsageError
@@ -17,6 +18,7 @@ from shardkit.loader.batch import Batch
 from shardkit.loader.decoders import find_decoders
 from shardkit.loader.events import EventLog
 from shardkit.loader.gather import is_only_copied
+from shardkit.loader.loop import Loop, Steps
 from shardkit.loader.machinery import Machinery
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.ranks import Topology, find_topology
@@ -63,6 +65,10 @@ class Loader:
         self._start = 0  # where the next `iter` begins
         self._handed_out = 0  # the step after the last one handed out
         self._pipeline: Pipeline | None = None
+        self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
+        self._ahead: Steps | None = None  # of the next one, where it was looked at
+        self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
+        self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self._machinery: Machinery | None = None
         self._loops = 0  # that have begun
         self._told: set[str] = set()  # of what is said once
@@ -105,68 +111,130 @@ class Loader:
         """Steps of one loop."""
         return self.plan.loop_steps
 
-    def __iter__(self) -> Iterator[Any]:
-        """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch."""
-        config = self._config
-        check_geometry(self.plan, self._start)
-        ready = self._stop_pipeline()
-        self._loops += 1
+    def __iter__(self) -> Loop:
+        """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch.
+
+        It is the loop that counts from now on: one that was under way raises UsageError when it is asked for more.
+        """
         start = self._start
+        steps = self._read_ahead(start)
+        self._ahead = None
+        self._end_loop("another loop over this loader has begun")
         self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
         self._handed_out = start
-        numbers = range(start + config.offset, stop, config.stride)
         if self._rebalancer is not None:
             self._rebalancer.seek(start)
             self.lanes = self._rebalancer.lanes_now()
         self._reports.loop_is_over(self.counts)
-        self.counts = LoaderCounts()
-        pipeline = self._pipeline = self._open_pipeline(numbers, ready)
-        return self._hand_out(pipeline, stop)
+        self._leave_pipeline()
+        self._pipeline, self.counts = steps.pipeline, steps.counts
+        loop = Loop(self._hand_out, self._finish, steps, stop)
+        self._loop = weakref.ref(loop)
+        return loop
 
-    def _hand_out(self, pipeline: Pipeline, stop: int) -> Iterator[Any]:
+    def peek(self) -> Any:
+        """The batch that comes next, in the loop under way, else in the next one; moves nothing.
+
+        State, ledger, statistics and lanes stay as they are, and no rank waits for another, so that one rank may look
+        alone. It is a copy: what is done to it does not reach the loop.
+
+        Raises:
+            ShardkitError: whatever handing it out would raise, and will.
+        """
+        loop = self._loop()
+        if loop is not None and loop.is_under_way:
+            if self._rebalancer is not None:
+                self._read_with(loop, self._rebalancer.lanes_ahead(loop.left[0]))
+            one = loop.steps.peek()
+        else:
+            one = self._read_ahead(self._start).peek()
+        if one is None:
+            raise UsageError(
+                f"there is no batch from step {self._start} on in this loader's share of the steps"
+            )
+        return copy.deepcopy(one.batches if self._config.by_cell else one.batches[0])
+
+    def _read_ahead(self, start: int) -> Steps:
+        """The steps of the loop that begins at `start`, read from now on if they were not before."""
+        if self._ahead is None or self._is_forked():
+            check_geometry(self.plan, start)
+            ready = self._close_pipeline(self._pipeline)
+            self._loops += 1
+            numbers = range(
+                start + self._config.offset, self.plan.epoch_bounds(start)[1], self._config.stride
+            )
+            lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
+            self._ahead = self._open_steps(numbers, lanes, LoaderCounts(), ready)
+        return self._ahead
+
+    def _open_steps(
+        self, numbers: range, lanes: list[int], counts: LoaderCounts, ready: Scout | None = None
+    ) -> Steps:
+        return Steps(self._open_pipeline(numbers, lanes, counts, ready), numbers, lanes, counts)
+
+    def _read_with(self, loop: Loop, lanes: list[int]) -> None:
+        """A move of lanes begins the reading ahead anew."""
+        if lanes != loop.steps.lanes:
+            self._drop_pipeline()
+            loop.steps = self._open_steps(loop.left, lanes, loop.steps.counts)
+            self._pipeline = loop.steps.pipeline
+
+    def _hand_out(self, loop: Loop) -> Any:
+        self._came_back(loop)
+        if self._rebalancer is not None:
+            self.lanes = self._rebalancer.lanes_at(loop.left[0])
+            self._read_with(loop, self.lanes)
+        one = loop.steps.take()
+        if one is None:  # another thread has closed the pipeline
+            loop.ended_by = loop.ended_by or "the loader was closed"
+            return next(loop)
+        if self._rebalancer is not None:
+            self._rebalancer.handed_out(sum(map(bool, one.lane_counts)), loop.steps.counts.last_wait_s)
+        loop.left = loop.left[1:]
+        self._record(one, last=not loop.left)
+        if not loop.left:
+            self._start = loop.stop
+        self._handed_out = one.step + 1
+        self._reports.cells += len(self.lanes)
+        self._with_trainer = loop.steps.counts
+        self._handed_at, self._computed_s = time.perf_counter(), -1.0
+        return one.batches if self._config.by_cell else one.batches[0]
+
+    def _record(self, one: StepBatches, *, last: bool) -> None:
+        """Journal a step that is about to be handed out."""
         machinery = self._open_machinery()
-        journal, remote, config = machinery.journal, machinery.remote, self._config
-        stages = {start: number for number, (start, _) in enumerate(self.plan.settings.stages) if number}
-        for one in (
-            pipeline if self._rebalancer is None else self._with_moves(pipeline, self._handed_out, stop)
-        ):
+        journal, remote = machinery.journal, machinery.remote
+        if journal is not None:
+            journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
+        for facts in one.replaced:
+            self._record_replaced(facts, journal)
+        if remote is not None:
+            remote.advance(one.step)
             if journal is not None:
-                journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
-            for facts in one.replaced:
-                self._record_replaced(facts, journal)
-            self._handed_out = one.step + 1
-            self._reports.cells += len(self.lanes)
-            if remote is not None:
-                remote.advance(one.step)
-                if journal is not None:
-                    remote.read_events.flush(one.step, journal, everything=one.step + config.stride >= stop)
-            if journal is not None and one.step in stages and self.lanes[:1] == [0]:
-                journal.event(one.step, "stage", number=stages[one.step])
-            if one.step + config.stride >= stop:
-                self._start = stop
-            self._handed_at, self._computed_s = time.perf_counter(), -1.0
-            yield one.batches if config.by_cell else one.batches[0]
-            self.counts.computed_s += max(0.0, self._computed_s)
+                remote.read_events.flush(one.step, journal, everything=last)
+        if journal is not None and one.step in self._stages and self.lanes[:1] == [0]:
+            journal.event(one.step, "stage", number=self._stages[one.step])
+
+    def _came_back(self, loop: Loop) -> None:
+        """The trainer has done with the last batch of this loop, if it had one."""
+        counts = loop.steps.counts
+        if self._with_trainer is counts:
+            self._with_trainer = None
+            counts.computed_s += max(0.0, self._computed_s)
             if self._rebalancer is not None:
                 self._rebalancer.came_back()
-        self._start = stop
 
-    def _with_moves(self, pipeline: Pipeline, step: int, stop: int) -> Iterator[StepBatches]:
-        """The steps of a loop with the lanes that are this rank's at each; a move begins the reading ahead anew."""
-        assert self._rebalancer is not None
-        steps = iter(pipeline)
-        for number in range(step, stop):
-            lanes = self._rebalancer.lanes_at(number)
-            if lanes != self.lanes:
-                self._drop_pipeline()
-                self.lanes = lanes
-                pipeline = self._pipeline = self._open_pipeline(range(number, stop))
-                steps = iter(pipeline)
-            one = next(steps, None)
-            if one is None:
-                return  # another loop over this loader has begun
-            self._rebalancer.handed_out(sum(map(bool, one.lane_counts)), self.counts.last_wait_s)
-            yield one
+    def _finish(self, loop: Loop) -> None:
+        self._came_back(loop)
+        loop.steps.take()  # there is none: the pipeline ends
+        if loop.ended_by is None:
+            self._start = loop.stop  # where this loader had no step of the epoch
+
+    def _end_loop(self, reason: str) -> None:
+        """The loop under way, if there is one, hands out nothing more."""
+        loop = self._loop()
+        if loop is not None:
+            loop.ended_by = loop.ended_by or reason
 
     def _record_decision(self, step: int, **details: Any) -> None:
         self._events.record("rebalance", step=step, **details)
@@ -220,9 +288,11 @@ class Loader:
             weakref.finalize(self, self._machinery.close_unwatched)
         return self._machinery
 
-    def _open_pipeline(self, numbers: range, ready: Scout | None = None) -> Pipeline:
+    def _open_pipeline(
+        self, numbers: range, lanes: list[int], counts: LoaderCounts, ready: Scout | None
+    ) -> Pipeline:
         """Over `numbers`; `ready` is a scout that the loop before has sent ahead."""
-        plan, sources, lanes, config = self.plan, self._sources, self.lanes, self._config
+        plan, sources, config = self.plan, self._sources, self._config
         machinery = self._open_machinery()
         if machinery.remote is not None and numbers:
             machinery.remote.own(lanes)
@@ -267,9 +337,9 @@ class Loader:
             work=work,
             threads=machinery.gather_threads,
             step_bytes=step_bytes,
-            counts=self.counts,
+            counts=counts,
         )
-        return Pipeline(ready, assembler, machinery.window, settings=settings, counts=self.counts)
+        return Pipeline(ready, assembler, machinery.window, settings=settings, counts=counts)
 
     def _pins(self) -> bool:
         """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
@@ -287,20 +357,29 @@ class Loader:
             else self._prefetch_now or _DEFAULT_PREFETCH
         )
 
-    def _stop_pipeline(self) -> Scout | None:
+    def _is_forked(self) -> bool:
+        """Whether what is open is a parent process's."""
+        return self._machinery is None or self._machinery.process != os.getpid()
+
+    def _close_pipeline(self, pipeline: Pipeline | None) -> Scout | None:
         """End what runs; the scout that it has sent ahead, the caller's to use or to release."""
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is None:
-            return None
-        self._reports.pipeline_is_over(pipeline)
-        if self._machinery is None or self._machinery.process != os.getpid():
+        if pipeline is None or self._is_forked():
             return None
         pipeline.close()
         return pipeline.take_next_scout()
 
+    def _leave_pipeline(self) -> None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            self._reports.pipeline_is_over(pipeline)
+
     def _drop_pipeline(self) -> None:
-        if (ready := self._stop_pipeline()) is not None:
-            ready.release()
+        """Of the loop under way, and of the one that was read ahead."""
+        ahead, self._ahead = self._ahead, None
+        for pipeline in (self._pipeline, None if ahead is None else ahead.pipeline):
+            if (ready := self._close_pipeline(pipeline)) is not None:
+                ready.release()
+        self._leave_pipeline()
 
     # ---- state
 
@@ -335,6 +414,7 @@ class Loader:
         """Begin the next loop at `step`, counted over the whole run."""
         if step < 0:
             raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
+        self._end_loop(f"the loader was moved to step {step}")
         self._drop_pipeline()
         self._start = self._handed_out = step
 
@@ -412,6 +492,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop threads and processes, sync and close the journal; may be called twice."""
+        self._end_loop("the loader was closed")
         self._drop_pipeline()
         if self._machinery is not None and self._machinery.process == os.getpid():
             self._machinery.close()

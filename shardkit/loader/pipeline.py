@@ -102,18 +102,8 @@ class Pipeline:
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
 
     def __iter__(self) -> Iterator[StepBatches]:
-        counts = self._counts
         try:
-            while True:
-                started = time.perf_counter()
-                one = next(self._output, None)
-                if one is None:
-                    return
-                counts.last_wait_s = waited = time.perf_counter() - started
-                counts.consumer_wait_s += waited
-                counts.steps += 1
-                counts.samples += len(one.samples)
-                yield one
+            yield from iter(lambda: next(self._output, None), None)
         finally:
             self.close()
 

@@ -113,16 +113,29 @@ class Rebalancer:
         """The own lanes of the last step that was asked for."""
         return list(self._current.lanes_of(self._rank))
 
+    def lanes_ahead(self, step: int) -> list[int]:
+        """The own lanes at a step that is handed out next, or begins the next loop; changes nothing.
+
+        Raises:
+            RunError: as `lanes_at`.
+        """
+        if step != self._next:
+            return list(self._even.lanes_of(self._rank))
+        moved = self._decided(step)
+        return self.lanes_now() if moved is None else list(moved.lanes_of(self._rank))
+
     def lanes_at(self, step: int) -> list[int]:
         """The own lanes at a step that is about to be handed out; called for every step, in order.
 
         Raises:
             RunError: the leader has not come so far in time.
         """
-        rules, every = self._settings.rules, self._settings.every
-        heard = step - rules.lead
-        if heard >= self._first and heard % every == 0:
-            self._hear(heard)
+        every = self._settings.every
+        moved = self._decided(step)
+        if moved is not None:
+            self._current = moved
+            self.moves += 1
+            self._forget()
         if step % every == 0:
             self._tell(step)
             if self._leads:
@@ -207,21 +220,24 @@ class Rebalancer:
         told = [json.loads(bytes(value)) for value in values]
         return told if all(one["moves"] == self.moves for one in told) else None
 
-    def _hear(self, step: int) -> None:
-        store, key = self._settings.store, self._key("decision", step)
+    def _decided(self, step: int) -> Assignment | None:
+        """What the leader has decided to begin with at `step`; None: nothing changes there."""
+        asked = step - self._settings.rules.lead
+        if asked < self._first or asked % self._settings.every:
+            return None
+        store, key = self._settings.store, self._key("decision", asked)
         try:
             store.wait([key], timedelta(seconds=self._settings.timeout_s))
         except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
             raise RunError(
-                f"rank {self._rank}: the leader of the rebalancing has not come to step {step} after "
+                f"rank {self._rank}: the leader of the rebalancing has not come to step {asked} after "
                 f"{self._settings.timeout_s:.0f} s; ranks that rebalance must take the same steps"
             ) from error
         text = bytes(store.get(key))
-        if text:
-            told = json.loads(text)
-            self._current = Assignment(tuple(told["owner"]), (0,) * self._world, told["from_step"])
-            self.moves += 1
-            self._forget()
+        if not text:
+            return None
+        told = json.loads(text)
+        return Assignment(tuple(told["owner"]), (0,) * self._world, told["from_step"])
 
 
 def make_rebalancer(

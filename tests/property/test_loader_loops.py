@@ -1,0 +1,276 @@
+"""A loader has one loop at a time: what supersedes it says so, and looking at the next batch moves nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkit
+from shardkit.errors import IntegrityError, RunError, UsageError
+from shardkit.ledger import read_journal
+
+STEPS, BATCH = 10, 12
+
+
+@pytest.fixture(scope="module")
+def ds(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
+    return _create(tmp_path_factory.mktemp("data") / "numbers")
+
+
+def _create(root: Path) -> shardkit.Dataset:
+    schema = {"x": "int64[8]", "blob": "bytes"}
+    with shardkit.create(str(root), schema=schema, block_size="1KiB", shard_size="4KiB") as writer:
+        for n in range(STEPS * BATCH):
+            writer.add({"x": np.arange(n, n + 8), "blob": n.to_bytes(2, "little") * (n % 9)})
+    return shardkit.open(str(root))
+
+
+def _plan(ds: shardkit.Dataset) -> Any:
+    return ds.plan(global_batch=BATCH, lanes=4)
+
+
+def _facts(batch: Any) -> tuple[Any, ...]:
+    return batch.step, batch.samples.tolist(), batch["x"].tolist(), batch["blob"]
+
+
+# a loop inside of a loop
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 3])
+def test_a_loop_that_is_superseded_says_so_and_loses_no_step(
+    ds: shardkit.Dataset, prefetch: int | None
+) -> None:
+    with ds.loader(_plan(ds), tensors=False, prefetch=prefetch) as loader:
+        outer = iter(loader)
+        seen = [next(outer).step for _ in range(5)]
+        inner = iter(loader)
+        assert next(inner).step == 0
+        for _ in range(3):  # however often it is asked
+            with pytest.raises(UsageError, match=r"before step 5: another loop .* call loader\.peek\(\)"):
+                next(outer)
+        assert seen == list(range(5))
+        assert loader.state_dict()["step"] == 1  # where the loop that counts is
+        assert [batch.step for batch in inner] == list(range(1, 10))
+        assert [batch.step for batch in loader] == list(range(10, 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("moved to step 7", lambda loader: loader.seek(7)),
+        ("moved to step 5", lambda loader: loader.load_state_dict(loader.state_dict())),
+        ("closed", lambda loader: loader.close()),
+    ],
+)
+def test_a_loader_that_is_moved_or_closed_ends_its_loop_with_an_error(
+    ds: shardkit.Dataset, name: str, act: Callable[[Any], None]
+) -> None:
+    loader = ds.loader(_plan(ds), tensors=False)
+    loop = iter(loader)
+    assert [next(loop).step for _ in range(5)] == list(range(5))
+    act(loader)
+    with pytest.raises(UsageError, match=f"before step 5: the loader was {name}"):
+        list(loop)
+    assert next(iter(loader)).step == {"moved to step 7": 7, "moved to step 5": 5}.get(name, 0)
+    loader.close()
+
+
+def test_a_loop_that_has_handed_out_its_last_step_ends_like_any_other(ds: shardkit.Dataset) -> None:
+    with ds.loader(_plan(ds), tensors=False) as loader:
+        first = iter(loader)
+        steps = [next(first).step for _ in range(STEPS)]
+        second = iter(loader)  # reads ahead over the border
+        assert next(first, None) is None
+        assert steps + [batch.step for batch in second] == list(range(2 * STEPS))
+        for batch in loader:
+            if batch.step == 3 * STEPS - 1:
+                loader.seek(4)
+        assert next(iter(loader)).step == 4
+
+
+def test_a_loop_ends_with_an_error_when_another_thread_closes_the_loader(ds: shardkit.Dataset) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        entered.set()
+        go_on.wait(30)
+        return sample
+
+    loader = ds.loader(_plan(ds), tensors=False, transform=hold, threads=1)
+
+    def close() -> None:
+        entered.wait(30)
+        loader.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    release = threading.Timer(0.3, go_on.set)
+    release.start()
+    with pytest.raises(UsageError, match="closed"):
+        list(loader)
+    closing.join(30)
+    release.join(30)
+
+
+def test_a_loop_that_failed_does_not_end_as_if_it_were_complete(ds: shardkit.Dataset) -> None:
+    def fail(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        if int(sample["x"][0]) == bad:
+            raise ZeroDivisionError
+        return sample
+
+    plan = _plan(ds)
+    bad = int(ds[int(plan.step(3)[2, 1])]["x"][0])
+    with ds.loader(plan, tensors=False, transform=fail, prefetch=1) as loader:
+        loop = iter(loader)
+        assert [next(loop).step for _ in range(3)] == [0, 1, 2]
+        for _ in range(2):
+            with pytest.raises(RunError, match="the transform failed on sample"):
+                loader.peek()
+            with pytest.raises(RunError, match="the transform failed on sample"):
+                next(loop)
+        assert loader.state_dict()["step"] == 3
+
+
+# looking at the next batch
+
+
+@settings(max_examples=25, deadline=None)
+@given(peeks=st.lists(st.integers(0, 2 * STEPS), max_size=12), data=st.data())
+def test_looking_changes_nothing(ds: shardkit.Dataset, peeks: list[int], data: st.DataObject) -> None:
+    """Whatever is read and left between: the looks are the batches that come next, and state and stream the same."""
+    prefetch = data.draw(st.sampled_from([None, 0, 2]))
+    by_cell = data.draw(st.booleans())
+    start = data.draw(st.integers(0, STEPS + 3))
+    left_at = data.draw(st.integers(1, STEPS))  # the first loop is left after so many batches
+
+    def run(look: bool) -> tuple[list[Any], list[Any]]:
+        stream: list[Any] = []
+        watched: list[Any] = []
+        with ds.loader(_plan(ds), tensors=False, prefetch=prefetch, by_cell=by_cell) as loader:
+            loader.seek(start)
+
+            def look_maybe() -> Any:
+                before = (loader.state_dict(), _still(loader.stats()), loader.lanes)
+                ahead = loader.peek() if look and len(stream) in peeks else None
+                assert (loader.state_dict(), _still(loader.stats()), loader.lanes) == before
+                return ahead
+
+            for most in (left_at, STEPS):
+                ahead = look_maybe()
+                for taken, batch in enumerate(loader, 1):
+                    cells = batch if by_cell else [batch]
+                    if ahead is not None:
+                        seen = ahead if by_cell else [ahead]
+                        assert [_facts(cell) for cell in seen] == [_facts(cell) for cell in cells]
+                    stream.append([_facts(cell) for cell in cells])
+                    watched.append((loader.state_dict(), loader.stats()["steps"], loader.stats()["samples"]))
+                    if taken == most:
+                        break
+                    ahead = look_maybe()
+        return stream, watched
+
+    assert run(look=True) == run(look=False)
+
+
+def _still(stats: dict[str, float]) -> dict[str, float]:
+    """What is no figure of how far the reading is ahead."""
+    names = ("step", "steps", "samples", "lanes", "last_wait_s", "consumer_wait_s", "computed_s")
+    return {name: stats[name] for name in names}
+
+
+def test_what_is_done_to_the_look_does_not_reach_the_loop(ds: shardkit.Dataset) -> None:
+    with ds.loader(_plan(ds), tensors=False) as loader:
+        expected = _facts(loader.peek())
+        ahead = loader.peek()
+        ahead["x"][:] = -1
+        ahead["samples"][:] = -1
+        ahead["blob"].clear()
+        assert _facts(next(iter(loader))) == expected
+
+
+def test_the_journal_knows_nothing_of_a_look(ds: shardkit.Dataset, tmp_path: Path) -> None:
+    for name in ("quiet", "looked"):
+        with ds.loader(_plan(ds), tensors=False, run=tmp_path / name) as loader:
+            for number, batch in enumerate(loader):
+                if name == "looked":
+                    assert loader.peek().step == batch.step + 1
+                if number == 6:
+                    break
+            if name == "looked":
+                assert loader.peek().step == 0
+    quiet, looked = (
+        [(one.step, one.lane, one.digest) for path in (tmp_path / name / "journal").iterdir()
+         for one in read_journal(path)]
+        for name in ("quiet", "looked")
+    )  # fmt: skip
+    assert quiet == looked
+    assert len(quiet) == 7 * 4
+
+
+def test_a_damaged_block_that_a_look_meets_is_met_by_the_loop_too(tmp_path: Path) -> None:
+    ds = _create(tmp_path / "damaged")
+    for shard in (tmp_path / "damaged").rglob("*.tar"):
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    with shardkit.open(str(tmp_path / "damaged")).loader(_plan(ds), tensors=False) as loader:
+        with pytest.raises(IntegrityError):
+            loader.peek()
+        with pytest.raises(IntegrityError):
+            list(loader)
+
+
+def test_a_fork_looks_for_itself(ds: shardkit.Dataset) -> None:
+    import multiprocessing
+
+    with ds.loader(_plan(ds), tensors=False, threads=1) as loader:
+        expected = _facts(loader.peek())
+        context: Any = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        child = context.Process(target=lambda: queue.put([_facts(loader.peek()), _facts(next(iter(loader)))]))
+        child.start()
+        assert queue.get(timeout=60) == [expected, expected]
+        child.join(30)
+        assert _facts(next(iter(loader))) == expected
+
+
+# several ranks
+
+
+def test_ranks_of_which_one_looks_stay_in_step_while_lanes_move(ds: shardkit.Dataset) -> None:
+    torch = pytest.importorskip("torch")
+    from shardkit.loader import Rebalancing
+    from shardkit.plan.rebalance import Rules
+
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+    rebalance = Rebalancing(every=4, rules=Rules(lead=2), store=store, timeout_s=30)
+    loaders = [
+        ds.loader(_plan(ds), rank=rank, world=2, tensors=False, rebalance=rebalance, uneven=True)
+        for rank in range(2)
+    ]
+    shares = set()
+    for _ in range(4):
+        loops = [iter(loader) for loader in loaders]
+        for _ in range(STEPS):
+            before = list(loaders[0].lanes)
+            ahead = loaders[0].peek()
+            assert loaders[0].lanes == before
+            batches = [next(loop) for loop in loops]
+            assert _facts(ahead) == _facts(batches[0])
+            assert batches[0].step == batches[1].step
+            assert sorted(loaders[0].lanes + loaders[1].lanes) == [0, 1, 2, 3]
+            shares.add(len(loaders[0].lanes))
+            for loader, seconds in zip(loaders, (0.3, 0.1), strict=True):
+                loader.computed(seconds)
+    assert shares == {2, 1}  # lanes did move away from the slow rank
+    for loader in loaders:
+        loader.close()
