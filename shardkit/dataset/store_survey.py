@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 
@@ -19,15 +20,21 @@ _OBJECTS = "objects/"
 class StoreSurvey:
     """One listing of a repository's objects, with all manifests among them loaded.
 
+    Objects are listed in the root, and read from wherever they are good: a damaged manifest or page in the root must
+    not make a version look as if it needed nothing.
+
+    Args:
+        repository: the root.
+
     Attributes:
-        repository: that was listed.
+        repository: reads the root and all its locations.
         names: of all objects.
         manifests: id → manifest, of all that can be read, whether a ref or tag names them or not.
         unreadable: names of damaged manifests; what they refer to is not known.
     """
 
     def __init__(self, repository: Repository) -> None:
-        self.repository = repository
+        self.repository = Repository.open(repository.url, read_only=True)
         self.names: set[str] = set()
         self.manifests: dict[str, Manifest] = {}
         self.unreadable: list[str] = []
@@ -40,6 +47,10 @@ class StoreSurvey:
             self.names.add(name)
             if kind == "manifest":
                 self._load(digest, name)
+        head = repository.head()
+        self._named = frozenset((*head.refs.values(), *head.tags.values()) if head else ())
+        for digest in sorted(self._named - self.manifests.keys()):  # not in the root, perhaps elsewhere
+            self._load(digest, object_name(digest, "manifest"))
 
     def _load(self, digest: str, name: str) -> None:
         try:
@@ -89,12 +100,27 @@ class StoreSurvey:
                 yield object_name(table.selection_digest_text(shard) or "", "selection")
 
     def live(self, without: set[str]) -> set[str]:
-        """Names that some manifest needs which is not in ``without`` (ids)."""
+        """Names that some manifest needs which is not in ``without`` (ids).
+
+        Raises:
+            IntegrityError: a version that a ref or tag names is good nowhere: what it needs is not known.
+        """
+        for identity in sorted(self._named - without - self.manifests.keys()):
+            self._refuse(identity, "its manifest is good nowhere")
         needed: set[str] = set()
         for identity, manifest in self.manifests.items():
             if identity not in without:
                 try:
                     needed.update(self.references(manifest))
-                except (NotFoundError, IntegrityError, FormatError):
-                    continue  # a version that was broken before: it can lose nothing more
+                except (NotFoundError, IntegrityError, FormatError) as error:
+                    if identity in self._named:
+                        self._refuse(identity, str(error))
+                    continue  # a version that nothing names and that was broken before: it can lose nothing more
         return needed
+
+    def _refuse(self, identity: str, why: str) -> NoReturn:
+        url = self.repository.url
+        raise IntegrityError(
+            f"version {identity} of {url} cannot be read, so that it is not known what it needs ({why}); nothing was "
+            f"deleted; run: shardkit repair {url}, then: shardkit remove {url} --resume"
+        )

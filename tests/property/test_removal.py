@@ -17,8 +17,10 @@ from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected
 from shardkit.dataset.verify import verify
-from shardkit.errors import CommitConflict, NotFoundError, UsageError
-from shardkit.storage import Repository
+from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
+from shardkit.storage import Repository, object_name
+from shardkit.storage.policy import LocationRecord, Policy
+from shardkit.storage.replicating.placing import Change, place
 
 SCHEMA = {"secret": "str", "n": "int64", "kind": "str"}
 
@@ -220,3 +222,34 @@ def test_a_withdrawn_name_is_never_used_again(tmp_path: Path) -> None:
     repository.commit(set_tags={"v2": repository.refs["main"]}, message="v2")
     erase(str(tmp_path), rows=[0], reason="x")
     assert set(repository.log()[0].withdrawn) == {"v1", "v2"}
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("damaged", ["manifest", "page"])
+def test_erasing_beside_a_damaged_version_takes_nothing_from_it(
+    tmp_path: Path, damaged: str, has_copy: bool
+) -> None:
+    """It shares shards with the one that is erased from, and must not look as if it needed nothing."""
+    root = tmp_path / "root"
+    first = make(root, range(40)).manifest.id
+    repository = Repository.open(root)
+    repository.commit(set_refs={"first": first}, message="first")
+    make(root, range(40, 60), append=True)
+    if has_copy:
+        copy = LocationRecord("copy", str(tmp_path / "copy"), "copy")
+        place(repository, Change(locations=(copy,), policy=lambda _: Policy(copies=2)))
+    main = shardkit.open(root).manifest
+    bad = (
+        object_name(main.id, "manifest")
+        if damaged == "manifest"
+        else object_name(main.pages[1].digest, "page")
+    )
+    (root / bad).write_bytes(b"")
+    before = set(repository.store.list_after("objects/"))
+    if has_copy:
+        erase(f"{root}@first", keys=["key-00002"], reason="x")
+        assert contents(str(root)).keys() == {f"key-{number:05d}" for number in range(60) if number != 2}
+    else:
+        with pytest.raises(IntegrityError, match=r"nothing was deleted; run: shardkit repair .* --resume"):
+            erase(f"{root}@first", keys=["key-00002"], reason="x")
+        assert before <= set(repository.store.list_after("objects/"))
