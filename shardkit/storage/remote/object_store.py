@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import os
 import threading
@@ -265,8 +266,7 @@ class ObjectStore:
     @property
     def _attesting(self) -> str:
         """The client that can read stored checksums, where there is one."""
-        is_s3 = self._address.scheme == "s3" and importlib.util.find_spec("boto3") is not None
-        return "checksums" if is_s3 else "data"
+        return "checksums" if self._address.scheme == "s3" and _has_boto3() else "data"
 
     def _client(self, role: str) -> Client:
         """The client of this process: "data" for bytes, "checksums" for stored ones."""
@@ -354,6 +354,12 @@ class ObjectStore:
             raise StoreReadOnlyError(
                 f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
             )
+
+
+@functools.cache
+def _has_boto3() -> bool:
+    """Asked with every look at an object, and slow to find out."""
+    return importlib.util.find_spec("boto3") is not None
 
 
 def _is_ours(name: str) -> bool:
