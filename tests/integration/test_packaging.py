@@ -1,0 +1,210 @@
+"""What leaves the checkout is whole: the container image by its Dockerfile's own lines, the sdist, and its wheel.
+
+No container engine is needed: COPY and RUN lines are carried out below a scratch folder that stands for ``/``, with the
+packages of the tests in place of the index's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+pytest.importorskip("hatchling", reason="the build backend is not installed: pip install hatchling")
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "examples" / "deployment" / "Dockerfile"
+PACKAGES = {
+    "shardkit": "shardkit",
+    "tools/shardkit_tools": "shardkit_tools",
+    "trainer/shardkit_trainer": "shardkit_trainer",
+}
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so", ".compiling-*")
+
+
+def shipped() -> set[str]:
+    """Files of the packages in the checkout, as they are installed."""
+    found = set()
+    for source, package in PACKAGES.items():
+        for path in (ROOT / source).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so":
+                found.add(f"{package}/{path.relative_to(ROOT / source).as_posix()}")
+    return found
+
+
+def installed(folder: Path) -> set[str]:
+    """Files of the packages in a folder, without what was compiled there."""
+    return {
+        path.relative_to(folder).as_posix()
+        for package in PACKAGES.values()
+        for path in (folder / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
+    }
+
+
+def environment() -> dict[str, str]:
+    """Nothing comes over the network, and no isolated build needs it."""
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    return {**kept, "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "SHARDKIT_COMPILE": "0",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # fmt: skip
+
+
+def packages_of_the_tests() -> list[str]:
+    """Folders with installed packages; a .pth line each, whose own .pth files (the editable checkout) do not count."""
+    own = {sysconfig.get_path("purelib"), *site.getsitepackages()}
+    return sorted(one for one in {*own, *sys.path} if Path(one).name == "site-packages")
+
+
+# ---- the image
+
+
+@dataclass
+class Image:
+    """A file system below a folder, made by the lines of a Dockerfile's stages."""
+
+    root: Path
+    context: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    folder: str = "/"
+    entry: list[str] = field(default_factory=list)
+
+    def real(self, path: str) -> Path:
+        """Where a path of the image lies."""
+        return self.root / str(PurePosixPath(self.folder) / path).lstrip("/")
+
+    def carry_out(self, instruction: str, rest: str) -> None:
+        """One line."""
+        if instruction == "COPY":
+            self.copy(shlex.split(rest))
+        elif instruction == "RUN":
+            self.run(rest)
+        elif instruction == "WORKDIR":
+            self.folder = rest
+            self.real(rest).mkdir(parents=True, exist_ok=True)
+        elif instruction in {"ARG", "ENV"}:
+            for name, value in (word.split("=", 1) for word in shlex.split(rest)):
+                self.variables[name] = re.sub(r"\$(\w+)", lambda one: self.variables.get(one[1], ""), value)
+        elif instruction == "ENTRYPOINT":
+            self.entry = json.loads(rest)
+        else:
+            assert instruction in {"FROM", "USER", "CMD"}, f"{instruction}: the test does not know it"
+
+    def copy(self, words: list[str]) -> None:
+        """From the checkout, or from the stage before, which is the same file system here."""
+        *sources, target = [word for word in words if not word.startswith("--from=")]
+        if len(sources) < len(words) - 1:
+            assert all(self.real(source).exists() for source in sources)
+            return
+        for source in sources:
+            path, into = self.context / source, self.real(target)
+            if path.is_dir():
+                shutil.copytree(path, into, ignore=LEFT_OUT, dirs_exist_ok=True)
+            else:
+                into = into / path.name if target.endswith("/") else into
+                into.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, into)
+
+    def run(self, line: str) -> None:
+        """A shell's line, in which absolute paths are the image's."""
+        script = re.sub(r"(?<=[\s\"'=])/(?=(opt|source|cache|runs)\b)", f"{self.root}/", f" {line}")
+        self.real(".").mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join(
+            [str(self.root / "stand-ins"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        )
+        done = subprocess.run(
+            ["sh", "-ec", script], cwd=self.real("."), env={**environment(), **self.variables, "PATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"RUN {line}\n{done.stdout}{done.stderr}"
+        assert "does not provide the extra" not in done.stderr
+        for folder in self.root.glob("opt/*/lib/python*/site-packages"):
+            (folder / "of_the_tests.pth").write_text("".join(f"{one}\n" for one in packages_of_the_tests()))
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Lines of a Dockerfile: (instruction, the rest), comments left out and continued lines joined."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined if line.strip()]
+
+
+@pytest.mark.slow
+def test_the_image_is_what_its_dockerfile_says(tmp_path: Path) -> None:
+    image = Image(tmp_path / "image", ROOT)
+    (image.root / "stand-ins").mkdir(parents=True)
+    for name in ("useradd", "install"):  # they change the machine, or need rights
+        (image.root / "stand-ins" / name).write_text("#!/bin/sh\n")
+        (image.root / "stand-ins" / name).chmod(0o755)
+    lines = instructions(DOCKERFILE)
+    assert {"FROM", "COPY", "RUN", "ENTRYPOINT"} <= {instruction for instruction, _ in lines}
+    for instruction, rest in lines:
+        image.carry_out(instruction, rest)
+
+    (packages,) = image.root.glob("opt/shardkit/lib/python*/site-packages")
+    assert installed(packages) == shipped()
+    search = image.variables["PATH"].replace("/opt/", f"{image.root}/opt/")
+    program = shutil.which(image.entry[0], path=search)
+    assert program is not None
+    assert Path(program).is_relative_to(image.root)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "one.txt").write_text("text")
+    for line in ("--help", f"build {source} {tmp_path}/data", f"verify {tmp_path}/data"):
+        done = subprocess.run([program, *line.split()], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+                              check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
+# ---- sdist and wheel
+
+
+def build(target: str, source: Path, out: Path) -> Path:
+    """Of one source tree, by the backend that pyproject.toml names; without network."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
+    done = subprocess.run(command, cwd=source, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.mark.slow
+def test_a_wheel_of_the_sdist_has_every_file(tmp_path: Path) -> None:
+    archive = build("sdist", ROOT, tmp_path / "sdist")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    (tree,) = (tmp_path / "unpacked").iterdir()
+    for name in TO_WORK_IN_IT:
+        assert (tree / name).exists(), f"{name} is missing in the sdist"
+    wheel = build("wheel", tree, tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "installed")
+    assert installed(tmp_path / "installed") == shipped()
+    (scripts,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
+    assert "shardkit = shardkit_tools.main:run" in scripts.read_text().splitlines()
+    check = (
+        "import shardkit, shardkit_tools.main, shardkit_trainer as t; print(shardkit.__file__, t.__file__)"
+    )
+    paths = os.pathsep.join([str(tmp_path / "installed"), *packages_of_the_tests()])
+    done = subprocess.run([sys.executable, "-S", "-c", check], cwd=tmp_path, env={**environment(), "PYTHONPATH": paths},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(tmp_path / "installed")) == 2
+
+
+TO_WORK_IN_IT = (
+    "hatch_build.py", "pyproject.toml", "constraints.txt", "Makefile", "tools/install.sh", "tests/conftest.py",
+    "README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE",
+)  # fmt: skip
+"""What `make setup` and `make test` need besides the packages."""
