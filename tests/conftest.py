@@ -1,9 +1,17 @@
-"""What holds for all tests: fast ones first, ids that are equal in every worker, hypothesis that does not time."""
+"""What holds for all tests: fast ones first, ids that are equal in every worker, hypothesis that does not time.
+
+With ``CI=true`` a skipped test is a failed one, unless ``allowed_skips.toml`` lists it with the reason why.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Iterator
+import re
+import sys
+import tomllib
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +40,78 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=rank)
+
+
+# ---- skips
+
+_ALLOWED = Path(__file__).with_name("allowed_skips.toml")
+_ON_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that skips."""
+    report = yield
+    if not hasattr(report, "wasxfail"):
+        _refuse_unlisted(report, item.nodeid)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A module that skips all of its tests."""
+    report = yield
+    _refuse_unlisted(report, collector.nodeid)
+    return report
+
+
+def _refuse_unlisted(report: pytest.TestReport | pytest.CollectReport, name: str) -> None:
+    """Make a skip a failure, on CI and if it is not listed."""
+    if not (_ON_CI and report.skipped):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    for entry in tomllib.loads(_ALLOWED.read_text(encoding="utf-8")).get("skip", []):
+        if re.fullmatch(entry["test"], name) and re.search(entry["reason"], reason):
+            assert entry["because"].strip(), f"{_ALLOWED.name} says nothing about {entry['test']}"
+            return
+    report.outcome = "failed"
+    report.longrepr = (
+        f"{name} was skipped: {reason}\nOn CI that is a failure. Install what is missing (tools/install.sh, .ci/run), "
+        f"or list the test in tests/{_ALLOWED.name} and say there why it cannot run on CI's machine."
+    )
+
+
+# ---- what tests share
+
+
+@pytest.fixture
+def ordinary_rights() -> Iterator[None]:
+    """Root gets the rights of anybody else: permissions of files hold in this thread, and in those that it starts."""
+    if os.geteuid() != 0:
+        yield
+    elif sys.platform != "linux":
+        pytest.skip("root may write everywhere, and only Linux lets it do without that")
+    else:
+        with _without_capabilities(1 << 1 | 1 << 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+            yield
+
+
+@contextlib.contextmanager
+def _without_capabilities(left_out: int) -> Iterator[None]:
+    """Clear effective capabilities of this thread for a while: capset(2), of which Python knows nothing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    held = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: the lower 32, then the higher
+    assert libc.capget(header, held) == 0, os.strerror(ctypes.get_errno())
+    fewer = (ctypes.c_uint32 * 6)(held[0] & ~left_out, *held[1:])
+    assert libc.capset(header, fewer) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        assert libc.capset(header, held) == 0, os.strerror(ctypes.get_errno())
 
 
 @pytest.fixture(scope="module")

@@ -299,7 +299,7 @@ def test_no_source_makes_no_root(tmp_path: Path) -> None:
     assert not (tmp_path / "root").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.usefixtures("ordinary_rights")
 def test_a_root_that_may_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir(mode=0o500)
     with pytest.raises(StoreReadOnlyError, match="root"):

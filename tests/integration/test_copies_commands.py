@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -257,11 +256,10 @@ def test_mistakes_are_told_in_one_line(
     assert len(told.strip().splitlines()) == 1
 
 
+@pytest.mark.usefixtures("ordinary_rights")
 def test_a_full_location_is_told_and_the_others_are_filled(
     tmp_path: Path, source: Path, shell: Shell
 ) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
     root = tmp_path / "root"
     shell("build", source, root, "--location", f"a={tmp_path / 'a'}", "--location", f"b={tmp_path / 'b'}")
     shell("place", root, "--copies", "3", "--mode", "async")

@@ -75,8 +75,8 @@ def test_a_worker_of_two_is_killed_in_the_middle(tmp_path: Path) -> None:
     assert list((tmp_path / "ray" / "tmp").iterdir()) == []
 
 
-@pytest.mark.skipif(HAS_RAY, reason="ray is installed")
-def test_without_ray_it_is_said_what_to_install(tmp_path: Path) -> None:
+def test_without_ray_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it was not installed
     with pytest.raises(
         MissingDependency, match=r'--engine ray needs Ray; run: pip install "shardkit\[ray\]"'
     ):
