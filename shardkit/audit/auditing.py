@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.audit.binding_checks import check_bound_checkpoints, check_bound_settings, check_tensors
 from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.record_checks import check_checkpoints, check_end, check_statement, explain_events
 from shardkit.audit.result import Audit, Report
@@ -53,6 +54,9 @@ def audit_run(
     check_pending(record, plans)
     check_coverage(record, audit)
     check_checkpoints(record, audit)
+    check_bound_checkpoints(record, audit)
+    check_bound_settings(record)
+    check_tensors(record, audit, read=level in ("read", "decode"))
     check_end(record, audit)
     explain_events(record)
     if statement is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
 from shardkit.storage import Store, object_name, open_store
 
-__all__ = ["CheckpointRecord", "read_checkpoints"]
+__all__ = ["CheckpointRecord", "damaged_objects", "read_checkpoints"]
 
 _MAX_REF: Final = 1 << 16
 _MAX_CHECKPOINT: Final = 1 << 30
@@ -19,13 +20,25 @@ _MAX_CHECKPOINT: Final = 1 << 30
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint's claim: which steps it had consumed, and the ledger's head at that time."""
+    """A checkpoint's claim: which steps it had consumed, and the ledger's head at that time.
+
+    Attributes:
+        name: of its ref; `inner_names` are those that the ref and the manifest say of themselves.
+        digest: "sha256:…" of its manifest.
+        step, manifest, plan, head: of its meta.
+        loader: state of the loader that it holds.
+        objects: SHA-256 in hex → bytes, of its tensors.
+    """
 
     name: str
     step: int
     manifest: str
     plan: str
     head: dict[str, Any] | None
+    digest: str = ""
+    inner_names: tuple[str, ...] = ()
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_checkpoints(run: Path) -> tuple[list[CheckpointRecord], list[tuple[str, str]]]:
@@ -36,25 +49,65 @@ def read_checkpoints(run: Path) -> tuple[list[CheckpointRecord], list[tuple[str,
     for name in sorted(store.list_after("checkpoints/")):
         try:
             found.append(_claim(store, name))
-        except (ShardkitError, KeyError, TypeError, ValueError) as error:
+        except (ShardkitError, KeyError, TypeError, ValueError, AttributeError, LookupError) as error:
             broken.append((name, f"cannot be read: {error}"))
     return sorted(found, key=lambda one: one.step), broken
 
 
+def damaged_objects(run: Path, objects: Mapping[str, int], *, read: bool) -> dict[str, str]:
+    """What is wrong with tensor objects, by SHA-256: gone, of another size, or (where they are read) other bytes."""
+    store = open_store(run)
+    found: dict[str, str] = {}
+    for digest, size in objects.items():
+        name = object_name(f"sha256:{digest}", "tensor")
+        try:
+            stat = store.head(name)
+            if stat is None:
+                found[digest] = "is missing"
+            elif stat.size != size:
+                found[digest] = f"has {stat.size} bytes, expected {size}"
+            elif read and sha256_digest(store.get(name, max_bytes=size)) != f"sha256:{digest}":
+                found[digest] = "holds other bytes than were written"
+        except ShardkitError as error:
+            found[digest] = f"cannot be read: {error}"
+    return found
+
+
 def _claim(store: Store, name: str) -> CheckpointRecord:
-    meta = _checkpoint_meta(store, name)
-    head = meta.get("ledger")
+    ref, document = _read_checkpoint(store, name)
+    meta = _decoded(document["meta"])
+    head, loader = meta.get("ledger"), meta.get("loader")
     return CheckpointRecord(
-        name.removeprefix("checkpoints/").removesuffix(".json"),
-        int(meta["step"]),
-        str(meta.get("manifest")),
-        str(meta.get("plan")),
-        head if isinstance(head, dict) else None,
+        name=name.removeprefix("checkpoints/").removesuffix(".json"),
+        step=int(meta["step"]),
+        manifest=str(meta.get("manifest")),
+        plan=str(meta.get("plan")),
+        head=_checked_head(head) if isinstance(head, dict) else None,
+        digest=str(ref["checkpoint"]),
+        inner_names=(str(ref.get("name")), str(document.get("name"))),
+        loader=loader if isinstance(loader, dict) else {},
+        objects={
+            str(digest): int(size)
+            for tensor in document.get("tensors", {}).values()
+            for _, _, extents in tensor["chunks"]
+            for digest, size, _, _ in extents
+        },
     )
 
 
-def _checkpoint_meta(store: Store, name: str) -> dict[str, Any]:
-    """The meta of a checkpoint: its ref and its manifest are checked against their digests."""
+def _checked_head(head: dict[str, Any]) -> dict[str, Any]:
+    """The head with its parts in their types, whatever somebody has written there."""
+    steps, events = head["steps"], head["events"]
+    if min(steps["first"], steps["size"], events["size"]) < 0:
+        raise ValueError("its head of the ledger has negative sizes")
+    return {
+        "steps": {"first": int(steps["first"]), "size": int(steps["size"]), "root": str(steps["root"])},
+        "events": {"size": int(events["size"]), "root": str(events["root"])},
+    }
+
+
+def _read_checkpoint(store: Store, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(ref, manifest), each checked against its digest."""
     body = loads(store.get(name, max_bytes=_MAX_REF), _MAX_REF)
     claimed = body.pop("digest", None)
     if claimed != sha256_digest(dumps(body)):
@@ -63,9 +116,7 @@ def _checkpoint_meta(store: Store, name: str) -> dict[str, Any]:
     data = store.get(object_name(body["checkpoint"], "checkpoint"), max_bytes=min(size, _MAX_CHECKPOINT))
     if sha256_digest(data) != body["checkpoint"]:
         raise IntegrityError(f"its manifest is not the object {body['checkpoint']}")
-    meta = loads(data, size)["meta"]
-    decoded = _decoded(meta)
-    return decoded if isinstance(decoded, dict) else {}
+    return body, loads(data, size)
 
 
 def _decoded(value: Any) -> Any:

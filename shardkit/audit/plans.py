@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPl
         plan = _make_plan(record, event, opened)
         if plan is not None:
             found[int(event["number"])] = plan
+    _check_stages(record)
     if not record.plans and record.ledger is not None:
         record.add("unknown", "plan", "ledger", "no step was ever recorded: there is nothing to check")
     return found
@@ -81,7 +83,6 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     population = population_of(dataset.manifest, dataset.table)
     number, expected = int(event["number"]), str(event["plan"])
     subject = f"plan {expected[:12]}…"
-    configuration = record.settings.get("configuration")
     candidates: list[tuple[str, PlanRecipe, Plan]] = []
 
     def rows_of(manifest: str) -> Population:
@@ -96,13 +97,14 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
         if event.get("history"):
             recipe = recipe_of(event["history"], rows_of)
             candidates.append(("the ledger's settings", recipe, recipe.make()))
-        if (
-            configuration and len(event.get("history") or ()) <= 1
-        ):  # a configuration knows nothing of amendments
-            recipe = configured_settings(population, configuration)
-            candidates.append(("run.json", recipe, recipe.make()))
+        if record.settings.get("configuration"):
+            candidates.append(_configured_plan(record, population, expected))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        record.add(
+            "violated", "plan", subject, f"cannot be made again, its settings are no settings: {error!r}"
+        )
     chosen = next((one for one in candidates if one[2].digest == expected), None)
     for source, _, plan in candidates:
         if plan.digest != expected:
@@ -111,13 +113,53 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
             record.add(
                 "violated", "plan", subject,
                 f"{source} make the plan {plan.digest[:12]}…, which is another than the run followed"
-                + (f": {differing}" if differing else ""),
+                + (f": {differing}" if differing else "; were data.stages changed?"),
             )  # fmt: skip
     if chosen is None:
         if not candidates:
             record.add("unknown", "plan", subject, "its settings are not recorded")
         return None
     return RunPlan(number, dataset, chosen[1], chosen[2])
+
+
+def _configured_plan(
+    record: RunRecord, population: Population, expected: str
+) -> tuple[str, PlanRecipe, Plan]:
+    """The plan of a stage that run.json, or the settings that the run went on with, ask for.
+
+    Where none has the digest, the last plan of run.json: it says best in what they differ.
+    """
+    made: list[tuple[str, PlanRecipe, Plan]] = []
+    for configuration in record.configurations():
+        recipes = configured_settings(population, configuration)
+        plans = [recipe.make() for recipe in recipes]
+        made += [("run.json", recipe, plan) for recipe, plan in zip(recipes, plans, strict=True)]
+        stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]
+        record.stage_plans.append([(step, plan.digest) for step, plan in zip(stages, plans, strict=True)])
+    fitting = [one for one in made if one[2].digest == expected]
+    return fitting[0] if fitting else made[len(record.stage_plans[0]) - 1]
+
+
+def _check_stages(record: RunRecord) -> None:
+    """Every stretch of steps under one plan is a stage of run.json, or of settings that the run went on with."""
+    digests = {int(event["number"]): str(event["plan"]) for event in record.plans}
+    steps, numbers = record.branch["step"].astype(np.int64), record.branch["plan"].astype(np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(steps)]
+    for begin, end in pairwise(cuts):
+        if begin == end or not record.stage_plans:
+            continue
+        first, last, digest = int(steps[begin]), int(steps[end - 1]), digests.get(int(numbers[begin]), "")
+        if not any(_follows(stages, first, last, digest) for stages in record.stage_plans):
+            record.add(
+                "violated", "plan", f"steps {first} to {last}",
+                f"followed the plan {digest[:12]}…, and no data.stages of run.json ask for it at all of these steps",
+            )  # fmt: skip
+
+
+def _follows(stages: list[tuple[int, str]], first: int, last: int, digest: str) -> bool:
+    in_force = [one for one in stages if one[0] <= first][-1:]
+    in_force += [one for one in stages if first < one[0] <= last]
+    return all(found == digest for _, found in in_force)
 
 
 def _differences(settings: dict[str, Any], plan: Plan) -> str:

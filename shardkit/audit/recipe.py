@@ -92,8 +92,8 @@ def _arguments(population: Population, settings: Mapping[str, Any]) -> dict[str,
     return arguments
 
 
-def configured_settings(population: Population, configuration: Mapping[str, Any]) -> PlanRecipe:
-    """From the configuration in the bundled trainer's ``run.json``.
+def configured_settings(population: Population, configuration: Mapping[str, Any]) -> list[PlanRecipe]:
+    """From the configuration in the bundled trainer's ``run.json``: the plan that it begins with, then each stage's.
 
     Raises:
         ConfigurationError: it has no data section.
@@ -105,7 +105,12 @@ def configured_settings(population: Population, configuration: Mapping[str, Any]
         )
     arguments = {"global_batch": data["global_batch"], "seed": data.get("seed", 0)}
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks")}
-    return PlanRecipe(population, arguments | {name: value for name, value in chosen.items() if value})
+    arguments |= {name: value for name, value in chosen.items() if value}
+    recipes = [PlanRecipe(population, arguments)]
+    for stage in data.get("stages") or ():
+        change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
+        recipes.append(PlanRecipe(population, arguments, (*recipes[-1].amendments, change)))
+    return recipes
 
 
 def _by_name(population: Population, weights: list[int]) -> dict[str, int]:

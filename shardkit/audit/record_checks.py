@@ -7,6 +7,7 @@ from typing import Any
 from shardkit.audit.result import Audit
 from shardkit.audit.run_record import RunRecord
 from shardkit.ledger import MASKED, SUBSTITUTED
+from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION
 
 __all__ = ["check_checkpoints", "check_end", "check_statement", "explain_events"]
 
@@ -118,7 +119,7 @@ def explain_events(record: RunRecord) -> None:
                 f"start {event.get('start')} on {event.get('ranks')} ranks; the one before had come to step "
                 f"{event.get('reached')}, {event.get('repeats')} steps were repeated",
             )  # fmt: skip
-        elif kind not in ("plan", "assignment", "start"):
+        elif kind not in ("plan", "assignment", "start", CHECKPOINT, CONFIGURATION):
             details = {name: value for name, value in event.items() if name not in ("kind", "step")}
             record.add(
                 "note", str(kind), where, ", ".join(f"{name} {value}" for name, value in details.items())

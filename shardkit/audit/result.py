@@ -37,6 +37,8 @@ class Audit:
         starts: the launches of the run: start, step, ranks, repeats.
         event_counts: events by kind.
         checkpoints: (name, step, whether its head is one of the ledger's; None: it has none).
+        bound_checkpoints: how many of them the ledger records as they are.
+        tensors: tensor objects of checkpoints that were looked at.
         verified: what the check of the shards saw; None where it was not asked for.
         findings: everything else.
         software: versions that run.json recorded.
@@ -55,6 +57,8 @@ class Audit:
     starts: list[dict[str, Any]] = field(default_factory=list)
     event_counts: dict[str, int] = field(default_factory=dict)
     checkpoints: list[tuple[str, int, bool | None]] = field(default_factory=list)
+    bound_checkpoints: int = 0
+    tensors: int = 0
     verified: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
     software: dict[str, str] = field(default_factory=dict)

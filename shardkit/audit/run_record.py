@@ -16,6 +16,7 @@ from shardkit.audit.findings import Finding, Severity
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.ledger import Ledger, Merge, journal_paths
+from shardkit.ledger.bindings import CONFIGURATION
 from shardkit.ledger.journal_reading import JournalFile
 from shardkit.ledger.ledger import read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
@@ -43,6 +44,7 @@ class RunRecord:
         reached: the most steps that the trainer's own logs speak of.
         findings: what was wrong with any of it.
         roots: every head that the records ever had; None where the ledger is damaged.
+        stage_plans: of each configuration of the run: (first step, plan digest) of its stages; set by `find_plans`.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class RunRecord:
     reached: int = 0
     findings: list[Finding] = field(default_factory=list)
     roots: Roots | None = None
+    stage_plans: list[list[tuple[int, str]]] = field(default_factory=list)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
         """Note a finding."""
@@ -66,6 +69,21 @@ class RunRecord:
     def plans(self) -> list[dict[str, Any]]:
         """The plans that the run followed, by number: the events that introduced them."""
         return [event for event in self.events if event.get("kind") == "plan"]
+
+    @property
+    def configuration_events(self) -> list[dict[str, Any]]:
+        """The settings that the ledger records, oldest first; empty for runs of 0.1 and of other trainers."""
+        return [event for event in self.events if event.get("kind") == CONFIGURATION]
+
+    def configurations(self) -> list[dict[str, Any]]:
+        """Every configuration that the run had: run.json's, then those that it went on with."""
+        texts: list[Any] = [event.get("settings") for event in self.configuration_events]
+        found = [self.settings.get("configuration"), *map(_json_object, texts)]
+        if not texts:  # 0.1 said it in its log alone
+            lines = (read_file(self.path / "events.jsonl") or b"").splitlines()
+            logged = (_json_object(line) or {} for line in lines)
+            found += [one.get("configuration") for one in logged if one.get("event") == "configuration"]
+        return [one for one in found if isinstance(one, dict)]
 
 
 def load_run(path: Path) -> RunRecord:
@@ -96,6 +114,14 @@ def _read_settings(run: RunRecord) -> dict[str, Any]:
         run.add("violated", "settings", "run.json", f"is no JSON any more: {error}")
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _json_object(text: str | bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, TypeError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 # ---- ledger

@@ -14,7 +14,7 @@ from shardkit.audit.replay import replay
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import find_samples, hash_values
-from shardkit.errors import NotFoundError
+from shardkit.errors import NotFoundError, UsageError
 from shardkit.ledger import SUBSTITUTED
 
 __all__ = ["StepSample", "Use", "resolve_samples", "samples_of_step", "uses_of", "uses_of_many"]
@@ -236,12 +236,53 @@ def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found[start] for start in sorted(found)))
 
 
-def resolve_samples(dataset: Dataset, field: str, values: list[str]) -> tuple[NDArray[np.int64], list[str]]:
-    """(sample numbers, values that no sample has) of values of a field, of ``key``, or of ``number``."""
+def resolve_samples(
+    dataset: Dataset, field: str | None, values: list[str]
+) -> tuple[NDArray[np.int64], list[str], str]:
+    """Sample numbers of values of a field, of ``key``, or of ``number``.
+
+    Without a field they are keys; where every value is a whole number and none is a key, sample numbers.
+
+    Returns:
+        (numbers ascending, values that no sample has, the field that they were taken for).
+
+    Raises:
+        UsageError: they may be keys as well as numbers, which are other samples; or they are no numbers.
+    """
     if field == "number":
-        numbers = np.array([int(value) for value in values], dtype=np.int64)
-        inside = (numbers >= 0) & (numbers < len(dataset))
-        return numbers[inside], [value for value, ok in zip(values, inside.tolist(), strict=True) if not ok]
+        return *_by_number(dataset, values), field
+    if field is not None:
+        return *_by_field(dataset, field, values), field
+    keyed, without = _by_field(dataset, "key", values)
+    if not all(map(_is_number, values)):
+        return keyed, without, "key"
+    numbered, outside = _by_number(dataset, values)
+    if not len(keyed):
+        return numbered, outside, "number"
+    if len(numbered) and not np.array_equal(keyed, numbered):
+        raise UsageError(
+            f"values such as {values[0]!r} are keys of {len(keyed)} samples, and numbers of {len(numbered)}, which are "
+            "others; say what the list holds: --field key or --field number"
+        )
+    return keyed, without, "key"
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.strip().isdecimal()
+
+
+def _by_number(dataset: Dataset, values: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+    wrong = [value for value in values if not _is_number(value)]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0][:40]!r} is no sample number; expected 0 to {len(dataset) - 1}, one a line"
+        )
+    numbers = {value: int(value) for value in values}
+    inside = {number for number in numbers.values() if number < len(dataset)}
+    return np.array(sorted(inside), dtype=np.int64), [v for v in values if numbers[v] not in inside]
+
+
+def _by_field(dataset: Dataset, field: str, values: list[str]) -> tuple[NDArray[np.int64], list[str]]:
     name, hashes = hash_values(dataset.schema, field, values)
     matches = find_samples(dataset, name, hashes, scan=True)
     hit = set(matches.value.tolist())

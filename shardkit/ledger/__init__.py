@@ -12,10 +12,12 @@
     collecting       a step whose cells are not all known yet
     merging          from the ranks' journals to the ledger: one leaf per step on any topology
     heads            the head for a checkpoint
+    bindings         settings and checkpoints as events
 
 SPEC.md says the bytes, the order of writes and what is promised.
 """
 
+from shardkit.ledger.bindings import bind_checkpoint, bind_configuration, bound_settings, setting_differences
 from shardkit.ledger.heads import ledger_head
 from shardkit.ledger.journal import Journal
 from shardkit.ledger.journal_format import CellRecord
@@ -31,10 +33,14 @@ __all__ = [
     "Journal",
     "Ledger",
     "Merge",
+    "bind_checkpoint",
+    "bind_configuration",
+    "bound_settings",
     "journal_paths",
     "ledger_head",
     "merge_journals",
     "read_journal",
+    "setting_differences",
     "step_digest",
     "step_digests",
 ]

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import StoreError
 from shardkit.formats.canonical_json import dumps
+from shardkit.ledger.bindings import BINDINGS
 from shardkit.ledger.journal_format import (
     CELLS,
     CHECK,
@@ -82,7 +83,7 @@ class Journal:
         self._size = self._check = 0
         self._open()
         if meta is not None:
-            self._append(0, META, dumps(dict(meta)))
+            self._append(0, META, dumps({**meta, BINDINGS: 1}))
 
     def record_step(
         self, step: int, lanes: Sequence[int], counts: Sequence[int], samples: NDArray[np.int64]

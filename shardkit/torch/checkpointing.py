@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,12 +44,14 @@ from shardkit.errors import (
 )
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.ledger import bind_checkpoint
 from shardkit.storage import Store, object_name
 
 from .checkpoint_format import (
     NAME,
     REF_BYTES,
     as_store,
+    checkpoint_names,
     decode_value,
     encode_value,
     get_verified,
@@ -179,12 +182,25 @@ class CheckpointWriter(StorageWriter):
         store.put_new(object_name(digest, "checkpoint"), body)
         ref: dict[str, object] = {"checkpoint": digest, "name": self.name, "size": len(body)}
         ref["digest"] = sha256_digest(dumps(ref))
-        if not store.put_new(ref_name(self.name), dumps(ref)) and store.get(
-            ref_name(self.name), max_bytes=REF_BYTES
-        ) != dumps(ref):
+        if self.name in checkpoint_names(store):
+            if store.get(ref_name(self.name), max_bytes=REF_BYTES) == dumps(ref):
+                return
             raise RunError(
                 f"checkpoint {self.name} exists in {store.url} with other content; choose another name"
             )
+        self._bind(store, digest)
+        if not store.put_new(ref_name(self.name), dumps(ref)):
+            raise RunError(f"checkpoint {self.name} was written to {store.url} by another process meanwhile")
+
+    def _bind(self, store: Store, digest: str) -> None:
+        """Into the ledger of the run directory, where it has one: from now on no other may have this name."""
+        assert self.name is not None
+        if "://" in store.url or not any(Path(store.url, part).is_dir() for part in ("journal", "ledger")):
+            return
+        step = self.meta.get("step")
+        bind_checkpoint(
+            store.url, name=self.name, checkpoint=digest, step=step if type(step) is int else None
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

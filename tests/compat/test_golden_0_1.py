@@ -263,6 +263,8 @@ def test_a_run_audits_as_it_did(name: str) -> None:
     found = audited(name)
     assert found == {**known, "findings": findings}
     assert (found["exit_code"], findings) == (0, [])
+    bound = {one.text for one in audit_run(f"runs/{name}", dataset=WITHOUT_SETTINGS.get(name)).findings}
+    assert any("not bound (0.1)" in text for text in bound) == (name not in WITHOUT_SETTINGS)
 
 
 def parameters(run: str) -> tuple[str, dict[str, float]]:

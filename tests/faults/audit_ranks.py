@@ -16,7 +16,7 @@ from typing import Any
 import shardkit
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
-from shardkit.ledger import ledger_head
+from shardkit.ledger import bind_checkpoint, ledger_head
 from shardkit.storage import object_name, open_store
 
 
@@ -38,6 +38,7 @@ def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[s
     )
     digest = sha256_digest(body)
     store.put_new(object_name(digest, "checkpoint"), body)
+    bind_checkpoint(run, name=name, checkpoint=digest, step=step)
     ref = {"name": name, "checkpoint": digest, "size": len(body)}
     store.put_new(f"checkpoints/{name}.json", dumps({**ref, "digest": sha256_digest(dumps(ref))}))
     assert parse_digest(digest)

@@ -17,7 +17,7 @@ import shardkit
 from shardkit.audit import Audit, audit_run
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
-from shardkit.ledger import Journal, Ledger, ledger_head
+from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
 from shardkit.ledger.records import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
 from shardkit.storage import object_name, open_store
 from shardkit_tools.main import run as shardkit_command
@@ -66,6 +66,7 @@ def save(run: Path, step: int, root: str, *, head: dict[str, Any] | None = None,
     store, name = open_store(run), f"step-{step:012d}"
     body = dumps({"format": "shardkit-checkpoint", "version": 1, "name": name, "meta": spelled(meta)})
     store.put_new(object_name(sha256_digest(body), "checkpoint"), body)
+    bind_checkpoint(run, name=name, checkpoint=sha256_digest(body), step=step)
     ref = {"name": name, "checkpoint": sha256_digest(body), "size": len(body)}
     store.put_new(f"checkpoints/{name}.json", dumps({**ref, "digest": sha256_digest(dumps(ref))}))
 
@@ -127,7 +128,8 @@ def test_a_clean_run_is_clean_in_every_respect(home: Path) -> None:
     assert [(one.epoch, one.last - one.first, one.is_whole, one.is_exact) for one in audit.coverage] == [
         (0, 20, True, True), (1, 20, True, True), (2, 20, True, True),
     ]  # fmt: skip
-    assert {one.kind for one in audit.findings} == {"restart"}
+    assert {one.kind for one in audit.findings} == {"restart", "settings"}
+    assert audit.bound_checkpoints == 2
     assert audit.verified is not None
     assert audit.verified["shards_seen"] == audit.verified["shards"] > 1
 
@@ -598,6 +600,73 @@ def test_trace_of_a_list_proves_that_none_was_used(
     document = json.loads(out)
     assert code == 5
     assert [(one["step"], one["lane"], one["slot"]) for one in document["uses"]] == [(4, 1, 2)]
+
+
+def test_trace_of_a_list_of_numbers_takes_them_for_sample_numbers(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed, run = tmp_path / "list", str(home / "run")
+    used = shardkit.open(str(home / "data")).plan(**SETTINGS).cell(4, 1).tolist()
+    listed.write_text("".join(f"{sample}\n" for sample in used))
+    code, out = command("trace", run, "--exclude", str(listed), "--json", capsys=capsys)
+    document = json.loads(out)
+    assert (code, document["field"], document["used"]) == (5, "number", sorted(used))
+    assert document["answer"] == "these were used"
+
+
+@pytest.mark.parametrize(
+    ("lines", "field", "taken"),
+    [
+        ("elsewhere\nnowhere\n", None, "key"),
+        (f"{ROWS}\n{ROWS + 7}\n", None, "number"),
+        ("17\n18\n", "key", "key"),
+    ],
+)
+def test_a_list_of_which_nothing_is_there_proves_nothing(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, field: str | None, taken: str
+) -> None:
+    listed = tmp_path / "list"
+    listed.write_text(lines)
+    more = ["--field", field] if field else []
+    code, out = command("trace", str(home / "run"), "--exclude", str(listed), *more, capsys=capsys)
+    assert code == 5
+    assert f"nothing of the list is in the dataset, taken as {taken}: this proves nothing" in out
+    assert "ever used" not in out
+
+
+def test_a_list_that_may_be_of_keys_or_of_numbers_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, run, listed = tmp_path / "data", tmp_path / "run", tmp_path / "list"
+    with shardkit.create(root, {"value": "int64"}) as writer:
+        for number in range(60):
+            writer.add({"value": number}, key=str((number + 30) % 60))
+    dataset = shardkit.open(root)
+    with dataset.loader(dataset.plan(**SETTINGS), rank=0, world=1, run=run, tensors=False) as loader:
+        next(iter(loader))
+    listed.write_text("3\n4\n")
+    code, _ = command("trace", str(run), "--exclude", str(listed), capsys=capsys)
+    assert code == 2
+    for field in ("key", "number"):
+        code, out = command(
+            "trace", str(run), "--exclude", str(listed), "--field", field, "--json", capsys=capsys
+        )
+        assert len(json.loads(out)["in_dataset"]) == 2
+        assert code in (0, 5)
+    listed.write_text("3\nfour\n")
+    code, _ = command("trace", str(run), "--exclude", str(listed), "--field", "number", capsys=capsys)
+    assert code == 2
+
+
+def test_nothing_is_proven_from_a_record_that_is_not_sound(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = tmp_path / "list"
+    listed.write_text(f"{shardkit.open(str(home / 'data')).key(0)}\n")
+    path = home / "run" / "ledger" / "heads"
+    path.write_bytes(path.read_bytes()[:-30] + b"?" * 29 + b"\n")
+    code, _ = command("trace", str(home / "run"), "--exclude", str(listed), capsys=capsys)
+    assert code == 4
 
 
 # ---- amended plans

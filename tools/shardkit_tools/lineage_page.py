@@ -51,7 +51,7 @@ def show_lineage(dataset: Dataset, sample: str | None, *, as_json: bool) -> None
 
 
 def _number(dataset: Dataset, key: str) -> int:
-    samples, _ = resolve_samples(dataset, "key", [key])
+    samples, _, _ = resolve_samples(dataset, "key", [key])
     if not len(samples):
         raise NotFoundError(f"no sample has the key {key!r}")
     return int(samples[0])

@@ -359,11 +359,13 @@ def trace_command(
         ),
     ] = None,
     field: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--field", metavar="FIELD", help="What --exclude lists: key, number, url, image:sha256, …"
+            "--field",
+            metavar="FIELD",
+            help="What --exclude lists: key, number, url, image:sha256, …; default: keys, or else numbers.",
         ),
-    ] = "key",
+    ] = None,
     dataset: DatasetOption = None,
     jobs: JobsOption = None,
     as_json: JsonFlag = False,
@@ -371,7 +373,8 @@ def trace_command(
     """Trace a sample, a step, or a list of samples that must not have been used.
 
     The answer follows from the plan and the ledger; run `shardkit audit RUN` first to know that the ledger is sound.
-    Exit codes of --exclude: 0 none of them was used, 5 some were.
+    Exit codes of --exclude: 0 none of them was used; 5 some were, or nothing of the list is in the dataset, which
+    proves nothing; 4 where the record of the run is not sound.
 
     Example: shardkit audit trace runs/a --exclude takedown.txt --field url
     """
@@ -391,7 +394,11 @@ def trace_command(
     elif step is not None:
         _trace_step(record, plans, step, as_json)
     elif exclude is not None:
-        _trace_list(record, plans, exclude, field, jobs or os.cpu_count() or 1, as_json)
+        answer = _trace_list(record, plans, exclude, field, jobs or os.cpu_count() or 1, as_json)
+        if answer and not violated:
+            raise typer.Exit(answer)
+    if violated:
+        raise typer.Exit(ExitCode.DAMAGED)
 
 
 def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_json: bool) -> None:
@@ -406,7 +413,7 @@ def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_js
 
 def _number_of_key(plans: dict[int, RunPlan], key: str) -> int:
     plan = next(iter(plans.values()))
-    samples, _ = resolve_samples(plan.dataset, "key", [key])
+    samples, _, _ = resolve_samples(plan.dataset, "key", [key])
     if not len(samples):
         raise NotFoundError(f"no sample of the run's dataset has the key {key!r}")
     return int(samples[0])
@@ -444,28 +451,32 @@ def _step_row(one: StepSample) -> tuple[str, ...]:
 
 
 def _trace_list(
-    record: RunRecord, plans: dict[int, RunPlan], path: Path, field: str, jobs: int, as_json: bool
-) -> None:
+    record: RunRecord, plans: dict[int, RunPlan], path: Path, field: str | None, jobs: int, as_json: bool
+) -> ExitCode:
+    """Print the answer; returns its code."""
     values = read_lines(path)
     samples: set[int] = set()
-    absent = set(values)
+    absent, taken = set(values), ""
     for plan in plans.values():
-        found, missing = resolve_samples(plan.dataset, field, values)
+        found, missing, taken = resolve_samples(plan.dataset, field, values)
         samples |= set(found.tolist())
         absent &= set(missing)
     uses = uses_of_many(record, plans, samples, jobs=jobs)
     used = {use.sample for use in uses}
+    answer = "these were used" if uses else "none of the list was ever used"
+    if not samples:
+        answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
     if as_json:
         print_json(
-            {"listed": len(values), "absent": sorted(absent), "in_dataset": sorted(samples), "used": sorted(used),
-             "uses": [asdict(use) for use in uses]}
+            {"listed": len(values), "field": taken, "absent": sorted(absent), "in_dataset": sorted(samples),
+             "used": sorted(used), "answer": answer, "uses": [asdict(use) for use in uses]}
         )  # fmt: skip
     else:
         print_facts(
-            [("listed", count_text(len(values), "value")), ("not in the dataset", count_text(len(absent))),
+            [("listed", f"{count_text(len(values), 'value')}, taken as {taken}"),
+             ("not in the dataset", count_text(len(absent))),
              ("samples of the dataset", count_text(len(samples))), ("of these consumed", count_text(len(used)))]
         )  # fmt: skip
-        print_line("none of the list was ever used" if not uses else "these were used:", "bold")
+        print_line(answer, "bold")
         _print_uses(uses)
-    if uses:
-        raise typer.Exit(ExitCode.NO)
+    return ExitCode.NO if uses or not samples else ExitCode.DONE

@@ -1,0 +1,107 @@
+"""What a run directory claims beside its steps, bound by events of its ledger (SPEC.md, "Bindings")."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from shardkit.errors import IntegrityError
+from shardkit.ledger.ledger import Ledger
+
+__all__ = ["BINDINGS", "CHECKPOINT", "CONFIGURATION", "bind_checkpoint", "bind_configuration", "bound_settings",
+           "setting_differences"]  # fmt: skip
+
+BINDINGS: Final = "bindings"
+"""Key of the event of a plan: whoever recorded it binds every checkpoint."""
+CHECKPOINT: Final = "checkpoint"
+"""Kind of the event that a checkpoint's ref is preceded by: `name`, `checkpoint` (digest of its manifest)."""
+CONFIGURATION: Final = "configuration"
+"""Kind of the event of a start under new settings: `run` (digest of run.json), `settings` (JSON text), `changed`."""
+
+
+def bind_checkpoint(
+    run: str | os.PathLike[str], *, name: str, checkpoint: str, step: int | None = None
+) -> None:
+    """Record, durably, which checkpoint will have a name; to be called after its bytes are written, before its ref is.
+
+    Args:
+        run: directory.
+        name: of the checkpoint.
+        checkpoint: "sha256:…" of its manifest, which names every tensor object by digest.
+        step: how many steps the run has taken; the ledger's own count where it is not given.
+
+    Raises:
+        IntegrityError: the ledger was cut or damaged.
+        StoreError: it cannot be written.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        at = ledger.next_step if step is None else step
+        ledger.add_event({"kind": CHECKPOINT, "step": at, "name": name, "checkpoint": checkpoint})
+        ledger.commit()
+
+
+def bind_configuration(
+    run: str | os.PathLike[str],
+    *,
+    record: str,
+    settings: Mapping[str, Any],
+    changed: Sequence[tuple[str, object, object]] = (),
+    allowed: Sequence[str] = (),
+) -> None:
+    """Record, durably, the settings that the run goes on with from here; nothing where they are those recorded last.
+
+    Args:
+        run: directory.
+        record: "sha256:…" of run.json.
+        settings: the whole configuration, as run.json has it.
+        changed: (key, old, new) of what differs from the settings before.
+        allowed: those keys among them that change the data or the model, and were allowed to.
+
+    Raises:
+        IntegrityError: run.json is another than was recorded, or the ledger was cut or damaged.
+    """
+    text = json.dumps(settings, sort_keys=True)
+    with Ledger(Path(run), writing=True) as ledger:
+        known = _last(ledger)
+        if known is not None and known.get("run") != record:
+            raise IntegrityError(
+                f"{run}/run.json was changed: its digest is {record}, and the ledger records {known.get('run')}; "
+                "restore it from a copy"
+            )
+        if known is not None and known.get("settings") == text:
+            return
+        changes = [[key, json.dumps(old), json.dumps(new)] for key, old, new in changed]
+        ledger.add_event(
+            {"kind": CONFIGURATION, "step": ledger.next_step, "run": record, "settings": text,
+             "changed": changes, "allowed": sorted(allowed)}
+        )  # fmt: skip
+        ledger.commit()
+
+
+def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The settings that were recorded last; None where none were (runs of 0.1, and other trainers)."""
+    if not (Path(run) / "ledger").is_dir():
+        return None
+    known = _last(Ledger(Path(run)))
+    return None if known is None else dict(json.loads(known["settings"]))
+
+
+def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of every setting that differs, by section.key; None where one of them has no such key."""
+    found = []
+    for section in dict.fromkeys((*old, *new)):
+        before, after = (one.get(section) or {} for one in (old, new))
+        if not isinstance(before, dict) or not isinstance(after, dict):
+            found += [(str(section), before, after)] if before != after else []
+            continue
+        found += [(f"{section}.{key}", before.get(key), after.get(key))
+                  for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]  # fmt: skip
+    return found
+
+
+def _last(ledger: Ledger) -> dict[str, Any] | None:
+    found = (event for event in reversed(ledger.event_documents()) if event.get("kind") == CONFIGURATION)
+    return next(found, None)
