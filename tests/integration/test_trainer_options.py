@@ -148,7 +148,7 @@ def test_a_run_of_several_datasets_resumes_at_their_versions(tmp_path: Path) -> 
     for name in ("one", "two"):
         write(tmp_path / name, 0, append=False)
     parts = f"{{one = '{tmp_path / 'one'}', two = '{tmp_path / 'two'}'}}"
-    more = {"data.parts": parts, "checkpoint.every": 2}
+    more = {"data.parts": parts, "checkpoint.every": 2, "schedule.kind": "constant"}
     arguments = [one for one in settings(tmp_path / "run", "", **more) if not one.startswith("data.dataset")]
     first = train(load_configuration(None, [*arguments, "run.steps=2"]))
     assert first.step == 2
@@ -164,7 +164,12 @@ def test_a_run_of_several_datasets_resumes_at_their_versions(tmp_path: Path) -> 
 
 def test_checkpoints_are_copied_and_read_from_a_replica(tmp_path: Path, texts: str) -> None:
     replica = tmp_path / "replica"
-    more = {"checkpoint.replicas": [str(replica)], "checkpoint.every": 2, "checkpoint.keep": 2}
+    more: dict[str, Any] = {
+        "checkpoint.replicas": [str(replica)],
+        "checkpoint.every": 2,
+        "checkpoint.keep": 2,
+    }
+    more["schedule.kind"] = "constant"  # more steps later would change the others' rates
     run(tmp_path / "run", texts, **more, **{"run.steps": 6})
     assert (
         checkpoint_names(replica)
@@ -191,7 +196,12 @@ def test_checkpoints_are_copied_and_read_from_a_replica(tmp_path: Path, texts: s
 
 
 def test_cost_adds_up_over_restarts(tmp_path: Path, texts: str) -> None:
-    more = {"log.price_per_hour": 36.0, "log.watts": 250.0, "checkpoint.every": 2}
+    more = {
+        "log.price_per_hour": 36.0,
+        "log.watts": 250.0,
+        "checkpoint.every": 2,
+        "schedule.kind": "constant",
+    }
     for steps in (4, 6):
         run(tmp_path / "run", texts, **more, **{"run.steps": steps})
     lines = read_lines(tmp_path / "run" / "metrics" / "train.jsonl")

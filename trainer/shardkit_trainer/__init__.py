@@ -3,7 +3,7 @@
 ::
 
     launch         ranks on this machine: torchrun (agent) as a child, the supervisor, or this process
-    configuration  typed sections, TOML, overrides
+    configuration  typed sections, TOML, overrides;  typed_settings: types, ranges, messages;  changes: of a later start
     training       a run: open, resume, step by step, evaluate, save;  steps: one optimizer step
       reading      datasets at the run's versions, plans by stage, cells one step ahead
       tasks        from cells to tensors to a loss;  models: a GPT, a residual network

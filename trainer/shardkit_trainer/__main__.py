@@ -1,4 +1,4 @@
-"""``torchrun -m shardkit_trainer run.toml section.key=value …``: one rank of a run."""
+"""``torchrun -m shardkit_trainer run.toml section.key=value … [--allow-changes=KEY,…]``: one rank of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def main(arguments: list[str]) -> int:
 
     from .configuration import load_configuration
 
+    option = "--allow-changes="
+    allowed = [
+        key for a in arguments if a.startswith(option) for key in a.removeprefix(option).split(",") if key
+    ]
+    arguments = [a for a in arguments if not a.startswith(option)]
     files = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if len(files) > 1:
@@ -22,7 +27,7 @@ def main(arguments: list[str]) -> int:
         config = load_configuration(files[0] if files else None, overrides)
         from .training import train
 
-        train(config)
+        train(config, allow_changes=allowed)
     except ShardkitError as error:
         print(f"rank {os.environ.get('RANK', '0')}: {error.kind}: {error}", file=sys.stderr, flush=True)
         return exit_code(error)

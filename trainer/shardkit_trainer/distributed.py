@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardkit.errors import RunError
 
-from .configuration import Configuration
+from .configuration import Configuration, expect
 from .membership import Membership
 
 __all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
@@ -158,10 +158,7 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
     The store is prefixed by torchrun's restart count: workers of a restarted job otherwise read the addresses of the
     dead ones from the agent's store and hang (pytorch issue 135712).
     """
-    cuda = config.run.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = _own_device(config.run.device)
     torch.set_num_threads(config.parallel.threads)
     if dist.is_initialized():
         given = c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
@@ -179,6 +176,25 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
     store.set_timeout(max(timeout, START_PATIENCE))
     _form_group(device, store, rank, size, timeout, max(timeout, START_PATIENCE))
     return World(rank, size, device, store, owned=True)
+
+
+def _own_device(asked: str) -> torch.device:
+    """Where this rank's model lives."""
+    found = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    few = f"this machine has {found} CUDA devices: start at most {found} ranks on it, or take cpu"
+    expect(
+        (
+            asked != "cuda" or found > 0,
+            "run.device = 'cuda': torch finds no CUDA device here; take auto or cpu",
+        ),
+        (not found or number < found, f"run.device = {asked!r}: {few}"),
+    )
+    if not found:
+        return torch.device("cpu")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _form_group(

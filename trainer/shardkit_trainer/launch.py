@@ -15,6 +15,7 @@ from pathlib import Path
 from shardkit.errors import MissingDependency
 from shardkit.exit_codes import ExitCode
 
+from .changes import check_changes
 from .configuration import Configuration, load_configuration
 from .run_directory import read_lines
 
@@ -43,24 +44,35 @@ def rank_environment() -> dict[str, str]:
     return {**own, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
 
 
-def launch(path: str | None, overrides: Sequence[str], *, nproc: int, restarts: int = 0) -> int:
+def launch(
+    path: str | None,
+    overrides: Sequence[str],
+    *,
+    nproc: int,
+    restarts: int = 0,
+    allow_changes: Sequence[str] = (),
+) -> int:
     """Train with ``nproc`` ranks on this machine; returns the exit code.
 
-    A SIGTERM or SIGINT to this process is handed on; ranks save and end, and the run counts as interrupted.
+    A SIGTERM or SIGINT to this process is handed on; ranks save and end, and the run counts as interrupted. Settings
+    that differ from those of the start before, and change the data or the model, are refused unless ``allow_changes``
+    names them.
 
     Raises:
         ConfigurationError: before anything is started.
         MissingDependency: torch is not installed.
     """
     config = load_configuration(path, overrides)
+    check_changes(config, allow_changes)
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("training needs torch; run: pip install 'shardkit[train]'")
     if nproc == 1 and not restarts:
         os.environ.setdefault("OMP_NUM_THREADS", str(config.parallel.threads))
         from .training import train
 
-        return ExitCode.DONE if train(config).finished else ExitCode.INTERRUPTED
-    script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides]
+        return ExitCode.DONE if train(config, allow_changes=allow_changes).finished else ExitCode.INTERRUPTED
+    allowed = [f"--allow-changes={','.join(allow_changes)}"] if allow_changes else []
+    script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides, *allowed]
     if config.parallel.recovery == "in-process":
         from .supervisor import supervise
 

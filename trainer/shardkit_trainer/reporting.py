@@ -70,7 +70,12 @@ class Reporter:
         rate = record["targets"] / max(record["step_s"], 1e-9)
         wait = 100.0 * record["data_s"] / max(record["step_s"], 1e-9)
         accuracy = f"  accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
-        text = f"loss {record['loss']:.4f}{accuracy}  norm {record['gradient_norm']:.2f}"
+        loss = (
+            f"loss {record['loss']:.4f}"
+            if record["targets"]
+            else f"no valid {self._unit}: nothing was learned"
+        )
+        text = f"{loss}{accuracy}  norm {record['gradient_norm']:.2f}"
         text += f"  rate {record['learning_rate']:.2e}  {rate:,.0f} {self._unit}s/s  data wait {wait:.1f} %"
         if self._progress is not None:
             self._progress.update(self._bar, completed=done, description=text)
@@ -87,7 +92,8 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write({"evaluation": dict(record)})
         accuracy = f", accuracy {100 * record['accuracy']:.2f} %" if "accuracy" in record else ""
-        self.say(f"evaluation after step {record['step']}: loss {record['loss']:.4f}{accuracy}"
+        loss = f"loss {record['loss']:.4f}" if record["targets"] else f"no valid {self._unit}"
+        self.say(f"evaluation after step {record['step']}: {loss}{accuracy}"
                  f" over {record['samples']} samples")  # fmt: skip
 
     def close(self) -> None:

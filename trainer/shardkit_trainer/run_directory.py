@@ -14,7 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shardkit.errors import RunError, StateError
+from shardkit.errors import IntegrityError, RunError, StateError
+from shardkit.ledger import bound_settings
 from shardkit.storage import Store, open_store
 
 from .configuration import expect
@@ -99,6 +100,7 @@ class RunDirectory:
 
         Raises:
             StateError: the directory belongs to another dataset version or plan.
+            IntegrityError: run.json is gone.
         """
         known = self.manifest_of_run()
         if known is None:
@@ -106,16 +108,16 @@ class RunDirectory:
                 "format": "shardkit-run", "version": 1, "configuration": settings, "manifest": manifest, "plan": plan,
                 "software": software(), "started": time.time(), **({"parts": parts} if parts else {}),
             }  # fmt: skip
+            if bound_settings(self.path) is not None:
+                raise IntegrityError(
+                    f"{self.path}/run.json is gone; the ledger records it: restore it from a copy"
+                )
             self.store.put_new("run.json", json.dumps(record, indent=1, sort_keys=True).encode() + b"\n")
         elif (known["manifest"], known["plan"]) != (manifest, plan):
             raise StateError(
                 f"run directory {self.path} belongs to manifest {known['manifest']}, plan {known['plan']};"
                 f" this run has manifest {manifest}, plan {plan}; use another run.directory or the old settings"
             )
-        elif known["configuration"] != settings:
-            changed = [f"{section}.{key}" for section, values in settings.items() for key, value in values.items()
-                       if known["configuration"].get(section, {}).get(key) != value]  # fmt: skip
-            self.event("configuration", changed=changed, configuration=dict(settings))
 
     def event(self, kind: str, **details: object) -> None:
         """Append an event; nothing where this rank does not lead."""

@@ -38,7 +38,7 @@ class StepResult:
     """What a step came to, the same on every rank.
 
     Attributes:
-        loss: mean per valid target; nan where a loss was not finite.
+        loss: mean per valid target; nan where there is none, or a loss was not finite.
         right: right answers.
         targets, samples: of the whole step.
         norm: of the gradient, before clipping.
@@ -113,7 +113,7 @@ class Stepper:
             self._strategy.before_update()  # a checkpoint's copies, begun beside the passes
         with timeline.stage("update"):
             self._update(step, norm, rate, finite=not bad)
-        mean = math.nan if bad else loss / 2**LOSS_BITS / max(1, targets)
+        mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
         return StepResult(mean, right, targets, samples, norm, rate, bool(stop))
 
     @contextmanager

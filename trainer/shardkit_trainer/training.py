@@ -12,6 +12,7 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import torch
 
 from shardkit.ledger import ledger_head
 
+from .changes import Change, check_changes, record_changes
 from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .cost import Cost
@@ -62,8 +64,12 @@ class Summary:
     bytes_held: dict[str, int] = field(default_factory=dict)
 
 
-def train(config: Configuration) -> Summary:
+def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summary:
     """Run or resume ``config`` on this rank, until it is finished or a signal asks it to stop.
+
+    Args:
+        config: of the run.
+        allow_changes: keys that may differ from the start before although the data or the model change with them.
 
     Raises:
         RunError: a rank died or froze (named), or the gradients stay non-finite.
@@ -76,7 +82,7 @@ def train(config: Configuration) -> Summary:
             raise KeyboardInterrupt  # the second one
         stop.set()
 
-    run = _Run(config, stop)
+    run = _Run(config, stop, allow_changes)
     with on_stop_signals(ask):
         world = join_world(config)
         try:
@@ -120,8 +126,8 @@ class _Run:
     loader: Any
     cells: CellsAhead
 
-    def __init__(self, config: Configuration, stop: threading.Event):
-        self.config, self.stop = config, stop
+    def __init__(self, config: Configuration, stop: threading.Event, allow_changes: Collection[str]):
+        self.config, self.stop, self.allow_changes = config, stop, allow_changes
         self.step = 0
         self.paid_until = time.monotonic()  # what this process costs is accounted for up to here
         self.summary = Summary(0, finished=False)
@@ -139,8 +145,11 @@ class _Run:
         lead = world.rank == 0
         self.directory = directory = self._part(RunDirectory(config.run.directory, lead=lead))
         self.data = data = self.data or RunData(config, world, directory)
+        changes: list[Change] = []
         if lead:
+            changes = check_changes(config, self.allow_changes)
             directory.begin(config.to_json(), data.manifest, data.plans[0].digest, data.parts)
+            record_changes(directory, config, changes)
         self.steps = data.steps
         self.task: Task = make_task(config.model, data.dataset, config.run.seed)
         # before the model is wrapped and sharded: one process can still run it alone
@@ -148,6 +157,8 @@ class _Run:
         strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
         self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl", self.paid_until)
         self.reporter = self._part(Reporter(config.log, directory, lead, self.steps, self.task.unit))
+        if changes:
+            self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
         self.profiler = self._part(ProfilerWindow(config.log, directory, lead))
         self.stepper = Stepper(config, strategy, self.stop, directory.event)
         self.checkpointer = Checkpointer(directory.store, world, config, directory.event)
@@ -203,6 +214,8 @@ class _Run:
 
     def finish(self) -> Summary:
         """Train to the end, or until a signal."""
+        if self.step >= self.steps:
+            self.reporter.say(f"nothing is left to do: the run has {self.steps} steps, all of them taken")
         stopped = self._take_steps()
         self._end(stopped)
         return self.summary

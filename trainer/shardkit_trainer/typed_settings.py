@@ -1,0 +1,216 @@
+"""From raw TOML to typed sections: every key, type and range is checked in one place, and printed from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from shardkit.errors import ConfigurationError
+
+__all__ = ["Range", "Section", "build", "describe", "expect", "one_of"]
+
+
+def expect(*rules: tuple[bool, str]) -> None:
+    """Check (holds, message) rules.
+
+    Raises:
+        ConfigurationError: with the message of the first that does not hold.
+    """
+    for holds, message in rules:
+        if not holds:
+            raise ConfigurationError(message)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key takes; stands in the annotation of its field.
+
+    Attributes:
+        low, high: bounds, both allowed unless
+        above, below: say that they are not.
+        zero: 0 is allowed as well, and switches something off.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    zero: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies inside; nan does not."""
+        over = value > self.low if self.above else value >= self.low
+        return (self.zero and value == 0) or (
+            over and (value < self.high if self.below else value <= self.high)
+        )
+
+    def text(self, kind: type[Any]) -> str:
+        """As messages and documentation say it."""
+        what = "a whole number" if kind is int else "a number"
+        start = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
+        end = f"below {_number(self.high)}" if self.below else f"at most {_number(self.high)}"
+        if not self.above and not self.below:
+            end = _number(self.high)
+        joint = " to " if not self.above and not self.below else " and "
+        return ("0, or " if self.zero else "") + f"{what} {start}{joint}{end}"
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) and value < 2**63 else f"{value:g}"
+
+
+class Section:
+    """What all sections share: numbers out of range are refused however a section is made.
+
+    Attributes:
+        SECTION: its name in the file.
+    """
+
+    SECTION = ""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            if get_origin(hint) is Annotated:
+                kind, allowed = get_args(hint)
+                setattr(
+                    self, name, _number_within(kind, allowed, getattr(self, name), f"{self.SECTION}.{name}")
+                )
+
+
+def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
+    """A section from its raw values; ``whole`` is the configuration that the keys nearest to a wrong one are from.
+
+    Raises:
+        ConfigurationError: an unknown key, a wrong type, a value out of range.
+    """
+    whole = whole or kind
+    known = get_type_hints(kind, include_extras=True)
+    arguments = {}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigurationError(f"unknown key {prefix}{key}{_nearest(whole, key, prefix)}")
+        arguments[key] = _convert(known[key], value, prefix + key, whole)
+    return kind(**arguments)
+
+
+def _nearest(whole: type[Any], key: str, prefix: str) -> str:
+    sections = get_type_hints(whole)
+    everything = [f"{name}.{leaf}" for name, kind in sections.items() for leaf in get_type_hints(kind)]
+    everything += sections
+    same_leaf = [name for name in everything if name.rpartition(".")[2] == key]
+    found = same_leaf or difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
+    return f"; nearest known key: {found[0]}" if found else f"; known: {', '.join(sorted(everything))}"
+
+
+def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
+    """``value`` as the type of a key, its parts converted likewise."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return one_of(name, _typed(str, value, name), inner)
+    if origin is Annotated:
+        return _number_within(inner[0], inner[1], value, name)
+    if origin is dict:
+        table = _typed(dict, value, name, "a table")
+        if inner[1] is Any:
+            return dict(table)
+        return {k: _convert(inner[1], v, f"{name}.{k}", whole) for k, v in table.items()}
+    if origin is list:
+        items = _typed(list, value, name, "a list")
+        return [_convert(inner[0], one, f"{name}[{i}]", whole) for i, one in enumerate(items)]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return build(hint, _typed(dict, value, name, f"a section [{name}]"), name + ".", whole)
+    return _typed(hint, value, name)
+
+
+def _number_within(kind: type[Any], allowed: Range, value: Any, name: str) -> Any:
+    if type(value) not in ((int,) if kind is int else (int, float)):  # True is no number here
+        raise ConfigurationError(
+            f"{name} = {_shown(value)}: expected {allowed.text(kind)}, got {type(value).__name__}"
+        )
+    expect((allowed.holds(value), f"{name} = {_shown(value)}: expected {allowed.text(kind)}"))
+    return kind(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print the longest ones
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
+    if type(value) is not kind:  # True is no integer here
+        what = expected or kind.__name__
+        raise ConfigurationError(f"{name} = {_shown(value)}: expected {what}, got {type(value).__name__}")
+    return value
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """``value``, if it is one of those.
+
+    Raises:
+        ConfigurationError: it is not; names the nearest.
+    """
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(f"{name} = {_shown(value)}: expected one of {', '.join(allowed)}{hint}")
+    return value
+
+
+# ---- documentation
+
+
+def describe(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(key, default, what it may be, meaning) of every key, from the fields and the comments beside them."""
+    rows = []
+    hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
+    for one in dataclasses.fields(kind):
+        hint, name = hints[one.name], prefix + one.name
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            rows += describe(hint, f"{name}.")
+            continue
+        default: Any = one.default
+        if one.default_factory is not dataclasses.MISSING:
+            default = one.default_factory()
+        rows.append((name, _default_text(default), _expected(hint), meanings.get(one.name, "")))
+        if get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
+            rows += describe(get_args(hint)[0], f"{name}[].")
+    return rows
+
+
+def _expected(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(inner)
+    if origin is Annotated:
+        return str(inner[1].text(inner[0]))
+    if origin is dict:
+        return "a table" if inner[1] is Any else f"a table, each {_expected(inner[1])}"
+    if origin is list:
+        return (
+            "a list of sections"
+            if dataclasses.is_dataclass(inner[0])
+            else f"a list, each {_expected(inner[0])}"
+        )
+    return {str: "text", bool: "true or false"}[hint]
+
+
+def _default_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value in ("", {}, []) else str(value)
+
+
+def _meanings(kind: type[Any]) -> dict[str, str]:
+    """The comment beside each field; nothing where the sources are not installed."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
