@@ -14,9 +14,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import CLASS_AXIS, SOURCE_PREFIX, RowEncoder, split_value
+from shardkit.dataset.encoding import CLASS_AXIS, SOURCE_PREFIX, RowEncoder
 from shardkit.dataset.extents import IN_SOURCE, WATCHED, ExtentColumn
 from shardkit.dataset.layout import MAX_SHARD_BYTES
+from shardkit.dataset.splits import split_value
 
 __all__ = ["EncodedRows", "encode_columns"]
 

@@ -14,6 +14,7 @@ from shardkit.dataset.about import About, check_strata
 from shardkit.dataset.appending import Base
 from shardkit.dataset.layout import Layout, LayoutSettings
 from shardkit.dataset.lookups import put_lookups
+from shardkit.dataset.ref_moves import Moved, Standing, move_refs
 from shardkit.dataset.row_table import AllRows
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.dataset.shard_writing import WrittenShard
@@ -31,7 +32,7 @@ from shardkit.manifest import (
     check_against,
     paginate,
 )
-from shardkit.storage import BlockReader, LogEntry, Repository, Version, put_manifest
+from shardkit.storage import BlockReader, Repository, Version, put_manifest
 
 __all__ = [
     "MadeVersion",
@@ -72,6 +73,10 @@ class NewVersion:
     about: About | None = None
     lookups: tuple[str, ...] = ()
 
+    def refs(self, ref: str) -> tuple[str, ...]:
+        """All refs that it moves, where ``ref`` is to name all rows."""
+        return (ref, *(self.split.names if self.split else ()))
+
     def build_settings(self) -> dict[str, Any]:
         """What the manifest says of how it was built."""
         return {
@@ -90,12 +95,10 @@ class MadeVersion:
     Attributes:
         manifest: of all rows.
         splits: split → its manifest.
-        expected: where refs must still stand when it is committed, or None.
     """
 
     manifest: Manifest
     splits: Mapping[str, Manifest]
-    expected: Mapping[str, str | None] | None = None
 
 
 class StratumNumbers:
@@ -159,9 +162,9 @@ def split_rows(version: NewVersion, rows: AllRows, *, allow_empty: bool = False)
     split = version.split
     if split is None:
         return None
-    index = split_of(split, rows.table.identity, rows.split if split.by else None)
+    index = split_of(split, rows.table.identity, rows.split if split.is_noted else None)
     for number, name in enumerate(split.names):
-        if not allow_empty and not (index == number).any():
+        if not allow_empty and not split.folders and not (index == number).any():
             what = f"groups of equal {split.by!r}" if split.by else "rows"
             raise ConfigurationError(
                 f"split {name!r} with the share {split.shares[number]} holds none of the {len(rows)} rows: "
@@ -207,7 +210,7 @@ def make_manifest(
     check_against(manifest, table)
     put_manifest(repository, manifest, [data for _, data in pages])
     splits = _put_splits(repository, version, rows, layout, numbers, manifest, table, base)
-    return MadeVersion(manifest, splits, base.expected if base else None)
+    return MadeVersion(manifest, splits)
 
 
 def check_about(version: NewVersion, rows: AllRows, base: Base | None) -> None:
@@ -274,18 +277,30 @@ def _root(
 
 
 def commit_version(
-    repository: Repository, made: MadeVersion, *, ref: str, message: str = "", author: str = ""
-) -> LogEntry:
+    repository: Repository,
+    made: MadeVersion,
+    *,
+    ref: str,
+    expected: Standing | None,
+    message: str = "",
+    author: str = "",
+) -> Moved:
     """Move ``ref``, and one ref per split, to a version.
 
+    Args:
+        repository: where its objects are.
+        made: the version.
+        ref: that names all rows.
+        expected: where the refs stood when the version was begun; see `move_refs`.
+        message: of the commit.
+        author: of the commit.
+
     Raises:
-        CommitConflict, CommitUnknown, StoreError: see `Repository.commit`.
+        CommitConflict, CommitUnknown, StoreError: see `move_refs`.
     """
-    refs: dict[str, str | None] = {name: manifest.id for name, manifest in made.splits.items()}
-    refs[ref] = made.manifest.id
-    return repository.commit(
-        refs, message=message or f"{made.manifest.rows} rows", author=author, expected=made.expected
-    )
+    wanted = {name: manifest.id for name, manifest in made.splits.items()} | {ref: made.manifest.id}
+    said = message or f"{made.manifest.rows} rows"
+    return move_refs(repository, wanted, expected, message=said, author=author)
 
 
 def _record(shard: WrittenShard, numbers: StratumNumbers) -> ShardRecord:

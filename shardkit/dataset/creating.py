@@ -16,6 +16,7 @@ from shardkit.dataset.layout import LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.part_files import FOLDER as PARTS
 from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
+from shardkit.dataset.ref_moves import Standing, standing_refs
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import parse_split
@@ -49,6 +50,7 @@ def create(
     about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
     ref: str = "main",
+    replace: bool = False,
     message: str = "",
     part: str | None = None,
     scratch: str | os.PathLike[str] | None = None,
@@ -78,6 +80,7 @@ def create(
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved to the new version.
+        replace: whatever the refs name, another schema and what other writers commit meanwhile included.
         message: of the commit.
         part: name of a part of a version that many writers make, on one machine or on many that share the root: closing
             commits nothing and leaves the part, in place of one of the same name, for `commit_parts`. All parts
@@ -87,6 +90,7 @@ def create(
 
     Raises:
         SchemaError, ConfigurationError: a setting that cannot be carried out.
+        UsageError: a ref names samples of another schema, and not `replace`.
         StoreError: ``root`` cannot be written.
     """
     compression = normalise_compression(compression)
@@ -109,9 +113,9 @@ def create(
         lookups=parse_lookup(lookup, parsed) if lookup else (),
     )
     encoder = RowEncoder(parsed, format, stratify=axes, classes=version.classes, split_by=split_by)
-    if part is not None and (append or about is not None or lookup or message or ref != "main"):
+    if part is not None and (append or about is not None or lookup or message or replace or ref != "main"):
         raise UsageError(
-            f"part={part!r} with append, about, lookup, message or ref: a part commits nothing; "
+            f"part={part!r} with append, about, lookup, message, replace or ref: a part commits nothing; "
             "give them to commit_parts"
         )
     repository = Repository.open(root) if append else Repository.create(root, single_writer=single_writer)
@@ -122,7 +126,12 @@ def create(
             repository, version, encoder, ref=ref, message=message, scratch=folder.path, part=(folder, part)
         )
     base = load_base_of(repository, version, ref) if append else None
-    return Writer(repository, version, encoder, ref=ref, message=message, scratch=scratch, base=base)
+    expected = (
+        base.expected if base else standing_refs(repository, version.refs(ref), parsed, replace=replace)
+    )
+    return Writer(
+        repository, version, encoder, ref=ref, expected=expected, message=message, scratch=scratch, base=base
+    )
 
 
 def load_base_of(repository: Repository, version: NewVersion, ref: str) -> Base:
@@ -162,6 +171,7 @@ class Writer:
         ref: str,
         message: str,
         scratch: str | os.PathLike[str] | None,
+        expected: Standing | None = None,
         base: Base | None = None,
         part: tuple[PartFolder, str] | None = None,
     ) -> None:
@@ -169,6 +179,7 @@ class Writer:
         self._version = version
         self._encoder = encoder
         self._ref = ref
+        self._expected = expected
         self._message = message
         self._base = base
         self._part = part
@@ -277,6 +288,7 @@ class Writer:
             [part],
             base=self._base,
             ref=self._ref,
+            expected=self._expected,
             message=self._message,
         )
 

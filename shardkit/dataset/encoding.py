@@ -9,6 +9,7 @@ import xxhash
 
 from shardkit.dataset.extents import Extent
 from shardkit.dataset.layout import MAX_SHARD_BYTES
+from shardkit.dataset.splits import split_value
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
 
@@ -68,6 +69,7 @@ class RowEncoder:
         stratify: fields (str, int or bool scalars), or `CLASS_AXIS`.
         classes: names of the values of ``label``.
         split_by: a field whose equal values stay in one split; None: rows are split by themselves.
+        split_folders: first folder in the name of a row's source → its split.
 
     Raises:
         ConfigurationError: a field to stratify or split by does not exist or is of another type.
@@ -81,12 +83,14 @@ class RowEncoder:
         stratify: Sequence[str] = (),
         classes: Sequence[str] = (),
         split_by: str | None = None,
+        split_folders: Mapping[str, str] | None = None,
     ) -> None:
         self.schema = schema
         self._format = format
         self.classes = tuple(classes)
         self.axes = tuple(stratify)
         self._split_by = split_by
+        self._split_folders = {folder: split_value(name) for folder, name in (split_folders or {}).items()}
         self._sizes: dict[tuple[int, ...], int] = {}
         self.split_axes = () if split_by is None else (split_by,)
         self._key_limit = max_key_bytes(schema, format)
@@ -137,9 +141,14 @@ class RowEncoder:
             payloads=payloads,
             identity=identity,
             stratum=tuple([self._text(axis, sample, where) for axis in self.axes]),
-            split=split_value(self._text(self._split_by, sample, where)) if self._split_by else None,
+            split=self._split(sample, source, where),
             raw_bytes=raw_bytes,
         )
+
+    def _split(self, sample: Mapping[str, object], source: tuple[str, int] | None, where: str) -> int | None:
+        if self._split_folders and source is not None:
+            return self._split_folders[source[0].partition("/")[0]]
+        return split_value(self._text(self._split_by, sample, where)) if self._split_by else None
 
     def _payloads(self, sample: Mapping[str, object], where: str) -> tuple[bytes | Extent, ...]:
         extents = {
@@ -208,11 +217,6 @@ def ordinal_identity(ordinal: int) -> tuple[int, int]:
 def part_identity(part: str, number: int) -> tuple[int, int]:
     """Identity of a row of a named part that has neither key nor source: its place in the part."""
     return _identity(b"r" + number.to_bytes(8, "little") + part.encode("ascii"))
-
-
-def split_value(text: str) -> int:
-    """The 64-bit hash by which all rows with this value go to one split."""
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
 
 
 def generated_key(ordinal: int) -> str:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 
 from shardkit.dataset.opening import open_dataset
+from shardkit.dataset.ref_moves import Moved, move_refs, standing_refs
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
-from shardkit.storage import LogEntry, Repository, put_location, put_manifest
+from shardkit.storage import Repository, put_location, put_manifest
 
 __all__ = ["merge_datasets"]
 
@@ -20,7 +21,7 @@ def merge_datasets(
     ref: str = "main",
     message: str = "",
     author: str = "",
-) -> tuple[Manifest, LogEntry | None]:
+) -> tuple[Manifest, Moved]:
     """Commit a version of ``root`` whose shards are those of the parts, in the order given.
 
     Merging the same parts again moves nothing but what the root remembers of where they lie: that is how a
@@ -34,7 +35,7 @@ def merge_datasets(
         author: of the commit.
 
     Returns:
-        The manifest, and the commit; None where the ref named this version already.
+        The manifest, and what the commit did.
 
     Raises:
         NotFoundError: a part is not there.
@@ -46,10 +47,10 @@ def merge_datasets(
         raise UsageError("merge: no parts; name at least one dataset")
     merged = open_dataset(parts)  # opens and checks every part, down to its last column
     repository = Repository.create(root)
+    expected = standing_refs(repository, [ref])
     for part in merged.version.parts:
         put_location(repository, part.name, part.manifest.id, part.repository)
     put_manifest(repository, merged.manifest, [])
-    if repository.refs.get(ref) == merged.manifest.id:
-        return merged.manifest, None
     said = message or f"merge {', '.join(parts)}"
-    return merged.manifest, repository.commit({ref: merged.manifest.id}, message=said, author=author)
+    moved = move_refs(repository, {ref: merged.manifest.id}, expected, message=said, author=author)
+    return merged.manifest, moved

@@ -12,7 +12,8 @@ from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.creating import load_base_of, part_folder
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
-from shardkit.dataset.part_files import PartFolder, WrittenPart
+from shardkit.dataset.part_files import WrittenPart
+from shardkit.dataset.ref_moves import standing_refs
 from shardkit.dataset.scratch_parts import PartFiles
 from shardkit.dataset.splits import parse_split
 from shardkit.dataset.version_writing import write_version
@@ -41,6 +42,7 @@ def commit_parts(
     about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
     ref: str = "main",
+    replace: bool = False,
     message: str = "",
     author: str = "",
     scratch: str | os.PathLike[str] | None = None,
@@ -57,6 +59,7 @@ def commit_parts(
         about: see `create`.
         lookup: see `create`.
         ref: the ref that is moved.
+        replace: see `create`.
         message: of the commit.
         author: of the commit.
         scratch: what the writers were given.
@@ -82,43 +85,31 @@ def commit_parts(
     version = _version(written, append=append, about=about, lookup=lookup, ref=ref)
     manifest = _appended(repository, version, ref) if append else None
     if manifest is None:
-        manifest = _write(
-            repository, folder, version, written, append=append, ref=ref, message=message, author=author
+        base = load_base_of(repository, version, ref) if append else None
+        names_moved = version.refs(ref)
+        expected = (
+            base.expected if base else standing_refs(repository, names_moved, version.schema, replace=replace)
         )
+        files = PartFiles(folder.path, [part.file for part in written])
+        try:
+            manifest = write_version(
+                repository,
+                version,
+                [part.columns for part in written],
+                files,
+                base=base,
+                ref=ref,
+                expected=expected,
+                message=message,
+                author=author,
+            )
+        finally:
+            files.close()
     folder.note(note, manifest.id)
     for part in written:
         folder.remove(part)
     folder.sweep()
     return manifest
-
-
-def _write(
-    repository: Repository,
-    folder: PartFolder,
-    version: NewVersion,
-    written: Sequence[WrittenPart],
-    *,
-    append: bool,
-    ref: str,
-    message: str,
-    author: str,
-) -> Manifest:
-    base = load_base_of(repository, version, ref) if append else None
-    files = PartFiles(folder.path, [part.file for part in written])
-    try:
-        return write_version(
-            repository,
-            version,
-            [part.columns for part in written],
-            files,
-            base=base,
-            ref=ref,
-            message=message,
-            author=author,
-            once=True,
-        )
-    finally:
-        files.close()
 
 
 def _version(

@@ -1,19 +1,20 @@
-"""Which split a row belongs to: a keyed hash of its key, or of a field that keeps groups together."""
+"""Which split a row belongs to: by a keyed hash of its key or of a field that groups rows, or by its folder."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.layout import mix64
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Split", "parse_split", "split_of"]
+__all__ = ["Split", "folder_split", "parse_split", "split_of", "split_value"]
 
 # Not the seed of the shuffle: shuffling anew must not move a row from val to train.
 _SPLIT_KEY = np.uint64(0x73706C69742D6F66)  # "split-of"
@@ -28,14 +29,23 @@ class Split:
         names: of the splits; each becomes a ref.
         shares: exact, in the same order, together at most 1; what is left over belongs to no split.
         by: the field whose equal values stay together, or None.
+        folders: every row comes with the name of its split, from the folder that it lies in; there are no shares.
     """
 
     names: tuple[str, ...]
     shares: tuple[Fraction, ...]
     by: str | None = None
+    folders: bool = False
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether rows carry the hash of what decides their split, as `split_value` makes it."""
+        return self.by is not None or self.folders
 
     def to_json(self) -> dict[str, object]:
         """As the manifest keeps it: shares as texts, for JSON has no exact fractions."""
+        if self.folders:
+            return {"folders": True}
         shares = [[name, str(share)] for name, share in zip(self.names, self.shares, strict=True)]
         return {"by": self.by, "shares": shares}
 
@@ -52,12 +62,8 @@ def parse_split(
     if not shares:
         raise ConfigurationError("split is empty; give names and shares such as train=0.9,val=0.1")
     exact: dict[str, Fraction] = {}
+    _check_names(shares, ref)
     for name, share in shares.items():
-        if _NAME.fullmatch(name) is None or name == ref:
-            raise ConfigurationError(
-                f"split {name!r} cannot be a ref: give letters, digits, '.', '_' and '-', and not {ref!r}, "
-                "which stands for all rows"
-            )
         try:
             exact[name] = Fraction(str(share))
         except (ValueError, ZeroDivisionError):
@@ -72,6 +78,31 @@ def parse_split(
     return Split(tuple(exact), tuple(exact.values()), by)
 
 
+def folder_split(names: Iterable[str], *, ref: str = "main") -> Split:
+    """A split whose rows come with the names of their splits.
+
+    Raises:
+        ConfigurationError: a name cannot be a ref.
+    """
+    listed = tuple(names)
+    _check_names(listed, ref)
+    return Split(listed, (), folders=True)
+
+
+def split_value(text: str) -> int:
+    """The 64-bit hash by which all rows with this value go to one split."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
+
+
+def _check_names(names: Iterable[str], ref: str) -> None:
+    for name in names:
+        if _NAME.fullmatch(name) is None or name == ref:
+            raise ConfigurationError(
+                f"split {name!r} cannot be a ref: give letters, digits, '.', '_' and '-', and not {ref!r}, "
+                "which stands for all rows"
+            )
+
+
 def split_of(
     split: Split, identity: NDArray[np.uint64], group: NDArray[np.uint64] | None
 ) -> NDArray[np.int16]:
@@ -80,11 +111,18 @@ def split_of(
     Args:
         split: names and shares.
         identity: uint64[n, 2], see `RowTable`.
-        group: uint64[n], hash of the value of ``split.by``; None: every row by its own identity.
+        group: uint64[n], hash of the value of ``split.by`` or of the folder's split; None: every row by its own
+            identity.
 
     Returns:
         int16[n], index into ``split.names``, -1 where the shares leave the row over.
     """
+    if split.folders:
+        assert group is not None, "rows of folders come with their splits"
+        hashes = np.array([split_value(name) for name in split.names], dtype=np.uint64)
+        order = np.argsort(hashes).astype(np.int16)
+        place = np.minimum(np.searchsorted(hashes[order], group), len(order) - 1)
+        return np.where(hashes[order][place] == group, order[place], np.int16(-1)).astype(np.int16)
     values = mix64(identity[:, 0] ^ mix64(identity[:, 1])) if group is None else group
     drawn = mix64(values ^ _SPLIT_KEY)
     ends = np.cumsum(np.array(split.shares, dtype=object))

@@ -14,6 +14,7 @@ from shardkit.dataset.committing import (
     split_rows,
 )
 from shardkit.dataset.layout import lay_out
+from shardkit.dataset.ref_moves import Standing
 from shardkit.dataset.row_table import check_unique_keys, describe_row, join_parts, rows_of_shards
 from shardkit.dataset.scratch import RowColumns
 from shardkit.dataset.scratch_blocks import ScratchReader
@@ -34,9 +35,9 @@ def write_version(
     *,
     base: Base | None,
     ref: str,
+    expected: Standing | None,
     message: str,
     author: str = "",
-    once: bool = False,
 ) -> Manifest:
     """Lay rows out, write their shards and commit them.
 
@@ -47,9 +48,9 @@ def write_version(
         parts: their records.
         base: the version that they are appended to, or None.
         ref: the ref that is moved.
+        expected: where the refs stood when the version was begun; see `move_refs`.
         message: of the commit.
         author: of the commit.
-        once: commit nothing where the refs point to this very version already.
 
     Raises:
         UsageError: there are no rows.
@@ -86,7 +87,5 @@ def write_version(
         for shard in rows_of_shards(rows, layout, numbers.of_stratum, first)
     ]
     made = make_manifest(repository, version, rows, layout, shards, base)
-    wanted = {name: split.id for name, split in made.splits.items()} | {ref: made.manifest.id}
-    if not (once and wanted.items() <= repository.refs.items()):
-        commit_version(repository, made, ref=ref, message=message, author=author)
+    commit_version(repository, made, ref=ref, expected=expected, message=message, author=author)
     return made.manifest

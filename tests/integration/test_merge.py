@@ -9,6 +9,7 @@ import pytest
 
 import shardkit
 from shardkit.dataset.merging import merge_datasets
+from shardkit.dataset.ref_moves import NOT_MOVED
 from shardkit.dataset.verify import verify
 from shardkit.errors import NotFoundError, SchemaError, UsageError
 from shardkit.storage import Repository
@@ -29,15 +30,19 @@ def contents(ds: shardkit.Dataset) -> list[tuple[str, dict[str, object]]]:
 
 def test_samples_of_the_parts_in_order_and_nothing_copied(tmp_path: Path) -> None:
     one, two = make(tmp_path / "one", 40), make(tmp_path / "two", 25, kind="arrow", axis=None)
-    manifest, entry = merge_datasets({"b": tmp_path / "one", "a": tmp_path / "two"}, tmp_path / "m")
-    assert entry is not None
+    manifest, moved = merge_datasets({"b": tmp_path / "one", "a": tmp_path / "two"}, tmp_path / "m")
+    assert moved.entry is not None
+    assert moved.refs == {"main": (None, manifest.id)}
     merged = shardkit.open(tmp_path / "m")
     assert contents(merged) == contents(one) + contents(two)
     assert merged.manifest == manifest
     assert merged.strata == {"b/de": 26, "b/fr": 14, "a": 25}
     assert sorted(path.suffix for path in (tmp_path / "m/objects").rglob("*.*")) == [".manifest"]
     assert merged.manifest.id == shardkit.open({"b": tmp_path / "one", "a": tmp_path / "two"}).manifest.id
-    assert merge_datasets({"b": tmp_path / "one", "a": tmp_path / "two"}, tmp_path / "m") == (manifest, None)
+    assert merge_datasets({"b": tmp_path / "one", "a": tmp_path / "two"}, tmp_path / "m") == (
+        manifest,
+        NOT_MOVED,
+    )
     plan = merged.plan(global_batch=8, weights={"a": 1, "b/*": 1})
     assert plan.population.identity == manifest.id
     assert verify(tmp_path / "m").exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from shardkit.manifest import Manifest
@@ -19,10 +20,12 @@ from shardkit_tools.console import (
     share_text,
     short_id,
 )
+from shardkit_tools.versions import moved_document, moved_facts
 
 __all__ = ["document", "print_result", "progress_text"]
 
 _STRATA_SHOWN = 15
+_CLASSES_SHOWN = 4
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}
 
 
@@ -48,12 +51,15 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         "ref": ref,
         "id": result.manifest.id if result.manifest else None,
         "commit": result.commit.n if result.commit else None,
+        "moved": moved_document(result.moved),
         "samples": result.rows,
         "raw_bytes": result.raw_bytes,
         "stored_bytes": result.manifest.stored_bytes if result.manifest else None,
         "shards": result.shards,
         "strata": dict(result.strata),
         "pooled_strata": result.pooled,
+        "classes": dict(sorted(result.classes.items())),
+        "notes": list(result.notes),
         "splits": {
             name: {"id": manifest.id, "samples": manifest.selected}
             for name, manifest in result.splits.items()
@@ -93,6 +99,7 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
     facts += [
         *([("fields", _fields(manifest))] if manifest else []),
         ("samples", count_text(result.rows) + strata),
+        *([("classes", _classes(result.classes))] if result.classes else []),
         (
             "size",
             bytes_text(manifest.stored_bytes)
@@ -121,20 +128,16 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
         )
     if manifest and result.commit is None:
         facts.append(("commit", "none: the same version was there already"))
+    facts += moved_facts(result.moved)
     if result.reused_tasks or result.reused_shards:
         facts.append(
             ("reused", f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run")
         )
     print_facts(facts)
+    for note in result.notes:
+        print_line(f"note: {clean(note)}", "yellow")
     if not manifest and len(result.strata) > 1:
-        print_heading("Strata")
-        largest = sorted(result.strata.items(), key=lambda item: (-item[1], item[0]))
-        print_table(
-            ["*stratum", ">samples", ">share"],
-            [(clean(name), count_text(n), share_text(n, result.rows)) for name, n in largest[:_STRATA_SHOWN]],
-        )
-        if len(largest) > _STRATA_SHOWN:
-            print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")
+        _print_strata(result)
     if result.skipped:
         print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
         for row in result.skipped[:5]:
@@ -143,6 +146,25 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
             print_line(f"all of them: {result.skipped_file}")
     if manifest:
         print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+
+
+def _print_strata(result: BuildResult) -> None:
+    print_heading("Strata")
+    largest = sorted(result.strata.items(), key=lambda item: (-item[1], item[0]))
+    print_table(
+        ["*stratum", ">samples", ">share"],
+        [(clean(name), count_text(n), share_text(n, result.rows)) for name, n in largest[:_STRATA_SHOWN]],
+    )
+    if len(largest) > _STRATA_SHOWN:
+        print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")
+
+
+def _classes(counts: Mapping[str, int]) -> str:
+    """How many there are; the first and the last few with their samples."""
+    listed = [f"{clean(name)} {count:,}" for name, count in sorted(counts.items())]
+    if len(listed) > 2 * _CLASSES_SHOWN:
+        listed[_CLASSES_SHOWN:-_CLASSES_SHOWN] = ["…"]
+    return f"{len(counts):,}: {', '.join(listed)}"
 
 
 def _fields(manifest: Manifest) -> str:

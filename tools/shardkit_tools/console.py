@@ -76,6 +76,8 @@ def print_heading(text: str) -> None:
 
 def print_facts(facts: Sequence[tuple[str, str]], indent: int = 0) -> None:
     """Print names and values, one pair a line."""
+    if not facts:
+        return
     width = max(len(name) for name, _ in facts)
     if not is_terminal():
         sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in facts)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, Stratum
 from shardkit.storage import DEFAULT_REF, LogEntry, Repository, parse_dataset_url
-from shardkit_tools.console import clean
+from shardkit_tools.console import clean, short_id
 
-__all__ = ["NamedVersion", "load_root", "named_versions", "parse_url", "stratum_label", "time_text"]
+__all__ = [
+    "NamedVersion",
+    "load_root",
+    "moved_document",
+    "moved_facts",
+    "named_versions",
+    "parse_url",
+    "stratum_label",
+    "time_text",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +78,17 @@ def stratum_label(stratum: Stratum, axes: Sequence[str], classes: Sequence[str])
 def time_text(time: str) -> str:
     """A commit's time for people: 2026-11-20 18:44:05."""
     return time.replace("T", " ").removesuffix("Z")
+
+
+def moved_facts(moved: Mapping[str, tuple[str | None, str]]) -> list[tuple[str, str]]:
+    """Which refs named another version before, for people."""
+    return [
+        (f"moved {name}", f"from {short_id(stood)} to {short_id(now)}")
+        for name, (stood, now) in moved.items()
+        if stood is not None
+    ]
+
+
+def moved_document(moved: Mapping[str, tuple[str | None, str]]) -> dict[str, dict[str, str | None]]:
+    """Which refs moved, for machines; from null: the ref is new."""
+    return {name: {"from": stood, "to": now} for name, (stood, now) in moved.items()}

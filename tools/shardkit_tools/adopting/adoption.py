@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardkit.dataset.ref_moves import NOT_MOVED, Moved, move_refs, standing_refs
 from shardkit.dataset.sizes import parse_size
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats import Schema, canonical_json
@@ -39,6 +40,7 @@ class Adoption:
     Attributes:
         manifest: of the version; None for a dry run.
         commit: the log entry; None where the ref named this version already, and for a dry run.
+        moved: ref → (from, to) where it moved; from None: it is new.
         schema: of the samples.
         tars: number of them. rows: samples. stored_bytes: of the tars.
         strata: name → rows.
@@ -49,6 +51,7 @@ class Adoption:
 
     manifest: Manifest | None
     commit: LogEntry | None
+    moved: Mapping[str, tuple[str | None, str]]
     schema: Schema
     tars: int
     rows: int
@@ -68,6 +71,7 @@ def adopt(
     stratify: str | Sequence[str] | None = None,
     block_size: int | str = "1MiB",
     ref: str = "main",
+    replace: bool = False,
     message: str = "",
     author: str = "",
     jobs: int | None = 1,
@@ -89,6 +93,7 @@ def adopt(
         stratify: field or fields by which runs of rows are told apart; runs must have 8 rows and more.
         block_size: bytes that a block aims at.
         ref: the ref that is moved.
+        replace: see `shardkit_tools.build`.
         message: of the commit.
         author: of the commit.
         jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``. None for one
@@ -116,12 +121,15 @@ def adopt(
     if dry_run:
         return adopting.count()
     repository = Repository.create(root)
+    expected = standing_refs(repository, [ref], schema, replace=replace)
     job = open_job(repository, scratch, adopting.digest(root), is_remote=doing.is_remote)
     with job.held():
         found = adopting.run(repository, job)
-        manifest, entry = adopting.commit(repository, found, ref, message, author)
+        manifest = adopting.make(repository, found)
+        said = message or f"adopt {len(found)} tar{'' if len(found) == 1 else 's'}"
+        moved = move_refs(repository, {ref: manifest.id}, expected, message=said, author=author)
     clear_temporaries(repository)
-    return adopting.result(found, manifest, entry)
+    return adopting.result(found, manifest, moved)
 
 
 class _Adopting:
@@ -147,7 +155,7 @@ class _Adopting:
 
     def count(self) -> Adoption:
         """The dry run: everything but writing."""
-        return self.result(self._read(None, NO_FOLDER, {}), None, None)
+        return self.result(self._read(None, NO_FOLDER, {}), None, NOT_MOVED)
 
     def run(self, repository: Repository, job: JobDirectory) -> list[AdoptedTar]:
         """Read every tar that an earlier run has not; all of them, in order."""
@@ -189,10 +197,8 @@ class _Adopting:
                     "twice; name one of them"
                 )
 
-    def commit(
-        self, repository: Repository, found: Sequence[AdoptedTar], ref: str, message: str, author: str
-    ) -> tuple[Manifest, LogEntry | None]:
-        """Put the manifest and move the ref."""
+    def make(self, repository: Repository, found: Sequence[AdoptedTar]) -> Manifest:
+        """Put the manifest."""
         self._meter.begin("commit")
         for task, tar in zip(self._tasks, found, strict=True):
             if look_at(task.file).size != tar.size:
@@ -212,12 +218,8 @@ class _Adopting:
         )
         check_against(manifest, table)
         put_manifest(repository, manifest, pages)
-        entry = None
-        if repository.refs.get(ref) != manifest.id:
-            said = message or f"adopt {len(found)} tar{'' if len(found) == 1 else 's'}"
-            entry = repository.commit({ref: manifest.id}, message=said, author=author)
         self._meter.end()
-        return manifest, entry
+        return manifest
 
     def _strata(self, found: Sequence[AdoptedTar]) -> dict[tuple[str, ...], int]:
         """Values of the axes → rows, sorted; numbers by value, not as text."""
@@ -248,15 +250,14 @@ class _Adopting:
         }
         return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
 
-    def result(
-        self, found: Sequence[AdoptedTar], manifest: Manifest | None, entry: LogEntry | None
-    ) -> Adoption:
+    def result(self, found: Sequence[AdoptedTar], manifest: Manifest | None, moved: Moved) -> Adoption:
         """What the caller is told."""
         strata = self._strata(found)
         largest = max(tar.largest_block for tar in found)
         return Adoption(
             manifest=manifest,
-            commit=entry,
+            commit=moved.entry,
+            moved=moved.refs,
             schema=self._schema,
             tars=len(found),
             rows=sum(tar.rows for tar in found),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,12 +17,13 @@ from shardkit.dataset.appending import Base
 from shardkit.dataset.committing import MadeVersion, NewVersion, commit_version, make_manifest
 from shardkit.dataset.creating import load_base_of, scratch_folder
 from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.ref_moves import NOT_MOVED, Moved, Standing, standing_refs
 from shardkit.dataset.row_table import join_parts
 from shardkit.dataset.scratch import RowColumns
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
-from shardkit.errors import SourceError
+from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
-from shardkit.storage import LocalStore, LogEntry, Repository
+from shardkit.storage import LocalStore, Repository
 from shardkit.storage.os_errors import explained
 from shardkit_tools.building.build_plan import BuildPlan, plan_build
 from shardkit_tools.building.engines import Engine
@@ -73,6 +75,7 @@ class BuildRun:
         self._tasks = list(importer.tasks())
         self._started = time.monotonic()
         self._base: Base | None = None
+        self._expected: Standing | None = None
         self._engine = engine
         self._passes = Passes(engine, self._meter, version, settings)
         self._is_cached = not engine.is_remote and fits_page_cache(importer.files())
@@ -84,13 +87,15 @@ class BuildRun:
         Raises:
             SourceError, SampleError, ConfigurationError: as `build` would.
         """
-        if self._settings.append:
-            self._load_base(Repository.open(self._settings.root, read_only=True))
+        with contextlib.ExitStack() as missing:
+            if not self._settings.append:
+                missing.enter_context(contextlib.suppress(NotFoundError))  # a root that is to be made
+            self._begin(Repository.open(self._settings.root, read_only=True))
         with self._engine:
             every = {file.name for file in self._importer.files()}  # nobody asks for digests
             found, columns = self._passes.read(self._importer, self._encoder, NO_FOLDER, {}, digested=every)
             plan = self._plan(found, columns, None)
-        result = self._result(found, plan, None, None, None, 0, 0)
+        result = self._result(found, plan, None, NOT_MOVED, None, 0, 0)
         root = None if "://" in self._settings.root else self._settings.root
         # Remote roots: in a folder of this machine, which is only made when it is needed.
         scratch = self._settings.scratch or root or tempfile.gettempdir()
@@ -122,11 +127,9 @@ class BuildRun:
             ShardkitError: see `shardkit_tools.build`.
             KeyboardInterrupt: with a text that says how to go on.
         """
-        if self._settings.append:
-            repository = Repository.open(self._settings.root)
-            self._load_base(repository)
-        else:
-            repository = Repository.create(self._settings.root)
+        open_or_make = Repository.open if self._settings.append else Repository.create
+        repository = open_or_make(self._settings.root)
+        self._begin(repository)
         parent = scratch_folder(repository, self._settings.scratch)
         job = open_job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
         with job.held(), self._engine:
@@ -179,7 +182,9 @@ class BuildRun:
                 self._base.manifest, {name: split.manifest for name, split in self._base.splits.items()}
             )
             self._base = None  # its rows are these rows: they are counted by themselves
-            return self._result(found, self._plan(found, columns, job), made, None, None, reused_tasks, 0)
+            return self._result(
+                found, self._plan(found, columns, job), made, NOT_MOVED, None, reused_tasks, 0
+            )
         plan = self._plan(found, columns, job)
         final = digests.beside(
             lambda: self._final_version(repository, sources or self._sources(found, skipped, digests))
@@ -189,9 +194,9 @@ class BuildRun:
         version = final()
         made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
         listed = self._list_skipped(parent, skipped)
-        entry = self._commit(repository, made)
+        moved = self._commit(repository, made)
         self._meter.end()
-        return self._result(found, plan, made, entry, listed, reused_tasks, reused_shards)
+        return self._result(found, plan, made, moved, listed, reused_tasks, reused_shards)
 
     def _check_space(
         self, repository: Repository, parent: str, job: JobDirectory, reused: Mapping[int, TaskRows]
@@ -211,8 +216,15 @@ class BuildRun:
         """What the shards of so many bytes at least take: nobody knows how well they compress."""
         return raw_bytes if self._version.compression == "none" else 0
 
-    def _load_base(self, repository: Repository) -> None:
-        self._base = load_base_of(repository, self._version, self._settings.ref)
+    def _begin(self, repository: Repository) -> None:
+        """Where the refs stand now is where the commit must find them."""
+        settings, version = self._settings, self._version
+        if settings.append:
+            self._base = load_base_of(repository, version, settings.ref)
+            self._expected = self._base.expected
+        else:
+            names = version.refs(settings.ref)
+            self._expected = standing_refs(repository, names, version.schema, replace=settings.replace)
 
     def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
         """Whether the base was itself made by appending these very files in this very way.
@@ -269,16 +281,12 @@ class BuildRun:
         descriptor = repository.put_object(pack_sources(sources), "sources")
         return dataclasses.replace(version, sources=descriptor.digest)
 
-    def _commit(self, repository: Repository, made: MadeVersion) -> LogEntry | None:
-        wanted = {name: manifest.id for name, manifest in made.splits.items()}
-        wanted[self._settings.ref] = made.manifest.id
-        now = repository.refs
-        if all(now.get(name) == manifest for name, manifest in wanted.items()):
-            return None  # built before: by a run that was killed after its commit, or by hand
+    def _commit(self, repository: Repository, made: MadeVersion) -> Moved:
         return commit_version(
             repository,
             made,
             ref=self._settings.ref,
+            expected=self._expected,
             message=self._settings.message,
             author=self._settings.author,
         )
@@ -314,7 +322,7 @@ class BuildRun:
         found: Sequence[TaskFacts],
         plan: BuildPlan,
         made: MadeVersion | None,
-        entry: LogEntry | None,
+        moved: Moved,
         listed: str | None,
         reused_tasks: int,
         reused_shards: int,
@@ -325,12 +333,15 @@ class BuildRun:
             manifest=made.manifest if made else None,
             splits=dict(made.splits) if made else {},
             split_rows=dict(plan.splits),
-            commit=entry,
+            commit=moved.entry,
+            moved=moved.refs,
             rows=len(rows),
             raw_bytes=int(rows.table.raw_bytes.sum()),
             shards=plan.layout.shards,
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
             pooled=int(plan.layout.pooled.sum()),
+            classes=self._settings.classes,
+            notes=self._settings.notes,
             source_bytes=sum(task.size for task in self._tasks),
             scratch_bytes=sum(task.part_bytes for task in {*found, *plan.parts}),
             skipped=tuple(_skipped(found)),

@@ -29,6 +29,8 @@ class BuildSettings:
         skip: leave out rows that cannot be read.
         append: to the version that ``ref`` names.
         ref, message, author: of the commit.
+        replace: whatever the refs name, another schema included.
+        classes, notes: of the source's folders; see `FolderLayout`.
         pack: how documents become rows, or None.
         marks: what pass 1 notes of every row: for leaving out equal ones, and for packing.
         hash_threads: files whose digests are made at a time.
@@ -44,6 +46,9 @@ class BuildSettings:
     ref: str
     message: str
     author: str
+    replace: bool = False
+    classes: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     pack: PackSettings | None = None
     marks: RowMarks = field(default_factory=RowMarks)
     hash_threads: int = 1
@@ -60,8 +65,10 @@ class BuildResult:
         splits: split → its manifest; empty for a dry run.
         split_rows: split → rows.
         commit: the log entry; None where every ref pointed there already, and for a dry run.
+        moved: ref → (from, to) of those that moved; from None: it is new.
         rows: of the dataset. raw_bytes: in shards, before compression. shards: number of them.
         strata: name → rows, without the pool. pooled: how many of them share the pool.
+        classes: class folder → its samples in the source. notes: what is unusual about the folders.
         source_bytes: read from the source. scratch_bytes: of encoded rows.
         skipped: rows left out. skipped_file: where they are listed, or None.
         duplicates: rows left out because an earlier one has the same value.
@@ -75,11 +82,14 @@ class BuildResult:
     splits: Mapping[str, Manifest] = field(default_factory=dict)
     split_rows: Mapping[str, int] = field(default_factory=dict)
     commit: LogEntry | None = None
+    moved: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
     rows: int
     raw_bytes: int
     shards: int
     strata: Mapping[str, int]
     pooled: int
+    classes: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     source_bytes: int
     scratch_bytes: int
     skipped: tuple[SkippedRow, ...] = ()

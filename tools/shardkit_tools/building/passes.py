@@ -127,7 +127,7 @@ class Passes:
     ) -> tuple[AllRows, list[TaskFacts], PackReport]:
         """Documents → rows of a fixed length, in new parts of the scratch."""
         split = self._version.split
-        by = split_of(split, documents.table.identity, documents.split) if split and split.by else None
+        by = split_of(split, documents.table.identity, documents.split) if split and split.is_noted else None
         total = int(documents.table.raw_bytes.sum())
         self._meter.begin("pack", total_bytes=total)
         made: dict[int, TaskRows] = {}

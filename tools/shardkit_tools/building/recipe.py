@@ -17,7 +17,7 @@ from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.sizes import parse_size
-from shardkit.dataset.splits import parse_split
+from shardkit.dataset.splits import Split, folder_split, parse_split
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.storage import Repository
@@ -29,6 +29,7 @@ from shardkit_tools.building.progress import Progress, ProgressCallback
 from shardkit_tools.building.reading import SkippedRow
 from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers import Importer, ImportOptions, open_source
+from shardkit_tools.importers.folder_layout import FolderLayout, split_notes
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
 __all__ = ["BuildResult", "PackReport", "Progress", "ProgressCallback", "SkippedRow", "build"]
@@ -59,6 +60,7 @@ def build(
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
     ref: str = "main",
+    replace: bool = False,
     message: str = "",
     author: str = "",
     jobs: int | None = 1,
@@ -88,7 +90,8 @@ def build(
         block_size: raw bytes per block.
         seed: of the shuffle.
         shuffle: False keeps the order of the source within each stratum.
-        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
+        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all. Where the
+            first folders of the source are splits (train, val, …), they become the refs; see `ImportOptions`.
         split_by: field whose equal values stay in one split.
         apply: a function of a module, or its name ``"package.module:function"``: sample → sample, list of samples or
             None; every process imports it. Its name and the SHA-256 of its file are part of the recipe.
@@ -104,6 +107,7 @@ def build(
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
         ref: the ref that is moved.
+        replace: whatever the refs name, another schema and what others commit meanwhile included.
         single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
         message: of the commit.
         author: of the commit.
@@ -120,7 +124,8 @@ def build(
 
     Raises:
         NotFoundError, SourceError, SampleError: the source; names file and row.
-        SchemaError, ConfigurationError, UsageError: a setting.
+        SchemaError, ConfigurationError, UsageError: a setting; or a ref names samples of another schema.
+        CommitConflict: another commit moved a ref meanwhile; says how this version can be named all the same.
         StoreError: the root or the scratch disk.
         RunError: a process died, or another one is at work on the same build.
         KeyboardInterrupt: on Ctrl-C; its text says how to go on.
@@ -140,8 +145,10 @@ def build(
     settings = LayoutSettings(
         seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
     )
-    parsed_split = parse_split(split, split_by, ref=ref) if split is not None else None
     importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
+    layout = getattr(importer, "layout", None)
+    folders = layout.splits if isinstance(layout, FolderLayout) else {}
+    parsed_split = _split(split, split_by, folders, ref)
     transforms: dict[str, object] = {}
     if text_field is not None and tokenizer is None:
         raise UsageError(f"text_field={text_field!r} without tokenizer; give the tokenizer too")
@@ -157,7 +164,9 @@ def build(
         transforms = importer.transforms()
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     schema, classes = importer.schema, importer.classes
-    encoder = RowEncoder(schema, format, stratify=axes, classes=classes, split_by=split_by)
+    encoder = RowEncoder(
+        schema, format, stratify=axes, classes=classes, split_by=split_by, split_folders=folders
+    )
     packing = _packing(schema, pack, axes, format)
     marks = RowMarks.of(schema, unique=unique, packed=packing.field if packing else None)
     if unique is not None:
@@ -190,6 +199,11 @@ def build(
             skip=on_error == "skip",
             append=append,
             ref=ref,
+            replace=replace,
+            classes=layout.counts if isinstance(layout, FolderLayout) else {},
+            notes=layout.notes
+            if isinstance(layout, FolderLayout)
+            else split_notes(f.name for f in importer.files()),
             message=message,
             author=author,
             pack=packing,
@@ -204,6 +218,20 @@ def build(
     if single_writer:
         Repository.create(root, single_writer=True)
     return run.build()
+
+
+def _split(
+    shares: Mapping[str, float | str] | None, by: str | None, folders: Mapping[str, str], ref: str
+) -> Split | None:
+    """By the folders of the source where they are splits, else by shares."""
+    if not folders:
+        return parse_split(shares, by, ref=ref) if shares is not None else None
+    if shares is not None:
+        raise UsageError(
+            f"the folders {', '.join(folders)} of the source are splits already, and become refs; leave out --split "
+            "(split=), or pass --no-split-folders (split_folders=False) to take them as classes"
+        )
+    return folder_split(folders.values(), ref=ref)
 
 
 def _packing(

@@ -36,6 +36,7 @@ from shardkit_tools.copies_options import (
 )
 from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
 from shardkit_tools.importers.options import parse_field_types
+from shardkit_tools.versions import moved_document, moved_facts
 
 __all__ = ["adopt"]
 
@@ -66,6 +67,12 @@ def adopt(
         str, typer.Option("--block-size", metavar="SIZE", help="Bytes that a block aims at.")
     ] = "1MiB",
     ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that is moved.")] = "main",
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="Even if the ref names samples of another schema, or was moved meanwhile."
+        ),
+    ] = False,
     message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
     author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes.")] = None,
@@ -99,6 +106,7 @@ def adopt(
         "stratify": stratify,
         "block_size": block_size,
         "ref": ref,
+        "replace": replace,
         "message": message,
         "author": author,
         "jobs": jobs,
@@ -136,6 +144,7 @@ def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
         "ref": ref,
         "id": result.manifest.id if result.manifest else None,
         "commit": result.commit.n if result.commit else None,
+        "moved": moved_document(result.moved),
         "schema": {name: str(kind) for name, kind in result.schema.items()},
         "samples": result.rows,
         "tars": result.tars,
@@ -162,6 +171,7 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     ]
     if manifest and result.commit is None:
         facts.append(("commit", "none: the same version was there already"))
+    facts += moved_facts(result.moved)
     if result.reused:
         facts.append(("reused", f"{count_text(result.reused, 'tar')} of an interrupted run"))
     print_facts(facts)

@@ -85,6 +85,15 @@ def build(
             help="Whether the folders in SOURCE are classes.",
         ),
     ] = None,
+    split_folders: Annotated[
+        bool | None,
+        typer.Option(
+            "--split-folders/--no-split-folders",
+            rich_help_panel="Source",
+            help="Whether the folders in SOURCE are splits, which become refs, with the classes in them; default: yes "
+            "where they are named train, val, valid, validation, test or dev.",
+        ),
+    ] = None,
     apply: Annotated[
         str | None,
         typer.Option(
@@ -202,6 +211,14 @@ def build(
             "--ref", metavar="NAME", rich_help_panel="Version", help="The ref that the version gets."
         ),
     ] = "main",
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            rich_help_panel="Version",
+            help="Even if the ref names samples of another schema, or was moved meanwhile.",
+        ),
+    ] = False,
     single_writer: Annotated[
         bool,
         typer.Option(
@@ -311,6 +328,7 @@ def build(
                 field_types=parse_field_types(schema or []),
                 per=per.value,
                 classes=classes,
+                split_folders=split_folders,
                 skip_bad_rows=on_error is OnError.SKIP,
             ),
             apply=apply,
@@ -333,6 +351,7 @@ def build(
             about=about,
             lookup=lookup,
             ref=ref,
+            replace=replace,
             message=message,
             author=author,
             jobs=jobs,

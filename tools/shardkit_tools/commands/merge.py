@@ -9,8 +9,17 @@ import typer
 
 from shardkit.dataset.merging import merge_datasets
 from shardkit.errors import UsageError
-from shardkit_tools.console import JsonFlag, clean, count_text, print_json, print_line, print_table, short_id
-from shardkit_tools.versions import parse_url
+from shardkit_tools.console import (
+    JsonFlag,
+    clean,
+    count_text,
+    print_facts,
+    print_json,
+    print_line,
+    print_table,
+    short_id,
+)
+from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
 __all__ = ["merge"]
 
@@ -49,7 +58,7 @@ def merge(
         if name in parts:
             raise UsageError(f"merge: two parts are called {name!r}; give names, such as {name}2={place}")
         parts[name] = place
-    manifest, entry = merge_datasets(parts, root, ref=ref, message=message, author=author)
+    manifest, moved = merge_datasets(parts, root, ref=ref, message=message, author=author)
     strata = [stratum for stratum in manifest.strata if not stratum.pooled]
     samples = {
         name: sum(stratum.selected for stratum in strata if stratum.values[0] == name) for name in parts
@@ -64,7 +73,8 @@ def merge(
                 "root": root,
                 "ref": ref,
                 "id": manifest.id,
-                "commit": entry.n if entry else None,
+                "commit": moved.entry.n if moved.entry else None,
+                "moved": moved_document(moved.refs),
                 "samples": manifest.selected,
                 "parts": listed,
             }
@@ -72,8 +82,9 @@ def merge(
         return
     print_line(
         f"{root}@{ref}: {count_text(manifest.selected, 'sample')} of {count_text(len(parts), 'part')}; "
-        f"{short_id(manifest.id)}" + ("" if entry else "; it was there already")
+        f"{short_id(manifest.id)}" + ("" if moved.entry else "; it was there already")
     )
+    print_facts(moved_facts(moved.refs))
     print_table(
         ["part", ">samples", "id", "*lies at"],
         [

@@ -11,11 +11,20 @@ from numpy.typing import NDArray
 
 import shardkit
 from shardkit.dataset import Dataset
+from shardkit.dataset.ref_moves import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import SourceError, UsageError
 from shardkit.storage import Repository
-from shardkit_tools.console import JsonFlag, count_text, print_json, print_line, share_text, short_id
-from shardkit_tools.versions import parse_url
+from shardkit_tools.console import (
+    JsonFlag,
+    count_text,
+    print_facts,
+    print_json,
+    print_line,
+    share_text,
+    short_id,
+)
+from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
 __all__ = ["select"]
 
@@ -48,6 +57,8 @@ def select(
     """
     if sum(option is not None for option in (where, rows, exclude)) != 1:
         raise UsageError("select takes one of --where, --rows and --exclude")
+    repository = Repository.open(parse_url(root)[0])
+    expected = standing_refs(repository, [ref])
     dataset = shardkit.open(root)
     if dataset.manifest.parts:
         names = ", ".join(name for name, _ in dataset.manifest.parts)
@@ -65,18 +76,26 @@ def select(
     manifest, table, selections = select_rows(
         dataset.manifest, dataset.table, masks, row_strata=dataset.row_strata, build={"select": note}
     )
-    repository = Repository.open(parse_url(root)[0])
     put_selected(repository, manifest, table, selections)
     said = message or (f"select {where}" if where is not None else "select by list")
-    repository.commit({ref: manifest.id}, message=said, author=author)
+    moved = move_refs(repository, {ref: manifest.id}, expected, message=said, author=author)
     if as_json:
-        print_json({"root": parse_url(root)[0], "ref": ref, "id": manifest.id, "samples": manifest.selected})
+        print_json(
+            {
+                "root": parse_url(root)[0],
+                "ref": ref,
+                "id": manifest.id,
+                "samples": manifest.selected,
+                "moved": moved_document(moved.refs),
+            }
+        )
         return
     share = share_text(manifest.selected, dataset.manifest.selected)
     print_line(
         f"{parse_url(root)[0]}@{ref}: {count_text(manifest.selected, 'sample')}, {share} of "
-        f"{root}; {short_id(manifest.id)}"
+        f"{root}; {short_id(manifest.id)}" + ("" if moved.entry else "; it was there already")
     )
+    print_facts(moved_facts(moved.refs))
 
 
 def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:

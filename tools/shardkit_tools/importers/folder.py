@@ -1,12 +1,12 @@
 """Folders of files: one sample per image, sound, film or other file, with its class and its sidecars.
 
 cats/17.jpg  cats/17.json  dogs/4.jpg …     class per folder → int64 ``label``, names in ``classes``
+train/cats/17.jpg  val/dogs/4.jpg …         split per folder → a ref, then classes as above
 a.wav  a.txt  b.wav  b.txt …                no folders → no label; ``a.txt`` is the text of ``a.wav``
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +15,13 @@ import xxhash
 from shardkit.dataset.extents import Extent
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
+from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, group_files, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["MEDIA", "FolderImporter", "class_of", "folder_classes", "open_folder"]
+__all__ = ["MEDIA", "FolderImporter", "open_folder"]
 
 MEDIA = {
     "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
@@ -46,7 +47,12 @@ class FolderImporter:
     samples: tuple[tuple[SourceFile, ...], ...]  # the sample's own file first, then its sidecars
     media: str  # the field that holds the file: image, audio, video or blob
     schema: Schema
-    classes: tuple[str, ...]
+    layout: FolderLayout
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the class folders."""
+        return self.layout.classes
 
     def files(self) -> Sequence[SourceFile]:
         """Every file, sidecars included."""
@@ -108,7 +114,7 @@ class FolderImporter:
             )
         sample: dict[str, object] = {self.media: data}
         if self.classes:
-            sample["label"] = bisect_left(self.classes, class_of(own.name))
+            sample["label"] = self.layout.label(own.name)
         for sidecar in sidecars:
             name, _ = _SIDECARS[file_suffix(sidecar.name)]
             text = read_file(sidecar)
@@ -118,7 +124,7 @@ class FolderImporter:
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""
-        return {"importer": "folder", "classes": bool(self.classes)}
+        return {"importer": "folder", "classes": bool(self.classes), **self.layout.describe()}
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
@@ -139,33 +145,11 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
         raise SourceError(f"{source.given}: {_mixture(media, source)}")
     samples = sorted((_arranged(files) for files in by_stem.values()), key=lambda sample: sample[0].name)
     sidecars = _common_sidecars(samples)
-    classes = folder_classes(source, options)
+    layout = folder_layout(source, options, [sample[0].name for sample in samples])
     (own,) = media
-    fields = {own: "bytes"} | ({"label": "int64"} if classes else {})
+    fields = {own: "bytes"} | ({"label": "int64"} if layout.classes else {})
     fields |= dict(_SIDECARS[suffix] for suffix in sidecars)
-    return FolderImporter(tuple(samples), own, options.schema(fields, source.given), classes)
-
-
-def folder_classes(source: Source, options: ImportOptions) -> tuple[str, ...]:
-    """Names of the folders directly below the source, sorted; empty where they are no classes.
-
-    Raises:
-        SourceError: some files lie in such folders and some beside them.
-    """
-    loose = [file for file in source.files if "/" not in file.name]
-    if options.classes is False or (len(loose) == len(source.files) and not options.classes):
-        return ()
-    if loose:
-        raise SourceError(
-            f"{loose[0].path}: lies beside the class folders, so it has no class; move it into one of them, "
-            "or pass --no-classes to build without labels"
-        )
-    return tuple(sorted({class_of(file.name) for file in source.files}))
-
-
-def class_of(name: str) -> str:
-    """The class folder that a file lies in, at any depth."""
-    return name.partition("/")[0]
+    return FolderImporter(tuple(samples), own, options.schema(fields, source.given), layout)
 
 
 def _media_of(file: SourceFile) -> str:

@@ -21,12 +21,15 @@ class ImportOptions:
         per: "file" or "line": what one sample of a text source is.
         classes: whether the folders directly below the source are classes; None: yes where there are such
         folders.
+        split_folders: whether the folders directly below the source are splits, which become refs; None: yes where all
+            are named train, val, valid, validation, test or dev.
         skip_bad_rows: infer the schema from the rows that can be read, and leave out the others.
     """
 
     field_types: Mapping[str, str] = field(default_factory=dict)
     per: str = "file"
     classes: bool | None = None
+    split_folders: bool | None = None
     skip_bad_rows: bool = False
 
     def __post_init__(self) -> None:

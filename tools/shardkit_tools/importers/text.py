@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.folder import class_of, folder_classes
+from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
@@ -23,8 +22,13 @@ class TextImporter:
 
     source: Source
     schema: Schema
-    classes: tuple[str, ...]
+    layout: FolderLayout
     lines: LineTasks | None  # None: one sample per file
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the class folders."""
+        return self.layout.classes
 
     def files(self) -> Sequence[SourceFile]:
         """Every file."""
@@ -66,12 +70,17 @@ class TextImporter:
                     "leave it out with a glob, or keep the bytes as they are with --schema text=bytes"
                 ) from error
         if self.classes:
-            sample["label"] = bisect_left(self.classes, class_of(file.name))
+            sample["label"] = self.layout.label(file.name)
         return sample
 
     def describe(self) -> dict[str, object]:
         """Name and settings for the recipe."""
-        return {"importer": "text", "per": "line" if self.lines else "file", "classes": bool(self.classes)}
+        return {
+            "importer": "text",
+            "per": "line" if self.lines else "file",
+            "classes": bool(self.layout.classes),
+            **self.layout.describe(),
+        }
 
 
 def open_text(source: Source, options: ImportOptions) -> TextImporter:
@@ -80,7 +89,7 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
     Raises:
         SourceError: files lie both beside and in the class folders.
     """
-    classes = folder_classes(source, options)
-    fields = {"text": "str"} | ({"label": "int64"} if classes else {})
+    layout = folder_layout(source, options, [file.name for file in source.files])
+    fields = {"text": "str"} | ({"label": "int64"} if layout.classes else {})
     lines = cut_lines(source.files) if options.per == "line" else None
-    return TextImporter(source, options.schema(fields, source.given), classes, lines)
+    return TextImporter(source, options.schema(fields, source.given), layout, lines)

@@ -1,0 +1,187 @@
+"""Building onto a ref that names something already: nothing is replaced without a word, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import CommitConflict, UsageError
+from shardkit.storage import Repository
+from shardkit_tools import build
+
+SHARDKIT = [sys.executable, "-m", "shardkit_tools"]
+
+# A build whose source waits: it has seen where the ref stands, and goes on when the file `go` is there.
+WAITING = """
+import os, sys, time
+from shardkit_tools.building.passes import Passes
+read = Passes.read
+def wait(self, *given, **settings):
+    open(sys.argv[1], "x").close()
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    return read(self, *given, **settings)
+Passes.read = wait
+from shardkit_tools.main import run
+run(sys.argv[3:])
+"""
+
+
+def lines(path: Path, *values: object, field: str = "n") -> Path:
+    path.write_text("".join(json.dumps({field: value}) + "\n" for value in values))
+    return path
+
+
+def command(*arguments: object, code: int = 0) -> str:
+    done = subprocess.run(
+        [*SHARDKIT, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def told(*arguments: object) -> dict[str, Any]:
+    found = json.loads(command(*arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def refs(root: Path) -> dict[str, str]:
+    return dict(Repository.open(root, read_only=True).refs)
+
+
+def test_the_report_says_what_moved(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    first = command("build", lines(tmp_path / "a.jsonl", 1, 2), root)
+    before = refs(root)["main"]
+    assert "moved" not in first
+    again = command("build", tmp_path / "a.jsonl", root)
+    assert "moved" not in again
+    assert "the same version was there already" in again
+    second = command("build", lines(tmp_path / "b.jsonl", 3), root)
+    assert re.search(rf"moved main +from {before} to {refs(root)['main']}", second)
+    third = told("build", lines(tmp_path / "c.jsonl", *range(40)), root, "--split", "val=0.5")
+    assert third["moved"]["main"]["to"] == third["id"] == refs(root)["main"]
+    assert third["moved"]["val"] == {"from": None, "to": refs(root)["val"]}
+    (tmp_path / "rows").write_text("0\n")
+    chosen = told("select", root, "--rows", tmp_path / "rows", "--ref", "val")
+    assert chosen["moved"]["val"] == {"from": third["splits"]["val"]["id"], "to": refs(root)["val"]}
+    merged = command("merge", f"a={root}@val", f"b={root}@main", root)
+    assert re.search(rf"moved main +from {third['id']} to {refs(root)['main']}", merged)
+
+
+def test_another_schema_is_refused_unless_told(tmp_path: Path) -> None:
+    root, other = tmp_path / "data", lines(tmp_path / "b.jsonl", "x", field="text")
+    command("build", lines(tmp_path / "a.jsonl", 1, 2), root)
+    before = refs(root)
+    for dry in ([], ["--dry-run"]):
+        said = command("build", other, root, *dry, code=2)
+        assert all(word in said for word in ("'main'", before["main"], "text", "--ref", "--replace"))
+    said = command("build", other, root, "--ref", "texts", "--split", "main=0.5", code=2)
+    assert "'main'" in said, "a split is a ref too"
+    assert refs(root) == before
+    with pytest.raises(UsageError, match="replace=True"):
+        shardkit.create(root, {"text": "str"})
+    command("build", other, root, "--replace")
+    assert shardkit.open(root)[0] == {"text": "x"}
+    with shardkit.create(root, {"n": "int64"}, replace=True) as writer:
+        writer.add({"n": 3})
+    assert shardkit.open(root)[0] == {"n": 3}
+
+
+def waiting(tmp_path: Path, name: str, *arguments: object) -> subprocess.Popen[str]:
+    program = [sys.executable, "-c", WAITING, str(tmp_path / f"begun-{name}"), str(tmp_path / "go")]
+    return subprocess.Popen(
+        [*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def begun(tmp_path: Path, count: int, *builds: subprocess.Popen[str]) -> None:
+    """Wait until all have seen where the ref stands, then let them go on."""
+    while len(list(tmp_path.glob("begun-*"))) < count:
+        assert all(one.poll() is None for one in builds), [one.communicate() for one in builds]
+    (tmp_path / "go").touch()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_of_three_builds_at_once_one_wins_and_the_others_are_told(tmp_path: Path, is_there: bool) -> None:
+    root = tmp_path / "data"
+    before = None
+    if is_there:
+        command("build", lines(tmp_path / "old.jsonl", 0), root)
+        before = refs(root)["main"]
+    sources = [lines(tmp_path / f"{name}.jsonl", *range(name, 10)) for name in (1, 2, 3)]
+    builds = [waiting(tmp_path, source.stem, "build", source, root, "--jobs", 1) for source in sources]
+    begun(tmp_path, 3, *builds)
+    ended = [(one.communicate(timeout=300), one.returncode) for one in builds]
+    assert sorted(code for _, code in ended) == [0, 1, 1], ended
+    winner = refs(root)["main"]
+    for source, ((out, err), code) in zip(sources, ended, strict=True):
+        if code == 0:
+            assert winner in out
+            continue
+        assert "Traceback" not in err
+        assert winner in err
+        assert before is None or before in err
+        (own,) = set(re.findall("sha256:[0-9a-f]{64}", err)) - {winner, before}
+        hint = re.search(r"shardkit (tag \S+ NAME sha256:\w+)", err)
+        assert hint is not None
+        command(*hint[1].replace("NAME", source.stem).split())
+        assert refs(root)["main"] == winner
+        assert len(shardkit.open(f"{root}@{own}")) == len(source.read_text().splitlines())
+        assert len(shardkit.open(f"{root}@{source.stem}")) == len(source.read_text().splitlines())
+    assert len(Repository.open(root).log()) == 1 + 2 + is_there
+
+
+def test_the_loser_puts_its_version_in_place_when_it_is_told_to(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    loser = waiting(tmp_path, "a", "build", lines(tmp_path / "a.jsonl", 1), root, "--jobs", 1)
+    while not (tmp_path / "begun-a").exists():
+        assert loser.poll() is None, loser.communicate()
+    command("build", lines(tmp_path / "b.jsonl", 2), root)
+    came = refs(root)["main"]
+    (tmp_path / "go").touch()
+    _, err = loser.communicate(timeout=300)
+    assert loser.returncode == 1
+    assert came in err
+    assert re.search(rf"moved main +from {came} to", command("build", tmp_path / "a.jsonl", root))
+    assert shardkit.open(root)[0] == {"n": 1}
+
+
+def test_two_builds_of_the_same_source_both_succeed(tmp_path: Path) -> None:
+    root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", *range(9))
+    builds = [
+        waiting(tmp_path, name, "build", source, root, "--jobs", 1, "--scratch", folder(tmp_path / name))
+        for name in ("x", "y")
+    ]
+    begun(tmp_path, 2, *builds)
+    ended = [(one.communicate(timeout=300), one.returncode) for one in builds]
+    assert [code for _, code in ended] == [0, 0], ended
+    assert all(refs(root)["main"] in out for (out, _), _ in ended)
+
+
+def folder(path: Path) -> Path:
+    os.makedirs(path)
+    return path
+
+
+def test_writers_in_python_are_told_too(tmp_path: Path) -> None:
+    slow = shardkit.create(tmp_path / "data", {"n": "int64"})
+    slow.add({"n": 1})
+    build(lines(tmp_path / "b.jsonl", 2), tmp_path / "data")
+    came = refs(tmp_path / "data")["main"]
+    with pytest.raises(CommitConflict, match=came):
+        slow.close()
+    assert shardkit.open(tmp_path / "data")[0] == {"n": 2}
+    with shardkit.create(tmp_path / "data", {"n": "int64"}, replace=True) as bold:
+        bold.add({"n": 3})
+        build(lines(tmp_path / "c.jsonl", 4), tmp_path / "data")
+    assert shardkit.open(tmp_path / "data")[0] == {"n": 3}

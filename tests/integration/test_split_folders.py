@@ -1,0 +1,201 @@
+"""Folders of pictures as the field lays them out: splits first, then classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit_tools.main import run
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs the command line in this process: (exit code, standard output, standard error)."""
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            run([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+def pictures(root: Path, *names: str) -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
+    return root
+
+
+def labels(url: str) -> dict[str, str]:
+    """Key → class name."""
+    dataset = shardkit.open(url)
+    return {dataset.key(n): dataset.classes[dataset[n]["label"]] for n in range(len(dataset))}
+
+
+def document(call: Call, *arguments: object) -> dict[str, Any]:
+    code, out, err = call("build", *arguments, "--json", "--jobs", 1)
+    assert code == 0, err
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+IMAGENET = (
+    "train/cat/1.png",
+    "train/cat/2.png",
+    "train/dog/3.png",
+    "train/emu/4.png",
+    "val/cat/5.png",
+    "val/dog/6.png",
+)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_imagenet_layout(call: Call, tmp_path: Path, jobs: int) -> None:
+    code, out, err = call("build", pictures(tmp_path / "imgs", *IMAGENET), tmp_path / "d", "--jobs", jobs)
+    assert (code, err) == (0, "")
+    root = str(tmp_path / "d")
+    assert shardkit.open(root).classes == ("cat", "dog", "emu")
+    by_folder = {name.rpartition(".")[0]: name.split("/")[1] for name in IMAGENET}
+    assert labels(root) == by_folder
+    for split in ("train", "val"):
+        assert labels(f"{root}@{split}") == {k: v for k, v in by_folder.items() if k.startswith(f"{split}/")}
+        assert shardkit.open(f"{root}@{split}").classes == ("cat", "dog", "emu"), (
+            "shared, so a number means the same"
+        )
+    assert "3: cat 3, dog 2, emu 1" in out
+    assert "split val has nothing of class 'emu'" in out
+    again = document(call, tmp_path / "imgs", tmp_path / "d")
+    assert again["commit"] is None
+    assert again["classes"] == {"cat": 3, "dog": 2, "emu": 1}
+
+
+def test_any_case_and_every_name(call: Call, tmp_path: Path) -> None:
+    names = [f"{folder}/{kind}/{folder}.png" for folder in ("Train", "VAL", "valid", "validation", "test", "dev")
+             for kind in ("a", "b")]  # fmt: skip
+    done = document(call, pictures(tmp_path / "imgs", *names), tmp_path / "d")
+    assert sorted(done["splits"]) == sorted(["train", "val", "valid", "validation", "test", "dev"])
+    assert {split["samples"] for split in done["splits"].values()} == {2}
+    assert set(labels(f"{tmp_path}/d@val")) == {"VAL/a/VAL", "VAL/b/VAL"}
+
+
+def test_only_train_and_no_classes_at_all(call: Call, tmp_path: Path) -> None:
+    one = document(call, pictures(tmp_path / "one", "train/a/1.png", "train/b/2.png"), tmp_path / "d1")
+    assert (list(one["splits"]), list(one["classes"])) == (["train"], ["a", "b"])
+    bare = document(call, pictures(tmp_path / "bare", "train/1.png", "test/2.png"), tmp_path / "d2")
+    assert sorted(bare["splits"]) == ["test", "train"]
+    assert list(shardkit.open(tmp_path / "d2").schema) == ["image"], "no folder is a class"
+    flat = document(call, tmp_path / "one", tmp_path / "d3", "--no-classes")
+    assert (list(flat["splits"]), flat["classes"]) == (["train"], {})
+
+
+def test_classes_that_have_such_a_name(call: Call, tmp_path: Path) -> None:
+    """A train among cars and buses is a vehicle; that it might be a split is said."""
+    vehicles = pictures(tmp_path / "v", "train/1.png", "car/2.png", "bus/3.png")
+    code, out, _ = call("build", vehicles, tmp_path / "d")
+    assert code == 0
+    assert labels(str(tmp_path / "d")) == {"train/1": "train", "car/2": "car", "bus/3": "bus"}
+    assert "--split-folders" in out
+    only = pictures(tmp_path / "o", "train/a/1.png", "test/b/2.png")
+    done = document(call, only, tmp_path / "d2", "--no-split-folders")
+    assert (list(done["classes"]), done["splits"]) == (["test", "train"], {})
+    folds = pictures(tmp_path / "f", "fold1/a/1.png", "fold2/b/2.png")
+    assert sorted(document(call, folds, tmp_path / "d3", "--split-folders")["splits"]) == ["fold1", "fold2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "says"),
+    [
+        (("train/cat/1.png", "extra/cat/2.png"), (), "extra/ beside it"),
+        (("train/cat/1.png", "readme.png"), (), "readme.png beside it"),
+        (("train/cat/1.png", "Train/cat/2.png"), (), "several folders are the split 'train'"),
+        (("train/cat/1.png", "train/2.png"), (), "so it has no class"),
+        (IMAGENET, ("--split", "a=0.5,b=0.5"), "--no-split-folders"),
+        (IMAGENET, ("--ref", "train"), "'train' cannot be a ref"),
+    ],
+)
+def test_what_is_ambiguous_is_asked(
+    call: Call, tmp_path: Path, names: tuple[str, ...], more: tuple[str, ...], says: str
+) -> None:
+    code, _, err = call("build", pictures(tmp_path / "imgs", *names), tmp_path / "d", *more)
+    assert code in (1, 2)
+    assert says in err
+    assert not (tmp_path / "d" / "log").exists()
+
+
+def test_the_unusual_is_said(call: Call, tmp_path: Path) -> None:
+    def notes(*names: str, folder: str) -> str:
+        return " ".join(
+            document(call, pictures(tmp_path / folder, *names), tmp_path / f"d-{folder}")["notes"]
+        )
+
+    assert "one class only, 'a'" in notes("a/1.png", "a/2.png", folder="one")
+    many = [f"id{n:03d}/photo.png" for n in range(30)]
+    assert "30 of 30 classes have one sample each" in notes(*many, folder="many")
+    assert "one sample only is in class 'b'" in notes(
+        *(f"a/{n}.png" for n in range(9)), "b/x.png", folder="rare"
+    )
+    assert "samples lie 1 to 2 folders deep" in notes(
+        "a/1.png", "a/x/2.png", "b/3.png", "b/4.png", folder="deep"
+    )
+    assert notes("a/1.png", "a/2.png", "b/3.png", "b/4.png", folder="usual") == ""
+
+
+def test_tables_that_are_named_as_splits_are_told(call: Call, tmp_path: Path) -> None:
+    """They become one version, as in 0.1; who wanted refs is told how."""
+    for folder, names in (
+        ("a", ("train-00000-of-00001", "test-00000-of-00001")),
+        ("b", ("train/0", "val/0")),
+    ):
+        for number, name in enumerate(names):
+            path = tmp_path / folder / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f'{{"n": {number}}}\n')
+        done = document(call, tmp_path / folder, tmp_path / f"d-{folder}")
+        assert (done["samples"], done["splits"]) == (2, {})
+        assert "named as the splits train" in done["notes"][0]
+        assert "--ref train" in done["notes"][0]
+    one = document(call, tmp_path / "a" / "train-*", tmp_path / "d-one", "--ref", "train")
+    assert (one["samples"], one["notes"]) == (1, [])
+
+
+def test_text_with_splits_by_line_and_appended(call: Call, tmp_path: Path) -> None:
+    source = tmp_path / "texts"
+    for name, text in (
+        ("train/pos/a.txt", "good\nfine\n"),
+        ("test/neg/b.txt", "bad\n"),
+        ("test/pos/c.txt", "ok\n"),
+    ):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    done = document(call, source, tmp_path / "d", "--from", "text", "--per", "line")
+    assert {name: split["samples"] for name, split in done["splits"].items()} == {"train": 2, "test": 2}
+    more = tmp_path / "more"
+    for name in ("train/neg/d.txt", "test/pos/e.txt"):
+        (more / name).parent.mkdir(parents=True, exist_ok=True)
+        (more / name).write_text(f"{name}\n")
+    grown = document(call, more, tmp_path / "d", "--from", "text", "--per", "line", "--append")
+    assert {name: split["samples"] for name, split in grown["splits"].items()} == {"train": 3, "test": 3}
+    texts = [shardkit.open(f"{tmp_path}/d@test")[n]["text"] for n in range(3)]
+    assert sorted(texts) == ["bad", "ok", "test/pos/e.txt"]
+
+
+def test_other_folders_keep_their_ids(call: Call, tmp_path: Path) -> None:
+    """What 0.1 gave to these files."""
+    done = document(call, pictures(tmp_path / "imgs", "cat/1.png", "dog/2.png", "dog/3.png"), tmp_path / "d",
+                    "--stratify", "label")  # fmt: skip
+    assert done["id"] == "sha256:c903ff3d7498e7ffd5e0c16132b217b8e2b9765dcb80887a5d307b621a7f70af"
