@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from shardkit.errors import PlanError
 
 from .buckets import BucketGrid
-from .leftover import NaturalLeftover, StratumLeftover, WeightedLeftover
+from .leftover import NaturalLeftover, natural_heads, weighted_heads
 from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid
 from .settings import Settings, check_rows
 from .strata import group_strata, stratum_rows
+from .tapes import Heads
 from .weighted import WeightedGrid, Weights
 from .weights import WeightsLike, resolve_weights
 
@@ -28,7 +29,8 @@ AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
 class Leg:
     """Settings, rows and grid that hold from a step on.
 
-    The grid's step is the run's minus ``origin``; ``continues`` where it begins with the rest of an epoch.
+    The grid's step is the run's minus ``origin``; ``continues`` where it begins with the rest of an epoch; ``revised``
+    where the amendment is not dealt as release 0.1 dealt it.
     """
 
     settings: Settings
@@ -37,6 +39,7 @@ class Leg:
     from_step: int = 0
     origin: int = 0
     continues: bool = False
+    revised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,7 @@ def amended(leg: Leg, change: Change) -> Leg:
     if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
         if change.weights is not None or settings != leg.settings:
             raise PlanError("plan: a plan with group_by or sequence is amended by skip only")
-        origin = change.from_step - change.position + leg.origin
-        return Leg(settings, leg.population, leg.grid, change.from_step, origin, continues=True)
+        return _skipped(leg, change)
     if isinstance(leg.grid, WeightedGrid):
         return _after_weighted(leg, leg.grid, settings, change)
     return _after_natural(leg, settings, change)
@@ -122,14 +124,26 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
     stages = [replace(w, global_batch=batch) for w in ahead]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in stages))
     if settings.lanes == grid.lanes:
+        revised = False
         for weights in stages:
             grid = grid.extended(weights)
-        return Leg(settings, leg.population, grid, change.from_step, origin)
-    head = WeightedLeftover(grid, position)
+            revised |= grid.revised
+        return Leg(settings, leg.population, grid, change.from_step, origin, revised=revised)
+    heads, revised = weighted_heads(grid, position)
     moved = [replace(w, from_step=w.from_step - position) for w in stages]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in moved))
-    fresh = weighted_grid(leg.population, settings, head, grid.last_pass(position) + 1)
-    return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
+    fresh = weighted_grid(leg.population, settings, heads)
+    return Leg(settings, leg.population, fresh, change.from_step, change.from_step, revised=revised)
+
+
+def _skipped(leg: Leg, change: Change) -> Leg:
+    """The same grid; the epoch goes on where the skip does not leave it."""
+    position, grid = change.position - leg.origin, leg.grid
+    assert not isinstance(grid, WeightedGrid)
+    goes_on = position < grid.bounds(change.from_step - leg.origin)[1]
+    return replace(
+        leg, from_step=change.from_step, origin=change.from_step - position, continues=goes_on, revised=False
+    )
 
 
 def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
@@ -138,9 +152,7 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
         leg.settings.global_batch,
         leg.settings.lanes,
     ):
-        return Leg(
-            settings, leg.population, grid, change.from_step, change.from_step - position, continues=True
-        )
+        return _skipped(leg, change)
     if isinstance(grid, RestGrid):
         if position < grid.steps:
             raise PlanError(
@@ -154,8 +166,7 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
     if change.weights is not None:
         masses = resolve_weights(change.weights, leg.population.strata, rows)
         settings = replace(settings, stages=((0, masses),))
-        head = StratumLeftover(NaturalLeftover(grid, epoch, step), len(rows)) if step else None
-        fresh = weighted_grid(leg.population, settings, head, epoch + bool(step))
+        fresh = weighted_grid(leg.population, settings, natural_heads(grid, epoch, step))
         return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
     after = natural_grid(leg.population, settings, rows)
     if not step:
@@ -192,10 +203,9 @@ def natural_grid(population: Population, settings: Settings, rows: Sequence[int]
 def weighted_grid(
     population: Population,
     settings: Settings,
-    head: StratumLeftover | WeightedLeftover | None = None,
-    first_pass: int = 0,
+    heads: Heads | None = None,
 ) -> WeightedGrid:
-    """The grid of settings with explicit weights; ``head`` comes before the first whole pass."""
+    """The grid of settings with explicit weights; ``heads`` come before the first whole pass."""
     return WeightedGrid(
         population,
         [Weights(*stage) for stage in settings.stages],
@@ -204,6 +214,5 @@ def weighted_grid(
         seed=settings.seed,
         window_blocks=settings.window_blocks,
         shuffle=settings.shuffle,
-        head=head,
-        first_pass=first_pass,
+        heads=heads,
     )

@@ -1,4 +1,4 @@
-"""What a pass has left at a step: the rows that an amended plan begins with (SPEC.md §6)."""
+"""What passes have left at a step: the rows that an amended plan begins with (SPEC.md §6)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .natural import NaturalGrid
-from .recent import Recent
+from .tapes import Heads
 from .weighted import WeightedGrid
 
-__all__ = ["NaturalLeftover", "StratumLeftover", "WeightedLeftover"]
+__all__ = ["NaturalLeftover", "StratumLeftover", "WeightedLeftover", "natural_heads", "weighted_heads"]
 
 Numbers = NDArray[np.int64]
 
@@ -77,8 +77,9 @@ class StratumLeftover:
     The pool's stream mixes its strata, so its rest is drawn once: memory is that of the pool's rows.
     """
 
-    def __init__(self, inner: NaturalLeftover, num_strata: int) -> None:
+    def __init__(self, inner: NaturalLeftover) -> None:
         self.inner, groups = inner, inner.grid.groups
+        num_strata = len(inner.grid.population.strata)
         totals = np.zeros(num_strata, dtype=np.int64)
         self._group: Numbers = np.full(num_strata, -1, dtype=np.int64)
         self._pool: dict[int, Numbers] = {}
@@ -120,25 +121,20 @@ class StratumLeftover:
 
 
 class WeightedLeftover(_BySource):
-    """Rests of the passes in which the tapes of a weighted grid stand; columns are strata."""
+    """Rest of one pass of each stratum, on the tapes of a weighted grid; columns are strata.
 
-    def __init__(self, grid: WeightedGrid, step: int) -> None:
-        self.grid = grid
-        handed, shared = grid.drawn(step)
-        tapes, strata = grid.tapes, np.arange(len(grid.rows))
-        some = np.flatnonzero((grid.rows > 0) & ~grid.shared)
-        ends = handed.copy()
-        for lane in range(grid.lanes):
-            ends[lane, some] = tapes.pass_end(lane, some, handed[lane, some])
-        ends[:, grid.shared] = handed[:, grid.shared]
-        rest = tapes.shared_end(strata, shared) - shared
-        rest[~grid.shared] = 0
-        self._at = np.concatenate((handed, shared[None, :]))
-        self.starts = _starts(np.concatenate((ends - handed, rest[None, :])))
-        self._columns: Recent[int, Numbers] = Recent(8)
+    Args:
+        grid: whose tapes.
+        number: int64[strata], the number of each stratum's pass, as `locate` counts them.
+        lo, hi: int64[lanes + 1, strata], tape positions: of all lanes, then of the shared tapes.
+    """
+
+    def __init__(self, grid: WeightedGrid, number: Numbers, lo: Numbers, hi: Numbers) -> None:
+        self.grid, self.number, self._lo = grid, number, lo
+        self.starts = _starts(hi - lo)
 
     def _rest(self, source: int, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        at = self._at[source, columns]
+        at = self._lo[source, columns]
         if source < self.grid.lanes:
             return self.grid.tapes.take(source, columns, at + lo, at + hi)
         parts = []
@@ -147,19 +143,60 @@ class WeightedLeftover(_BySource):
         return np.concatenate(parts)
 
     def index(self, sample: int) -> tuple[int, int] | None:
-        """(stratum, place) of a sample; None where it has been drawn. Looks through the stratum's rest."""
-        found = self.grid.order.find(sample)
+        """(stratum, place) of a sample; None where it has been drawn."""
+        stratum = int(self.grid.order.strata_of(np.array([sample]))[0])
+        found = self.grid.place(sample, int(self.number[stratum]))
         if found is None:
             return None
-        column = self._columns.get(found[0], self._whole)
-        place = np.flatnonzero(column == sample)
-        return (found[0], int(place[0])) if len(place) else None
+        _, lane, position = found
+        source = lane if lane >= 0 else self.grid.lanes
+        begin, end = self.starts[source : source + 2, stratum].tolist()
+        place = begin + position - int(self._lo[source, stratum])
+        return (stratum, place) if begin <= place < end else None
 
-    def _whole(self, stratum: int) -> Numbers:
-        rest = int(self.starts[-1, stratum])
-        if not rest:
-            return np.empty(0, dtype=np.int64)
-        return self.take(np.array([stratum]), np.array([0]), np.array([rest]))
+
+def natural_heads(grid: NaturalGrid, epoch: int, step: int) -> Heads:
+    """What an epoch has left before a step of it, by stratum."""
+    rests = [StratumLeftover(NaturalLeftover(grid, epoch, step))] if step else []
+    return Heads(rests, np.full(len(grid.population.strata), epoch, dtype=np.int64), epoch + bool(step))
+
+
+def weighted_heads(grid: WeightedGrid, step: int) -> tuple[Heads, bool]:
+    """What the passes under way have left before a step; and whether they were not the same one in all lanes.
+
+    Every tape is read to the end of the furthest pass that one of its stratum is in, pass by pass: behind the heads all
+    rows of a stratum have come equally often.
+    """
+    tapes, lanes = grid.tapes, np.arange(grid.lanes)[:, None]
+    own, common = (np.flatnonzero((grid.rows > 0) & kind) for kind in (~grid.shared, grid.shared))
+    at = np.concatenate([part.reshape(-1, len(grid.rows)) for part in grid.drawn(step)])
+
+    def start(passes: Numbers) -> Numbers:
+        """Tape positions at which passes of all strata start: (lanes + 1, strata)."""
+        out = np.zeros_like(at)
+        out[:-1, own] = tapes.pass_start(lanes, own, passes[own])
+        out[-1, common] = tapes.shared_start(common, passes[common])
+        return out
+
+    number = np.zeros(at.shape, dtype=np.int64)  # the pass that each tape is in, or is about to begin
+    number[:-1, own] = tapes.pass_of(lanes, own, at[:-1, own])
+    number[-1, common] = tapes.shared_pass_of(common, at[-1, common])
+    last = number.max(axis=0)
+    last += (start(last) < at).any(axis=0)
+    last = np.maximum(last, tapes.rests)  # rests of an amendment before this one
+    while (lower := (last > tapes.rests) & (start(last - 1) >= at).all(axis=0)).any():  # nothing of it came yet
+        last = last - lower
+    rests: list[WeightedLeftover] = []
+    end = last
+    while (start(end) > at).any():
+        lo = np.maximum(at, start(end - 1))
+        rests.insert(0, WeightedLeftover(grid, tapes.heads.number + end - 1, lo, np.maximum(lo, start(end))))
+        end = end - 1
+    here, within = at[:-1, own], number[:-1, own]
+    own_end = tapes.pass_start(lanes, own, within + (tapes.pass_start(lanes, own, within) < here))
+    own_end = np.maximum(own_end, tapes.pass_start(lanes, own, np.array([tapes.rests])))
+    apart = bool((own_end != start(last)[:-1, own]).any())
+    return Heads(rests, tapes.heads.number + end, grid.last_pass(step) + 1), apart
 
 
 def _split(sorted_keys: Numbers, values: Numbers) -> tuple[Numbers, list[Numbers]]:

@@ -29,6 +29,10 @@ PLAN_VERSION = 1
 """Part of every digest; a change of the construction that moves a sample must raise it."""
 
 
+DEALING = 2
+"""Part of the digests of amendments that release 0.1 dealt otherwise, and wrongly (SPEC.md §6)."""
+
+
 class Plan:
     """Who reads what, when: ``lanes`` columns by steps, each cell ``cell_size`` sample numbers.
 
@@ -43,11 +47,16 @@ class Plan:
     ) -> None:
         self._leg, self.parent = leg, parent
         self._change = None if parent is None else dict(change or {})
-        identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": leg.population.identity}
-        identity["settings"] = leg.settings.canonical()
+        self._digest = self._hashed(None if parent is None else parent.digest, self._change)
+        known = None if self._change is None else {k: v for k, v in self._change.items() if k != "dealing"}
+        self._digest_0_1: str = self._hashed(None if parent is None else parent._digest_0_1, known)
+
+    def _hashed(self, parent: str | None, change: Mapping[str, object] | None) -> str:
+        identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": self.population.identity}
+        identity["settings"] = self.settings.canonical()
         if parent is not None:
-            identity["parent"], identity["change"] = parent.digest, dict(change or {})
-        self._digest = hashlib.sha256(dumps(identity)).hexdigest()
+            identity["parent"], identity["change"] = parent, change
+        return hashlib.sha256(dumps(identity)).hexdigest()
 
     @property
     def settings(self) -> Settings:
@@ -214,6 +223,11 @@ class Plan:
             return None
         return found[0] + self._leg.origin, found[1], found[2]
 
+    def superseded_digests(self) -> set[str]:
+        """Digests of this plan, and of those that it amends, in release 0.1, where that dealt them otherwise."""
+        before = set() if self.parent is None else self.parent.superseded_digests()
+        return before if self._digest_0_1 == self._digest else before | {self._digest_0_1}
+
     def history(self) -> list[dict[str, object]]:
         """What the plan can be made from again, as canonical JSON takes it: the first plan, then each amendment.
 
@@ -286,7 +300,8 @@ class Plan:
             "global_batch": global_batch,
             "weights": weights is not None,
         }
-        return Plan(amended(self._leg, change), self, said)
+        leg = amended(self._leg, change)
+        return Plan(leg, self, {**said, "dealing": DEALING} if leg.revised else said)
 
 
 def cell_digest(samples: NDArray[np.int64]) -> str:

@@ -11,6 +11,7 @@ from .leftover import NaturalLeftover
 from .natural import NaturalGrid
 from .permutation import derive, derive_each
 from .recent import Recent
+from .stage import first_step
 
 __all__ = ["RestGrid"]
 
@@ -130,9 +131,11 @@ class RestGrid:
         lane = int(np.searchsorted(self._cut[:, group], at, side="right")) - 1
         if lane >= self.lanes:
             return None  # the remainder of the rest is dropped
-        for first in range(0, self.steps, _CHUNK):
-            cells = self.cells(first, min(self.steps, first + _CHUNK), lane)
-            hit = np.argwhere(cells == sample)
-            if len(hit):
-                return first + int(hit[0, 0]), lane, int(hit[0, 1])
-        return None
+        at -= int(self._cut[lane, group])
+        step, chosen = self.full_steps, np.array([group])
+        if at < int(self._drawn[lane, group]):
+            step = first_step(
+                lambda k: int(self.deal.lane_counts(np.array([k]), lane, chosen)[0, 0]), at, self.full_steps
+            )  # type: ignore[assignment]
+        slot = int(np.flatnonzero(self.cells(step, step + 1, lane)[0] == sample)[0])
+        return step, lane, slot

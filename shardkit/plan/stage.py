@@ -106,6 +106,15 @@ class Stage:
         whole = np.diff(self._per_turn, prepend=0)[chosen]
         return turns[:, None] * whole + self.deal.lane_counts(rest, lane, chosen)
 
+    def drift(self, group: int) -> int:
+        """How far lanes come apart in draws of a group: at the borders of phases, between them within 2 of it."""
+        lanes = np.arange(self.lanes, dtype=np.int64)
+        borders = -(-lanes * self.turn // self.lanes)
+        drawn = self.deal.lane_counts(
+            np.repeat(borders, self.lanes), np.tile(lanes, self.lanes), np.array([group])
+        )
+        return int(np.ptp(drawn.reshape(self.lanes, self.lanes), axis=1).max())
+
     def prefix(self, steps: Numbers) -> Numbers:
         """Samples of groups <= g drawn by all lanes before each step: (n, groups)."""
         turns, rest = np.divmod(steps, self.turn)

@@ -14,14 +14,16 @@ from .cells import assemble, chunk_steps, permute_cells
 from .permutation import derive, derive_each, order
 from .population import Population
 from .recent import Recent
+from .round_robin import RoundRobin
 from .stage import Stage, StageGroup, first_step, plan_groups, whole_turn
 from .strata import each_alone, stratum_rows
-from .tapes import Leftover, Tapes
+from .tapes import Heads, Tapes
 from .tree import Tree
 
 __all__ = ["WeightedGrid", "Weights"]
 
 Numbers = NDArray[np.int64]
+_Dealt = tuple[list[StageGroup], tuple[int, list[int]]]
 
 _CELLS = 2  # what a key below the seed is for
 _HAND = 8  # fewest rows per lane of a stratum that is handed out
@@ -38,10 +40,15 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class _Leg:
-    """A stage, and where every tape stood when it began."""
+    """A stage, and where every tape stood when it began.
+
+    ``robins``: handed strata that are dealt over all lanes, out of the tapes of all.
+    """
 
     stage: Stage
+    chunk: int  # steps that are drawn at once
     trees: dict[int, Tree]
+    robins: dict[int, RoundRobin]
     handed: Numbers  # (lanes, strata)
     shared: Numbers  # (strata,)
 
@@ -65,8 +72,7 @@ class WeightedGrid:
         seed: int,
         window_blocks: int,
         shuffle: str,
-        head: Leftover | None = None,
-        first_pass: int = 0,
+        heads: Heads | None = None,
     ) -> None:
         self.population, self.weights = population, tuple(stages)
         self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
@@ -77,22 +83,23 @@ class WeightedGrid:
         masses = stages[0].masses
         windows = [_window(m, sum(masses), global_batch, lanes, window_blocks) for m in masses]
         self.tapes = Tapes(
-            self.order, self.rows, lanes, seed, np.array(windows, dtype=np.int64), shuffle, first_pass, head
+            self.order, self.rows, lanes, seed, np.array(windows, dtype=np.int64), shuffle, heads
         )
+        self.loop_steps = -(-int(self.rows.sum()) // global_batch)
+        #: an amendment was dealt otherwise than release 0.1 dealt it (SPEC.md §6)
+        self.revised = False
         self._legs: list[_Leg] = []
         for weights in stages:
-            self._append(weights, len(stages))
-        self.loop_steps = -(-int(self.rows.sum()) // global_batch)
-        self._chunk = chunk_steps(global_batch, lanes, max(64, self.loop_steps))
+            self._append(weights, self._dealt(weights, self.shared, len(stages)))
         self._cells: Recent[tuple[int, int, int], Numbers] = Recent(3 * lanes)
 
-    def _target(self, masses: Sequence[int], stages: int) -> int:
+    def _target(self, masses: Sequence[int], batch: int, stages: int) -> int:
         """Steps of a phase such that no large stratum gets through a quarter of a hand in one turn."""
         total, target = sum(masses), 1 << 40
         for mass, rows in zip(masses, self.rows.tolist(), strict=True):
             if mass and rows >= 4 * _HAND * self.lanes:
-                target = min(target, rows * total // (4 * stages * mass * self.global_batch * self.lanes))
-        return max(1, min(target, -(-int(self.rows.sum()) // (self.global_batch * self.lanes))))
+                target = min(target, rows * total // (4 * stages * mass * batch * self.lanes))
+        return max(1, min(target, -(-int(self.rows.sum()) // (batch * self.lanes))))
 
     def _shared_strata(self, stages: Sequence[Weights]) -> NDArray[np.bool_]:
         """Strata too small to be handed out to lanes: their lanes would be whole passes apart within a turn."""
@@ -111,11 +118,13 @@ class WeightedGrid:
         return shared
 
     def _dealt(
-        self, weights: Weights, shared: NDArray[np.bool_], stages: int
-    ) -> tuple[list[StageGroup], tuple[int, list[int]]]:
+        self, weights: Weights, shared: NDArray[np.bool_], stages: int, planned: int | None = None
+    ) -> _Dealt:
+        """Groups, and steps and samples of a phase; its length is planned for a batch, or for that of the weights."""
         batch = weights.global_batch or self.global_batch
         groups = plan_groups(weights.masses, self.population.strata, shared, batch)
-        return groups, whole_turn(groups, batch, self._target(weights.masses, stages))
+        target = self._target(weights.masses, planned or batch, stages)
+        return groups, whole_turn(groups, batch, target)
 
     def extended(self, weights: Weights) -> WeightedGrid:
         """This grid up to a step, and from there other weights or another batch; tapes go on where they stand."""
@@ -123,12 +132,41 @@ class WeightedGrid:
 
     def go_on(self, weights: Weights) -> WeightedGrid:
         """`extended` in place; only for a grid that nobody else holds."""
-        first = self._legs[0]
+        handed, shared = self.drawn(weights.from_step)
         self._legs = [leg for leg in self._legs if leg.stage.start < weights.from_step]
         self.weights = (*(w for w in self.weights if w.from_step < weights.from_step), weights)
-        self._append(weights, len(self.weights), first)
         self._cells = Recent(3 * self.lanes)
+        stages = len(self.weights)
+        dealt = as_ever = self._dealt(weights, self.shared, stages, self.global_batch)
+        if self._apart(weights, dealt, handed).any():
+            dealt = self._dealt(weights, self.shared, stages)
+        over_all = self.shared.copy()
+        while (apart := self._apart(weights, dealt, handed) & ~over_all).any():
+            over_all |= apart
+            dealt = self._dealt(weights, over_all, stages)
+        self._append(weights, dealt, (handed, shared))
+        self.revised = dealt != as_ever or bool(self._legs[-1].robins)
         return self
+
+    def _apart(self, weights: Weights, dealt: _Dealt, handed: Numbers) -> NDArray[np.bool_]:
+        """Handed strata whose lanes might come more than half a hand apart in a turn of this deal."""
+        groups, (steps, counts) = dealt
+        apart = np.zeros(len(self.rows), dtype=np.bool_)
+        spread = np.ptp(handed, axis=0)
+        batch = weights.global_batch or self.global_batch
+        stage: Stage | None = None
+        for i, group in enumerate(groups):
+            if group.shared:
+                continue
+            strata = np.array(group.strata)
+            masses, rows = np.array([weights.masses[s] for s in group.strata]), self.rows[strata]
+            room = rows // (2 * self.lanes) - spread[strata]
+            drawn = counts[i] * self.lanes  # by one lane, in a turn
+            if (drawn * masses > room * group.mass).any():  # then how far lanes come apart is counted
+                stage = stage or Stage(0, groups, (steps, counts), batch, self.lanes)
+                drift = stage.drift(i)
+                apart[strata] = (drift + 2) * masses > room * group.mass
+        return apart
 
     def weights_at(self, step: int) -> tuple[Weights, ...]:
         """The weights in force at a step, and those that follow."""
@@ -136,11 +174,11 @@ class WeightedGrid:
         return self.weights[now:]
 
     def last_pass(self, step: int) -> int:
-        """The highest number of a pass that a tape has reached before a step."""
+        """A number of passes that no tape has got through before a step; keys of passes stay below it."""
         handed, shared = self.drawn(step)
         rows = np.maximum(1, self.rows)
         done = np.where(self.shared, shared // rows, (handed.max(axis=0) * self.lanes) // rows + 1)
-        return self.tapes.first_pass + int(done[self.rows > 0].max(initial=0))
+        return self.tapes.heads.key + int(done[self.rows > 0].max(initial=0))
 
     def drawn(self, step: int) -> tuple[Numbers, Numbers]:
         """Where all tapes stand before a step: (lanes, strata) of handed strata, (strata,) of shared ones."""
@@ -151,21 +189,27 @@ class WeightedGrid:
         first = step - step % self.loop_steps
         return first, first + self.loop_steps
 
-    def _append(self, weights: Weights, stages: int, instead: _Leg | None = None) -> None:
+    def _append(
+        self, weights: Weights, dealt: _Dealt, standing: tuple[Numbers, Numbers] | None = None
+    ) -> None:
         batch = weights.global_batch or self.global_batch
-        groups, phase = self._dealt(weights, self.shared, stages)
-        stage = Stage(weights.from_step, groups, phase, batch, self.lanes)
+        stage = Stage(weights.from_step, *dealt, batch, self.lanes)
         trees = {
             i: Tree([weights.masses[s] for s in g.strata])
             for i, g in enumerate(stage.groups)
             if len(g.strata) > 1
         }
-        if not self._legs:
-            zeros = np.zeros((self.lanes, len(self.rows)), dtype=np.int64)
-            handed, shared = (zeros, zeros[0].copy()) if instead is None else (instead.handed, instead.shared)
-        else:
+        if standing is not None:
+            handed, shared = standing
+        elif self._legs:
             handed, shared = self._drawn(self._legs[-1], stage.start)
-        self._legs.append(_Leg(stage, trees, handed, shared))
+        else:
+            handed = np.zeros((self.lanes, len(self.rows)), dtype=np.int64)
+            shared = handed[0].copy()
+        over_all = [s for g in stage.groups if g.shared for s in g.strata if not self.shared[s]]
+        robins = {s: RoundRobin(handed[:, s]) for s in over_all}
+        chunk = chunk_steps(batch, self.lanes, max(64, self.loop_steps))
+        self._legs.append(_Leg(stage, chunk, trees, robins, handed, shared))
 
     def _drawn(self, last: _Leg, step: int) -> tuple[Numbers, Numbers]:
         handed, shared = last.handed.copy(), last.shared.copy()
@@ -176,10 +220,14 @@ class WeightedGrid:
             if group.shared:
                 drawn = drawn.sum(keepdims=True)
             split = last.trees[i].totals(drawn) if i in last.trees else drawn[:, None]
-            if group.shared:
-                shared[strata] += split[0]
-            else:
+            if not group.shared:
                 handed[:, strata] += split
+                continue
+            for s, count in zip(strata, split[0].tolist(), strict=True):
+                if s in last.robins:
+                    handed[:, s] = last.robins[s].standing(count)
+                else:
+                    shared[s] += count
         return handed, shared
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:
@@ -188,10 +236,10 @@ class WeightedGrid:
         while start < stop:
             index = self._leg_of(start)
             leg = self._legs[index]
-            shift = lane * self._chunk // self.lanes
-            number = (start - leg.stage.start + shift) // self._chunk
-            first = max(0, number * self._chunk - shift) + leg.stage.start
-            last = (number + 1) * self._chunk - shift + leg.stage.start
+            shift = lane * leg.chunk // self.lanes
+            number = (start - leg.stage.start + shift) // leg.chunk
+            first = max(0, number * leg.chunk - shift) + leg.stage.start
+            last = (number + 1) * leg.chunk - shift + leg.stage.start
             if index + 1 < len(self._legs):
                 last = min(last, self._legs[index + 1].stage.start)
             key = (index, lane, number)
@@ -246,51 +294,55 @@ class WeightedGrid:
             stratum = np.array(group.strata)[member]
         else:
             stratum, count = np.full(len(numbers), group.strata[0]), numbers
-        count = count + (leg.shared[stratum] if group.shared else leg.handed[lane, stratum])
         ranks = np.argsort(stratum, kind="stable")
         sorted_strata, sorted_count = stratum[ranks], count[ranks]
         starts = np.flatnonzero(np.diff(sorted_strata, prepend=-1))
         strata, ends = sorted_strata[starts], np.append(starts[1:], len(ranks))
         out = np.empty(len(numbers), dtype=np.int64)
-        if group.shared:
-            for s, a, b in zip(strata.tolist(), starts.tolist(), ends.tolist(), strict=True):
-                out[ranks[a:b]] = self.tapes.take_shared(s, sorted_count[a:b])
-        else:
-            out[ranks] = self.tapes.take(lane, strata, sorted_count[starts], sorted_count[ends - 1] + 1)
+        if not group.shared:
+            base = leg.handed[lane, strata]
+            out[ranks] = self.tapes.take(
+                lane, strata, base + sorted_count[starts], base + sorted_count[ends - 1] + 1
+            )
+            return out
+        for s, a, b in zip(strata.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            if s in leg.robins:
+                out[ranks[a:b]] = self.tapes.take_at(s, *leg.robins[s].at(sorted_count[a:b]))
+            else:
+                out[ranks[a:b]] = self.tapes.take_shared(s, leg.shared[s] + sorted_count[a:b])
         return out
 
     def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
         """(step, lane, slot) of a sample in pass ``number`` of its stratum; None where the pass never gets there."""
+        place = self.place(sample, number)
+        if place is None:
+            return None
+        stratum, lane, position = place
+        for index in range(len(self._legs)):
+            at = self._locate_in(index, lane, stratum, position)
+            if at is not None:
+                return at
+        return None
+
+    def place(self, sample: int, number: int) -> tuple[int, int, int] | None:
+        """(stratum, lane or -1 for all, tape position) of a sample in a pass; None where its tape does not hold it."""
         found = self.order.find(sample)
         if found is None:
             return None
         stratum, base = found
-        number -= self.tapes.first_pass
-        lane = -1
-        if number < 0:
-            head = self.tapes.place_head(sample, shared=bool(self.shared[stratum]))
-            if head is None or number < -1:
-                return None
-            _, lane, place = head
-        elif self.shared[stratum]:
-            place = self.tapes.place_shared(stratum, number, base)
-        else:
-            lane = self.tapes.holder(stratum, number, base)
-            place = self.tapes.place(lane, stratum, number, sample)
-        for index in range(len(self._legs)):
-            at = self._locate_in(index, lane, stratum, place)
-            if at is not None:
-                return at
-        return None
+        place = self.tapes.find(sample, stratum, base, number, shared=bool(self.shared[stratum]))
+        return None if place is None else (stratum, *place)
 
     def _locate_in(self, index: int, lane: int, stratum: int, place: int) -> tuple[int, int, int] | None:
         """(step, lane, slot) of a tape position, if it comes in this leg."""
         leg = self._legs[index]
         stage = leg.stage
         g = next((i for i, group in enumerate(stage.groups) if stratum in group.strata), None)
-        place -= int(leg.shared[stratum] if self.shared[stratum] else leg.handed[lane, stratum])
+        place -= int(leg.shared[stratum] if lane < 0 else leg.handed[lane, stratum])
         if g is None or place < 0:
             return None
+        if stratum in leg.robins:
+            place = leg.robins[stratum].number(lane, place + int(leg.handed[lane, stratum]))
         limit = self._legs[index + 1].stage.start - stage.start if index + 1 < len(self._legs) else None
         if g in leg.trees:  # the draw of the pool that is this stratum's draw `place`
             member, tree = stage.groups[g].strata.index(stratum), leg.trees[g]
