@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,13 @@ from shardkit.formats import FixedColumn, Schema, Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Selection
 from shardkit.plan import Plan, make_plan
+from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.storage import BlockReader, Repository, RowMap, Version
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["Dataset"]
+
+_log = logging.getLogger("shardkit.plan")
 
 
 class Dataset:
@@ -196,13 +200,20 @@ class Dataset:
             settings: lanes, weights, stages, group_by, sequence, remainder, window_blocks, epoch_steps, shuffle:
                 see `shardkit.plan.make_plan`. For ``sequence=`` the tokens of a row are found in the schema where
                 one field alone is a fixed row of numbers; else pass ``row_tokens=``.
+
+        Where the default leaves fewer than 8 lanes, the logger ``shardkit.plan`` says so, and names batches that allow
+        more.
         """
         if settings.get("sequence") is not None and "row_tokens" not in settings:
             lengths = [field.shape[0] for field in self.schema.values() if len(field.shape) == 1]
             settings["row_tokens"] = lengths[0] if len(lengths) == 1 else None
-        return make_plan(
-            population_of(self.manifest, self.table), global_batch=global_batch, seed=seed, **settings
-        )
+        population = population_of(self.manifest, self.table)
+        plan = make_plan(population, global_batch=global_batch, seed=seed, **settings)
+        if settings.get("lanes") is None and plan.lanes < LEAST_LANES:
+            few = few_lanes(population, global_batch)
+            if few:
+                _log.warning("plan: %s", few)
+        return plan
 
     def loader(
         self,

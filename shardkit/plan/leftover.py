@@ -184,7 +184,9 @@ def weighted_heads(grid: WeightedGrid, step: int) -> tuple[Heads, bool]:
     last = number.max(axis=0)
     last += (start(last) < at).any(axis=0)
     last = np.maximum(last, tapes.rests)  # rests of an amendment before this one
-    while (lower := (last > tapes.rests) & (start(last - 1) >= at).all(axis=0)).any():  # nothing of it came yet
+    while (
+        lower := (last > tapes.rests) & (start(last - 1) >= at).all(axis=0)
+    ).any():  # nothing of it came yet
         last = last - lower
     rests: list[WeightedLeftover] = []
     end = last

@@ -51,9 +51,10 @@ def _grid_shards(grid: AnyGrid, lane: int, epoch: int) -> Numbers:
     if isinstance(grid, NaturalGrid):
         hand = grid.hands(epoch, (lane,))
         return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)
-    strata = np.flatnonzero((grid.rows > 0) & ~grid.shared)
+    over_all = grid.dealt_over_all()
+    strata = np.flatnonzero((grid.rows > 0) & ~over_all)
     lo, hi = grid.tapes.hands(lane, strata, np.full(len(strata), epoch))
-    common = np.flatnonzero((grid.rows > 0) & grid.shared)  # any lane may draw any row of these
+    common = np.flatnonzero((grid.rows > 0) & over_all)  # any lane may draw any row of these
     strata, lo = np.concatenate((strata, common)), np.concatenate((lo, np.zeros_like(common)))
     return np.unique(grid.order.pieces(strata, lo, np.concatenate((hi, grid.rows[common]))).shard)
 

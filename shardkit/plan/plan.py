@@ -49,7 +49,8 @@ class Plan:
         self._change = None if parent is None else dict(change or {})
         self._digest = self._hashed(None if parent is None else parent.digest, self._change)
         known = None if self._change is None else {k: v for k, v in self._change.items() if k != "dealing"}
-        self._digest_0_1: str = self._hashed(None if parent is None else parent._digest_0_1, known)
+        self.digest_0_1: str = self._hashed(None if parent is None else parent.digest_0_1, known)
+        """What release 0.1 called the plan; see `superseded_digests`."""
 
     def _hashed(self, parent: str | None, change: Mapping[str, object] | None) -> str:
         identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": self.population.identity}
@@ -226,7 +227,7 @@ class Plan:
     def superseded_digests(self) -> set[str]:
         """Digests of this plan, and of those that it amends, in release 0.1, where that dealt them otherwise."""
         before = set() if self.parent is None else self.parent.superseded_digests()
-        return before if self._digest_0_1 == self._digest else before | {self._digest_0_1}
+        return before if self.digest_0_1 == self.digest else before | {self.digest_0_1}
 
     def history(self) -> list[dict[str, object]]:
         """What the plan can be made from again, as canonical JSON takes it: the first plan, then each amendment.

@@ -16,7 +16,7 @@ from .natural import NaturalGrid
 from .plan import Plan
 from .rest import RestGrid
 from .sequences import JoinedGrid
-from .settings import num_blocks
+from .settings import LEAST_LANES, few_lanes, num_blocks
 from .strata import stratum_rows
 from .weighted import WeightedGrid
 
@@ -41,6 +41,7 @@ def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int
         "manifest": plan.population.identity,
         "global_batch": plan.global_batch,
         "lanes": plan.lanes,
+        "few_lanes": few_lanes(plan.population, plan.global_batch) if plan.lanes < LEAST_LANES else "",
         "cell_size": plan.cell_size,
         "rows": sum(rows),
         "shards": plan.population.num_shards,
@@ -159,11 +160,15 @@ def _parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
 
 def _open_blocks(grid: NaturalGrid | WeightedGrid) -> int:
     if isinstance(grid, NaturalGrid):
-        masses, windows = np.array(grid.groups.masses, dtype=float), grid.windows
-    else:
-        masses, windows = np.array(grid.weights[0].masses, dtype=float), grid.tapes.windows
-    often = grid.cell_size * masses >= masses.sum()
-    few = int((~often & (masses > 0)).sum())
-    if isinstance(grid, NaturalGrid):
-        few = min(few, 2 * grid.cell_size)
+        return _held(
+            np.array(grid.groups.masses, dtype=float), grid.windows, grid.cell_size, 2 * grid.cell_size
+        )
+    parts = [(w.masses, (w.global_batch or grid.global_batch) // grid.lanes) for w in grid.weights]
+    return max(_held(np.array(m, dtype=float), grid.tapes.windows, size, len(m)) for m, size in parts)
+
+
+def _held(masses: NDArray[np.float64], windows: Numbers, cell_size: int, most: int) -> int:
+    """Windows of groups that every cell draws from, and of at most so many others."""
+    often = cell_size * masses >= masses.sum()
+    few = min(most, int((~often & (masses > 0)).sum()))
     return int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))

@@ -12,7 +12,7 @@ from .deck import SHUFFLES
 from .population import Population
 from .rounding import divisors
 
-__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "check_rows", "default_lanes", "num_blocks"]
+__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "check_rows", "default_lanes", "few_lanes", "num_blocks"]
 
 DEFAULT_WINDOW_BLOCKS = 16
 """Blocks that a lane keeps open: 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes,
@@ -70,7 +70,34 @@ def default_lanes(population: Population, global_batch: int) -> int:
     Fewer (but not below 8) for datasets with fewer than 4 blocks per lane.
     """
     _at_least("global_batch", global_batch, 1)
+    return _nearest_lanes(global_batch, max(LEAST_LANES, num_blocks(population) // 4))
+
+
+def few_lanes(population: Population, global_batch: int) -> str:
+    """What to say where `default_lanes` leaves fewer than 8 lanes for a larger batch; empty where it does not.
+
+    Names the nearest batch below and the nearest above that allow more.
+    """
     most = max(LEAST_LANES, num_blocks(population) // 4)
+    lanes = _nearest_lanes(global_batch, most)
+    if lanes >= LEAST_LANES or global_batch < LEAST_LANES:
+        return ""
+    below, above = (
+        next(
+            b
+            for b in range(global_batch, global_batch + 9 * way, way)
+            if _nearest_lanes(b, most) >= LEAST_LANES
+        )
+        for way in (-1, 1)
+    )
+    near = " or ".join(f"{batch} ({_nearest_lanes(batch, most)} lanes)" for batch in (below, above))
+    return (
+        f"a global batch of {global_batch} divides into {lanes} lane{'s' * (lanes > 1)} only, and no more ranks than "
+        f"that can work; a batch of {near} allows more, or pass lanes="
+    )
+
+
+def _nearest_lanes(global_batch: int, most: int) -> int:
     fit = [d for d in divisors(global_batch) if d <= most] or [1]
     return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
 

@@ -92,7 +92,8 @@ class Tapes:
         whole, part = np.divmod(self.rows[strata], self.lanes)
         number = np.maximum(0, passes - self.rests)
         start: Numbers = number * whole + (lane + number) * part // self.lanes - lane * part // self.lanes
-        return start + self._begin[np.clip(passes, 0, self.rests), lane, strata]
+        start += self._begin[np.clip(passes, 0, self.rests), lane, strata]
+        return start
 
     def pass_of(self, lane: int | Numbers, strata: Numbers, position: Numbers) -> Numbers:
         """The pass in which a lane's tape position lies; where passes are empty, the one behind them."""

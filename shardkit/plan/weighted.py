@@ -152,6 +152,8 @@ class WeightedGrid:
         """Handed strata whose lanes might come more than half a hand apart in a turn of this deal."""
         groups, (steps, counts) = dealt
         apart = np.zeros(len(self.rows), dtype=np.bool_)
+        if self.lanes == 1:
+            return apart
         spread = np.ptp(handed, axis=0)
         batch = weights.global_batch or self.global_batch
         stage: Stage | None = None
@@ -172,6 +174,12 @@ class WeightedGrid:
         """The weights in force at a step, and those that follow."""
         now = max(i for i, w in enumerate(self.weights) if w.from_step <= step or i == 0)
         return self.weights[now:]
+
+    def dealt_over_all(self) -> NDArray[np.bool_]:
+        """Strata of which any lane may draw any row, as things stand at the end."""
+        out = self.shared.copy()
+        out[list(self._legs[-1].robins)] = True
+        return out
 
     def last_pass(self, step: int) -> int:
         """A number of passes that no tape has got through before a step; keys of passes stay below it."""

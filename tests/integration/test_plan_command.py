@@ -54,6 +54,26 @@ def test_report_and_cells_agree_with_the_plan(root: str) -> None:
         assert word in page
 
 
+@pytest.mark.parametrize(
+    ("batch", "lanes", "near"),
+    [
+        (254, 2, "253 (23 lanes) or 255 (51 lanes)"),
+        (257, 1, "256 (64 lanes) or 258 (43 lanes)"),
+        (256, 64, ""),
+    ],
+)
+def test_a_batch_with_few_divisors_is_said(
+    root: str, batch: int, lanes: int, near: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert shardkit.open(root).plan(batch).lanes == lanes
+    assert (near in caplog.text) if near else not caplog.text
+    page = run(root, "-b", str(batch))
+    assert (near in " ".join(page.split())) if near else "note:" not in page
+    caplog.clear()
+    shardkit.open(root).plan(batch, lanes=1)  # asked for: nothing to say
+    assert not caplog.text
+
+
 def test_weights_and_picture(root: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"

@@ -127,6 +127,8 @@ def _print_report(report: dict[str, Any]) -> None:
         ("working set", f"{working['blocks_per_lane']} blocks per lane at most" + _bytes(working["bytes_all_lanes"])),
     ]  # fmt: skip
     print_facts(facts)
+    if report["few_lanes"]:
+        print_line(f"note: {report['few_lanes']}")
     print_heading("Strata")
     shown = report["strata"][:_SHOWN]
     rows = [[s["name"], count_text(s["rows"]), f"{s['per_batch']:g}", f"{s['passes']:g}"] for s in shown]
