@@ -6,6 +6,7 @@ The walk below counts how often every row came, skipped and dropped rows include
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -142,7 +143,9 @@ def by_name(population: Population, weights: list[int]) -> dict[str, int]:
 @st.composite
 def changes(draw: st.DrawFn, population: Population, at: int) -> dict[str, object]:
     kinds = draw(
-        st.sets(st.sampled_from(["weights", "global_batch", "lanes", "skip"]), min_size=1, max_size=2)
+        st.sets(
+            st.sampled_from(["weights", "global_batch", "lanes", "skip", "manifest"]), min_size=1, max_size=2
+        )
     )
     change: dict[str, object] = {}
     if "weights" in kinds:
@@ -155,6 +158,9 @@ def changes(draw: st.DrawFn, population: Population, at: int) -> dict[str, objec
     if "lanes" in kinds:
         change["lanes"] = lanes
         change["global_batch"] = lanes * cell
+    if "manifest" in kinds:
+        rows = population.segment_rows + draw(st.integers(1, 3))
+        change["manifest"] = dataclasses.replace(population, identity=f"sha256:{at}", segment_rows=rows)
     if "skip" in kinds:
         change["skip"] = (at, at + draw(st.integers(1, 12)))
     return change
@@ -177,9 +183,9 @@ def test_chains_of_amendments(population, shape, data):  # type: ignore[no-untyp
     walk = Walk(plan)
     for _ in range(data.draw(st.integers(1, 4))):
         walk.until(walk.at + data.draw(st.integers(0, 25)))
-        walk.amend(**data.draw(changes(population, walk.at)))
+        walk.amend(**data.draw(changes(walk.plan.population, walk.at)))
     walk.until(walk.at + data.draw(st.integers(10, 60)))
-    for sample in data.draw(st.lists(st.integers(0, population.rows - 1), min_size=1, max_size=6)):
+    for sample in data.draw(st.lists(st.integers(0, walk.plan.population.rows - 1), min_size=1, max_size=6)):
         walk.check_inverse(sample)
 
 
@@ -243,16 +249,16 @@ def test_an_amendment_that_was_dealt_wrongly_has_another_digest() -> None:
 def test_lanes_of_tapes_in_different_passes_are_levelled() -> None:
     """Every change of lanes used to leave some rows a pass behind, for ever."""
     population = Population.of("sha256:level", ["a", "b"], [(s, t, 24) for s in range(10) for t in (0, 1)], 4)
-    plan = make_plan(population, global_batch=24, lanes=8, weights={"a": 5})
+    plan = make_plan(population, global_batch=12, lanes=3, weights={"a": 5})
     times = np.zeros(population.rows, dtype=np.int64)
     at = 0
-    for turn in range(24):
-        until = at + 5 + turn % 7
+    for turn in range(30):
+        until = at + 7 + turn % 4
         np.add.at(times, plan.steps(at, until).ravel(), 1)
         stratum = np.repeat(population.segment_stratum, population.segment_rows)
         assert all(np.ptp(times[stratum == s]) <= 2 for s in (0, 1)), turn
         at = until
-        plan = plan.amend(from_step=at, lanes=(8, 6, 3, 4)[turn % 4])
+        plan = plan.amend(from_step=at, lanes=(6, 3, 3, 6)[turn % 4])
 
 
 def test_locate_in_a_rest_costs_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
