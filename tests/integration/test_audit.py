@@ -706,7 +706,7 @@ def test_a_run_of_0_1_with_an_amendment_that_was_dealt_wrongly_is_not_called_vio
     child = plan.amend(from_step=0, global_batch=8)
     (old,) = child.superseded_digests()
     child._digest = old  # as 0.1 recorded it: without a word on how the amendment was dealt
-    del child._change["dealing"]  # type: ignore[index]
+    del child._change["dealing"]  # type: ignore[union-attr]
     with dataset.loader(child, rank=0, world=1, run=run, tensors=False) as loader:
         for _ in zip(range(3), loader, strict=False):
             pass
