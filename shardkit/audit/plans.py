@@ -142,7 +142,9 @@ def _configured_plan(
         plans = [recipe.make() for recipe in recipes]
         made += [("run.json", recipe, plan) for recipe, plan in zip(recipes, plans, strict=True)]
         stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]
-        record.stage_plans.append([(step, plan.digest) for step, plan in zip(stages, plans, strict=True)])
+        record.stage_plans.append(
+            [(step, {plan.digest, plan.digest_0_1}) for step, plan in zip(stages, plans, strict=True)]
+        )
     fitting = [one for one in made if one[2].digest == expected]
     return fitting[0] if fitting else made[len(record.stage_plans[0]) - 1]
 
@@ -163,10 +165,10 @@ def _check_stages(record: RunRecord) -> None:
             )  # fmt: skip
 
 
-def _follows(stages: list[tuple[int, str]], first: int, last: int, digest: str) -> bool:
+def _follows(stages: list[tuple[int, set[str]]], first: int, last: int, digest: str) -> bool:
     in_force = [one for one in stages if one[0] <= first][-1:]
     in_force += [one for one in stages if first < one[0] <= last]
-    return all(found == digest for _, found in in_force)
+    return all(digest in found for _, found in in_force)
 
 
 def _differences(settings: dict[str, Any], plan: Plan) -> str:
