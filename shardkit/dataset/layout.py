@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ConfigurationError, UsageError
+from shardkit.errors import UsageError
+from shardkit.ranges import Range
 
 __all__ = [
     "MAX_SHARD_BYTES",
@@ -59,16 +60,9 @@ class LayoutSettings:
     block_size: int = 2**20
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise ConfigurationError(f"seed is {self.seed}; give an integer from 0 to 2**63 - 1")
-        if not 1 <= self.shard_size <= MAX_SHARD_BYTES:
-            raise ConfigurationError(
-                f"shard_size is {self.shard_size} bytes; give 1 to {MAX_SHARD_BYTES} (an object of one PUT)"
-            )
-        if not 1 <= self.block_size <= 2**30:
-            raise ConfigurationError(
-                f"block_size is {self.block_size} bytes; give 1 to {2**30} (1 MiB is usual)"
-            )
+        Range(0, 2**63 - 1).check("seed", self.seed)
+        Range(1, MAX_SHARD_BYTES).check("shard_size in bytes", self.shard_size)
+        Range(1, 2**30).check("block_size in bytes", self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.plan.assignment import Assignment
 from shardkit.plan.rebalance import Decision, RankTelemetry, Rules, in_force, rebalance
+from shardkit.ranges import Range
 
 __all__ = ["Rebalancer", "Rebalancing", "make_rebalancer"]
 
@@ -46,8 +47,8 @@ class Rebalancing:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigurationError(f"rebalancing: every={self.every}, at least 1 step is expected")
+        Range(1, 10**6).check("rebalancing: every", self.every)
+        Range(0, 604_800, above=True).check("rebalancing: timeout_s", self.timeout_s, float)
 
 
 class Rebalancer:

@@ -14,10 +14,17 @@ from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.row_work import OnError, Workers
 from shardkit.loader.transforms import BatchTransform, SampleTransform
 from shardkit.loader.watchdog import OnStall
+from shardkit.ranges import Range
 from shardkit.storage import BlockReader, RowMap
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["LoaderConfig", "Sources"]
+
+_RANGES = {
+    "memory": Range(1 << 20, 1 << 50), "cache_size": Range(0, 1 << 60), "threads": Range(1, 4096),
+    "prefetch": Range(0, 10**6), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
+}  # fmt: skip
+"""Of whole numbers that a loader is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +75,10 @@ class LoaderConfig:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("memory", 1 << 20),
-            ("threads", 1),
-            ("prefetch", 0),
-            ("stride", 1),
-            ("offset", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigurationError(f"{name}={value}: at least {least} is expected")
-        if not self.stall_s > 0:
-            raise ConfigurationError(f"stall_s={self.stall_s}: more than 0 seconds are expected")
+        for name, allowed in _RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                allowed.check(name, value)
+        Range(0, 604_800, above=True).check("stall_s", self.stall_s, float)
         if self.rebalance is not None:
             self._check_rebalance()
         for name, known in (

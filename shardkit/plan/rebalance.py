@@ -8,9 +8,10 @@ from statistics import median
 
 from numpy.typing import ArrayLike
 
-from shardkit.errors import PlanError
+from shardkit.ranges import Range
 
 from .assignment import Assignment, assign, quotas
+from .settings import check_range
 
 __all__ = ["Decision", "RankTelemetry", "Rules", "in_force", "rebalance", "step_seconds"]
 
@@ -84,8 +85,10 @@ class Rules:
     backoff: int = 512
 
     def __post_init__(self) -> None:
-        if self.lead < 1 or self.settle < 0 or not 0 < self.gain < 1 or self.worse < 0 or self.backoff < 0:
-            raise PlanError(f"rebalancing: {self}, expected lead >= 1, 0 < gain < 1 and nothing negative")
+        for name, least in (("lead", 1), ("settle", 0), ("backoff", 0)):
+            check_range(f"rebalancing: {name}", getattr(self, name), Range(least, 10**9))
+        check_range("rebalancing: gain", self.gain, Range(0, 1, above=True, below=True), float)
+        check_range("rebalancing: worse", self.worse, Range(0, 1000), float)
 
 
 def step_seconds(assignment: Assignment, telemetry: Sequence[RankTelemetry]) -> float:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from shardkit.errors import PlanError
+from shardkit.errors import ConfigurationError, PlanError
+from shardkit.ranges import Range
 
 from .deck import SHUFFLES
 from .population import Population
 from .rounding import divisors
 
-__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "check_rows", "default_lanes", "few_lanes", "num_blocks"]
+__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "check_range", "check_rows", "default_lanes", "few_lanes", "num_blocks"]
 
 DEFAULT_WINDOW_BLOCKS = 16
 """Blocks that a lane keeps open: 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes,
@@ -44,8 +43,7 @@ class Settings:
         _at_least("window_blocks", self.window_blocks, 1)
         if self.epoch_steps is not None:
             _at_least("epoch_steps", self.epoch_steps, 1)
-        if not 0 <= self.seed < 2**63:
-            raise PlanError(f"plan: seed is {self.seed}, expected 0 <= seed < 2**63")
+        _at_least("seed", self.seed, 0)
         if self.global_batch % self.lanes:
             fit = [d for d in divisors(self.global_batch) if d <= 1024]
             raise PlanError(
@@ -128,8 +126,19 @@ def num_blocks(population: Population) -> int:
 
 
 def _at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise PlanError(f"plan: {name} is {value!r}, expected an integer >= {least}")
+    check_range(f"plan: {name}", value, Range(least, 2**63 - 1))
+
+
+def check_range(name: str, value: object, allowed: Range, kind: type[int] | type[float] = int) -> None:
+    """A number of a plan.
+
+    Raises:
+        PlanError: it is none, or outside.
+    """
+    try:
+        allowed.check(name, value, kind)
+    except ConfigurationError as error:
+        raise PlanError(str(error)) from None
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.errors import ConfigurationError
+from shardkit.ranges import Range
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record
 from shardkit.telemetry.registry import Telemetry
 
@@ -32,10 +32,8 @@ class TelemetrySettings:
     control: bool = True
 
     def __post_init__(self) -> None:
-        if not self.interval_s >= 0.01:
-            raise ConfigurationError(f"interval_s={self.interval_s}: at least 0.01 seconds are expected")
-        if self.most_bytes < MAX_LINE_BYTES:
-            raise ConfigurationError(f"most_bytes={self.most_bytes}: at least {MAX_LINE_BYTES} is expected")
+        Range(0.01, 86_400).check("interval_s", self.interval_s, float)
+        Range(MAX_LINE_BYTES, 1 << 40).check("most_bytes", self.most_bytes)
 
 
 def telemetry_directory(run: Path) -> Path:

@@ -125,7 +125,7 @@ def test_a_loop_that_says_nothing_is_told() -> None:
 
 
 def test_impossible_settings() -> None:
-    with pytest.raises(ConfigurationError, match="at least 1 step"):
+    with pytest.raises(ConfigurationError, match="every = 0: expected a whole number from 1"):
         Rebalancing(every=0)
     with pytest.raises(ConfigurationError, match=r"needs torch\.distributed to be initialised"):
         make_rebalancer(Rebalancing(), rank=0, world=2, lanes=4, record=lambda *_a, **_k: None)

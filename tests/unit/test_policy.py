@@ -59,7 +59,7 @@ def test_policy_is_read_as_the_design_writes_it() -> None:
     ("table", "says"),
     [
         ({"copy": 2}, "did you mean 'copies'"),
-        ({"copies": 0}, "expected 1 to 16"),
+        ({"copies": 0}, "from 1 to 16"),
         ({"copies": "2"}, "whole number"),
         ({"parity": "8+3"}, "2 parity objects"),
         ({"parity": "eight"}, "such as 8\\+2"),

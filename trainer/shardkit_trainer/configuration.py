@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats.sizes import parse_size
+from shardkit.ranges import Range
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.serving import parse_listen
 
-from .typed_settings import Range, Section, build, expect, one_of
+from .typed_settings import Section, build, expect, one_of
 
 __all__ = [
     "CheckpointConfig", "Configuration", "DataConfig", "EvaluationConfig", "LogConfig", "ModelConfig",

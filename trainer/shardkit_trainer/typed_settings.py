@@ -7,12 +7,12 @@ import difflib
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from shardkit.errors import ConfigurationError
+from shardkit.ranges import shown
 
-__all__ = ["Range", "Section", "build", "describe", "expect", "one_of"]
+__all__ = ["Section", "build", "describe", "expect", "one_of"]
 
 
 def expect(*rules: tuple[bool, str]) -> None:
@@ -24,44 +24,6 @@ def expect(*rules: tuple[bool, str]) -> None:
     for holds, message in rules:
         if not holds:
             raise ConfigurationError(message)
-
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a key takes; stands in the annotation of its field.
-
-    Attributes:
-        low, high: bounds, both allowed unless
-        above, below: say that they are not.
-        zero: 0 is allowed as well, and switches something off.
-    """
-
-    low: float
-    high: float
-    above: bool = False
-    below: bool = False
-    zero: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether a number lies inside; nan does not."""
-        over = value > self.low if self.above else value >= self.low
-        return (self.zero and value == 0) or (
-            over and (value < self.high if self.below else value <= self.high)
-        )
-
-    def text(self, kind: type[Any]) -> str:
-        """As messages and documentation say it."""
-        what = "a whole number" if kind is int else "a number"
-        start = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
-        end = f"below {_number(self.high)}" if self.below else f"at most {_number(self.high)}"
-        if not self.above and not self.below:
-            end = _number(self.high)
-        joint = " to " if not self.above and not self.below else " and "
-        return ("0, or " if self.zero else "") + f"{what} {start}{joint}{end}"
-
-
-def _number(value: float) -> str:
-    return f"{int(value):,}" if value == int(value) and value < 2**63 else f"{value:g}"
 
 
 class Section:
@@ -77,9 +39,7 @@ class Section:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             if get_origin(hint) is Annotated:
                 kind, allowed = get_args(hint)
-                setattr(
-                    self, name, _number_within(kind, allowed, getattr(self, name), f"{self.SECTION}.{name}")
-                )
+                setattr(self, name, allowed.check(f"{self.SECTION}.{name}", getattr(self, name), kind))
 
 
 def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
@@ -113,7 +73,7 @@ def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
     if origin is Literal:
         return one_of(name, _typed(str, value, name), inner)
     if origin is Annotated:
-        return _number_within(inner[0], inner[1], value, name)
+        return inner[1].check(name, value, inner[0])
     if origin is dict:
         table = _typed(dict, value, name, "a table")
         if inner[1] is Any:
@@ -127,26 +87,10 @@ def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
     return _typed(hint, value, name)
 
 
-def _number_within(kind: type[Any], allowed: Range, value: Any, name: str) -> Any:
-    if type(value) not in ((int,) if kind is int else (int, float)):  # True is no number here
-        raise ConfigurationError(
-            f"{name} = {_shown(value)}: expected {allowed.text(kind)}, got {type(value).__name__}"
-        )
-    expect((allowed.holds(value), f"{name} = {_shown(value)}: expected {allowed.text(kind)}"))
-    return kind(value)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print the longest ones
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
-
-
 def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
     if type(value) is not kind:  # True is no integer here
         what = expected or kind.__name__
-        raise ConfigurationError(f"{name} = {_shown(value)}: expected {what}, got {type(value).__name__}")
+        raise ConfigurationError(f"{name} = {shown(value)}: expected {what}, got {type(value).__name__}")
     return value
 
 
@@ -159,7 +103,7 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigurationError(f"{name} = {_shown(value)}: expected one of {', '.join(allowed)}{hint}")
+        raise ConfigurationError(f"{name} = {shown(value)}: expected one of {', '.join(allowed)}{hint}")
     return value
 
 

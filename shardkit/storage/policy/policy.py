@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from shardkit.errors import ConfigurationError
 from shardkit.manifest.json_fields import Fields
+from shardkit.ranges import Range
 from shardkit.storage.policy.durations import duration_text, parse_duration
 
 __all__ = ["MODES", "Critical", "Mode", "Parity", "Policy"]
@@ -102,8 +103,7 @@ class Policy:
             raise ConfigurationError(
                 f"critical: {len(names)} strata, expected each once and at most {_MAX_CRITICAL}"
             )
-        if self.max_scrub_age_s < 1:
-            raise ConfigurationError(f"max_scrub_age {self.max_scrub_age_s}: expected at least 1 second")
+        Range(1, 2**40).check("max_scrub_age_s", self.max_scrub_age_s)
 
     @property
     def most_copies(self) -> int:
@@ -242,5 +242,4 @@ def _integer(value: object, what: str) -> int:
 
 
 def _check_copies(copies: int, what: str) -> None:
-    if not 1 <= copies <= MAX_COPIES:
-        raise ConfigurationError(f"{what} {copies}: expected 1 to {MAX_COPIES}")
+    Range(1, MAX_COPIES).check(what, copies)

@@ -16,7 +16,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.ranges import Range
 from shardkit.storage.reading.detours import Detours
 from shardkit.storage.reading.health import Breaker, Budget, Latencies
 from shardkit.storage.reading.locations import Location
@@ -57,11 +58,9 @@ class ReadSettings:
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "attempt_s", "cool_down_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: more than 0 seconds are expected")
+            Range(0, 604_800, above=True).check(name, getattr(self, name), float)
         for name in ("first_concurrency", "most_concurrency", "trip_after"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: at least 1 is expected")
+            Range(1, 10**6).check(name, getattr(self, name))
 
 
 class Want(NamedTuple):

@@ -1,0 +1,83 @@
+"""The numbers that a setting takes: one check for every configuration, in the same words."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit.errors import ConfigurationError
+
+__all__ = ["Range", "shown"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting takes.
+
+    Attributes:
+        low, high: bounds, both allowed unless
+        above, below: say that they are not.
+        zero: 0 is allowed as well, and switches something off.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    zero: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies inside; nan does not."""
+        over = value > self.low if self.above else value >= self.low
+        under = value < self.high if self.below else value <= self.high
+        return (self.zero and value == 0) or (over and under)
+
+    def text(self, kind: type[Any]) -> str:
+        """As messages and documentation say it."""
+        what = "a whole number" if kind is int else "a number"
+        start = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
+        end = f"below {_number(self.high)}" if self.below else _number(self.high)
+        if self.above or self.below:
+            end = f"and {end}" if self.below else f"and at most {end}"
+        else:
+            end = f"to {end}"
+        return f"{'0, or ' if self.zero else ''}{what} {start} {end}"
+
+    def check(self, name: str, value: object, kind: type[Any] = int) -> Any:
+        """``value`` as a number of ``kind``.
+
+        Raises:
+            ConfigurationError: no such number, or outside; names setting, value and range.
+        """
+        number = _plain_number(value, kind)
+        if number is None:
+            raise ConfigurationError(
+                f"{name} = {shown(value)}: expected {self.text(kind)}, got {type(value).__name__}"
+            )
+        if not self.holds(number):
+            raise ConfigurationError(f"{name} = {shown(value)}: expected {self.text(kind)}")
+        return kind(number)
+
+
+def _plain_number(value: object, kind: type[Any]) -> Any:
+    """An int or float as it is, numpy's as Python's; None for anything else. True is no number here."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return float(value) if kind is float and isinstance(value, numbers.Real) else None
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) and value < 2**63 else f"{value:g}"
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print the longest ones
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
