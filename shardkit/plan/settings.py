@@ -11,7 +11,15 @@ from .deck import SHUFFLES
 from .population import Population
 from .rounding import divisors
 
-__all__ = ["DEFAULT_WINDOW_BLOCKS", "Settings", "check_range", "check_rows", "default_lanes", "few_lanes", "num_blocks"]
+__all__ = [
+    "DEFAULT_WINDOW_BLOCKS",
+    "Settings",
+    "check_range",
+    "check_rows",
+    "default_lanes",
+    "few_lanes",
+    "num_blocks",
+]
 
 DEFAULT_WINDOW_BLOCKS = 16
 """Blocks that a lane keeps open: 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes,
