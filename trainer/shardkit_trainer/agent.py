@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
             codes.add(code)
             ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             print(f"torchrun: rank {rank} (process {failure.pid}) {ended}", file=sys.stderr, flush=True)
-        return codes.pop() if len(codes) == 1 and codes <= {*ExitCode} else ExitCode.FAILED
+        # the others were stopped by a signal, or failed in turn because one was gone
+        told = {ExitCode(code) for code in codes & {*ExitCode}} - {ExitCode.FAILED}
+        return told.pop() if len(told) == 1 else ExitCode.FAILED
     return ExitCode.DONE
 
 

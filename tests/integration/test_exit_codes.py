@@ -1,0 +1,336 @@
+"""Exit codes that a script can trust: every command, in every way it can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.storage.cache import BlockCache
+from shardkit_tools.benchmarks.results import Ratio, Result
+from shardkit_tools.main import COMMANDS, run
+
+README = Path(__file__).parents[2] / "README.md"
+CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "lab-8.toml"
+EVERY = {name for _, names in COMMANDS for name in names}
+CODES = {"success": 0, "usage": 2, "missing": 1, "unreachable": 1, "damaged": 4, "no": 5, "interrupted": 130}
+CHECKS = {"verify", "scrub", "repair", "audit", "audit diff", "audit trace"}
+"""They are asked whether something is sound: where they cannot look, they could not check."""
+
+# Words in braces are places of the fixture `world`. {none}: nothing is there; {file}/x: nothing can be there.
+CASES: dict[str, dict[str, str]] = {
+    "build": {
+        "success": "{photos} {out}",
+        "usage": "{photos} {out} --jobs none",
+        "missing": "{none} {out}",
+        "unreachable": "{photos} {file}/x",
+        "damaged": "{photos} {bad}",
+    },
+    "adopt": {
+        "success": "{tars}/a.tar {out}",
+        "usage": "{tars}/a.tar {out} --jobs none",
+        "missing": "{none}/a.tar {out}",
+        "unreachable": "{tars}/a.tar {file}/x",
+        "damaged": "{tars}/a.tar {bad}",
+    },
+    "ls": {},
+    "show": {},
+    "log": {},
+    "diff": {"success": "{data} {data}@val", "usage": "{data}", "missing": "{data} {none}", "damaged": "{data} {bad}",
+             "unreachable": "{data} {file}/x"},
+    "cat": {"success": "{data} 3", "usage": "{data} three", "missing": "{none} 3", "damaged": "{bad} 3",
+            "unreachable": "{file}/x 3", "missing row": "{data} 3000"},
+    "find": {
+        "success": "{data} --field key={key}",
+        "usage": "{data}",
+        "missing": "{none} --field key=a",
+        "unreachable": "{file}/x --field key=a",
+        "damaged": "{bad} --field key=a",
+        "no": "{data} --field key=nobody",
+    },
+    "tag": {"success": "{copy} v2", "usage": "{copy}", "missing": "{none} v2", "unreachable": "{file}/x v2",
+            "damaged": "{bad} v2"},
+    "select": {
+        "success": "{copy} --rows {somebody} --ref few",
+        "usage": "{copy} --ref few",
+        "missing": "{none} --rows {somebody} --ref few",
+        "unreachable": "{file}/x --rows {somebody} --ref few",
+        "damaged": "{bad} --rows {somebody} --ref few",
+    },
+    "merge": {"success": "a={data} b={data}@val {out}", "usage": "{data}", "missing": "a={data} b={none} {out}",
+              "unreachable": "a={data} {file}/x", "damaged": "a={data} b={bad} {out}"},
+    "rebuild": {"success": "{copy} --seed 3 --ref again", "usage": "{copy} --seed three"},
+    "remove": {
+        "success": "{copy} --rows 3 --reason asked",
+        "usage": "{copy} --rows three --reason asked",
+        "missing": "{none} --rows 3 --reason asked",
+        "unreachable": "{file}/x --rows 3 --reason asked",
+        "damaged": "{bad} --rows 3 --reason asked",
+    },
+    "place": {"success": "{copy} --location mirror={out} --copies 2", "usage": "{copy} --copies none",
+              "damaged": "{bad} --location mirror={out} --copies 2"},
+    "replicate": {"success": "{placed}", "usage": "{placed} --jobs none", "damaged": "{bad_placed}",
+                  "no": "{lagging} --dry-run"},
+    "scrub": {"usage": "{data} --time-box soon"},
+    "repair": {"usage": "{data} --level deep"},
+    "gc": {"usage": "{data} --grace soon"},
+    "verify": {"usage": "{data} --level deep"},
+    "audit": {"success": "{run} --manifest-only", "usage": "{run} --level deep", "missing": "{none}",
+              "unreachable": "{file}/x", "damaged": "{bad_run}"},
+    "audit diff": {"success": "{run} {run}", "usage": "{run}", "missing": "{run} {none}", "no": "{run} {other_run}"},
+    "audit trace": {
+        "success": "{run} --exclude {nobody} --field number",
+        "usage": "{run}",
+        "missing": "{none} --step 1",
+        "no": "{run} --exclude {somebody} --field number",
+    },
+    "serve": {"missing": "{none} --bind 127.0.0.1:0", "usage": "{out} --bind nowhere",
+              "unreachable": "{file}/x --bind 127.0.0.1:0",
+              "interrupted": "{cache} --bind 127.0.0.1:0"},
+    "export": {
+        "success": "{data} --as sha256sums",
+        "usage": "{data} --as paper",
+        "missing": "{none} --as sha256sums",
+        "unreachable": "{file}/x --as sha256sums",
+        "damaged": "{bad} --as sha256sums",
+    },
+    "plan": {"success": "{data} --global-batch 8", "usage": "{data} --global-batch eight"},
+    "train": {
+        "success": "{config} run.directory={out}",
+        "usage": "{config} run.stepz=3",
+        "missing": "{config} data.dataset={none} run.directory={out}",
+        "damaged": "{config} data.dataset={bad} run.directory={out}",
+        "interrupted": "{config} run.steps=1000000 run.directory={out}",
+    },
+    "top": {"success": "{run} --once", "usage": "{run} --interval soon", "missing": "{none} --once"},
+    "dashboard": {"usage": "{run} --port none", "missing": "{none}", "interrupted": "{run}"},
+    "report": {"success": "{run} --output {out} --no-stacks", "usage": "{run} --since yesterday",
+               "missing": "{none} --output {out}"},
+    "rehearse": {"success": "{run} --kill-location mirror", "usage": "{run}", "missing": "{none} --kill-rank 0",
+                 "no": "{other_run} --kill-location root"},
+    "bench": {
+        "success": "--against {figures} --result {figures}",
+        "usage": "--result {figures}",
+        "missing": "--against {none} --result {figures}",
+        "no": "--against {figures} --result {slower}",
+        "interrupted": "--only plan --scale 0.01 --repeats 1",
+    },
+    "tune": {"usage": "{data} --disk"},
+    "simulate": {
+        "success": f"{CLUSTER} --rows 10000 --bytes 1GB --strata 2",
+        "usage": f"{CLUSTER} nodes=2",
+        "missing": "{none}",
+    },
+    "demo": {"usage": "--dir {photos}"},
+}  # fmt: skip
+"""Command → how it ends → its arguments. What is not given is asked of ROOT alone."""
+
+PLAIN = {"success": "{data}", "usage": "{data} --no-such-option", "missing": "{none}", "unreachable": "{file}/x",
+         "damaged": "{bad}"}  # fmt: skip
+
+APART = {
+    ("serve", "success"): "it ends when it is interrupted",
+    ("serve", "damaged"): "whoever asks for a block checks it",
+    ("dashboard", "success"): "it ends when it is interrupted",
+    ("dashboard", "damaged"): "it shows what can be read of a run",
+    ("top", "damaged"): "it shows what can be read of a run",
+    ("report", "damaged"): "it packs what is there, damaged or not",
+    ("rehearse", "damaged"): "see audit: the record is the same",
+    ("audit diff", "damaged"): "see audit: the record is the same",
+    ("audit trace", "damaged"): "see audit: the record is the same",
+    ("replicate", "success"): "see `world`: the placed one is what place made",
+    ("bench", "damaged"): "it makes its own data",
+    ("simulate", "damaged"): "it opens no dataset here",
+    ("demo", "success"): "tests/integration/test_demo.py",
+    ("demo", "damaged"): "it makes its own data",
+    ("demo", "missing"): "it makes its own data",
+    ("demo", "unreachable"): "it makes its own data",
+    ("tune", "success"): "takes a minute: tests/integration/test_sizing_commands.py",
+}
+"""Cases that a command has not, and why."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+    """Sources, datasets sound and damaged, with copies and without, runs and figures."""
+    home = tmp_path_factory.mktemp("world")
+    digits, tars = home / "data", home / "tars"
+    with shardkit.create(digits, {"image": "uint8[8,8]", "label": "int64"}, stratify="label") as writer:
+        for number in range(64):
+            writer.add({"image": np.full((8, 8), number, np.uint8), "label": number % 2}, key=f"key-{number}")
+    (home / "nobody").write_text("63\n")
+    (home / "somebody").write_text("\n".join(map(str, range(60))) + "\n")
+    assert ended("select", str(digits), "--rows", str(home / "somebody"), "--ref", "val") == 0
+    for name in ("cat", "dog"):
+        (home / "photos" / name).mkdir(parents=True)
+        (home / "photos" / name / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
+    assert ended("build", str(home / "photos"), str(home / "tarred")) == 0
+    tars.mkdir()
+    shutil.copy(next((home / "tarred" / "objects").rglob("*.tar")), tars / "a.tar")
+    for name in ("placed", "lagging"):
+        shutil.copytree(digits, home / name)
+        placing = ["--location", f"mirror={home / name}-mirror", "--copies", "2"]
+        assert ended("place", str(home / name), *placing) == 0
+    next((home / "lagging-mirror" / "objects").rglob("*.tar")).unlink()
+    for name, whole in (("bad", digits), ("bad_placed", home / "placed")):
+        head = max((Path(shutil.copytree(whole, home / name)) / "log").iterdir())
+        head.chmod(0o644)
+        head.write_bytes(head.read_bytes().replace(b'"author"', b'"writer"'))
+    config = home / "run.toml"
+    config.write_text(
+        f'[run]\ndirectory = "{home / "run"}"\nsteps = 4\n\n[data]\ndataset = "{digits}"\nglobal_batch = 8\n'
+        'lanes = 4\n\n[model]\nkind = "classifier"\nwidth = 8\nstages = 1\n'
+    )
+    for name, seed, data in (("run", 0, "placed"), ("other_run", 1, "data")):
+        settings = [f"run.directory={home / name}", f"data.seed={seed}", f"data.dataset={home / data}"]
+        done = command("train", str(config), *settings)
+        assert done.returncode == 0, done.stderr
+    shutil.copytree(home / "run", home / "bad_run")
+    for journal in (home / "bad_run").rglob("steps*"):
+        journal.chmod(0o644)
+        journal.write_bytes(bytes(byte ^ 255 for byte in journal.read_bytes()))
+    for name, median in (("figures", 0.5), ("slower", 0.2)):
+        ratio = Ratio(
+            "read tokens", "shardkit", "the limit", "limit", "wall", median, median, median, 5, {"rows": 9}
+        )
+        (home / name).write_text(json.dumps(Result({"cpus": 2}, (ratio,), {}).to_json()))
+    (home / "file").write_text("a file\n")
+    BlockCache(home / "cache", limit=2**26).close()
+    return {"home": home, "config": config, **{path.name: path for path in home.iterdir()}}
+
+
+def ended(*arguments: str) -> int:
+    """Run in this process; its exit code."""
+    try:
+        run(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+INTERRUPTED = """
+import os, signal, sys
+place, count = sys.argv[1], 0
+
+def interrupt(event, arguments):
+    global count
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir", "tempfile.mkdtemp", "socket.bind"):
+        count += any(place in str(argument) for argument in arguments)
+        if count == 1:
+            count = 2
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(interrupt)
+from shardkit_tools.main import run
+run(sys.argv[2:])
+"""
+
+
+def command(*arguments: str, interrupted_at: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run as a process; with `interrupted_at`, SIGINT comes when it first touches that place."""
+    program = ["-c", INTERRUPTED, interrupted_at] if interrupted_at else ["-m", "shardkit_tools"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, timeout=300,
+                          check=False, env=environment)  # fmt: skip
+
+
+def arguments_of(name: str, case: str, world: dict[str, Path | str], tmp_path: Path) -> list[str]:
+    """As they are typed; {copy} and {out} are the case's own."""
+    cases = CASES[name]
+    if case == "interrupted":
+        text = cases.get(case) or cases.get("success") or PLAIN["success"]
+    else:
+        text = cases[case] if case in cases else PLAIN[case]
+    own: dict[str, Path | str] = {"copy": tmp_path / "copy", "out": tmp_path / "out", "none": tmp_path / "none",
+                                  "key": "key-3", "cache": world["cache"]}  # fmt: skip
+    if "{copy}" in text:
+        shutil.copytree(world["data"], tmp_path / "copy")
+    if "{bad}" in text:
+        own["bad"] = Path(shutil.copytree(world["bad"], tmp_path / "bad"))
+    return [*name.split(), *text.format_map({**world, **own}).split()]
+
+
+ALL = [*sorted(EVERY), "audit diff", "audit trace"]
+
+
+def cases() -> list[tuple[str, str]]:
+    listed = []
+    for name in ALL:
+        asked = dict.fromkeys(["success", "usage", "missing", "damaged", *CASES[name]])
+        if "missing" not in CASES[name] and "success" not in CASES[name]:
+            asked["unreachable"] = None
+        listed += [(name, case) for case in asked if (name, case) not in APART and case != "interrupted"]
+    return listed
+
+
+def test_the_table_has_every_command() -> None:
+    assert {name.split()[0] for name in CASES} == EVERY
+    assert {case for cases in CASES.values() for case in cases} <= {*CODES, "missing row"}
+    assert {name for name, _ in APART} <= set(CASES)
+
+
+@pytest.mark.parametrize(("name", "case"), cases())
+def test_a_command_ends_with_the_code_of_the_table(
+    name: str, case: str, world: dict[str, Path | str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = arguments_of(name, case, world, tmp_path)
+    expected = CODES.get(case, 1)
+    if case in ("missing", "unreachable") and (name in CHECKS or name == "bench"):
+        expected = 3
+    capsys.readouterr()
+    if name == "train":
+        done = command(*arguments)
+        code, told = done.returncode, done.stdout + done.stderr
+    else:
+        code = ended(*arguments)
+        told = "".join(capsys.readouterr())
+    assert code == expected, (arguments, told)
+    assert "Traceback" not in told
+    assert told or code == 0, "what is no success says why"
+
+
+SERVING = ("dashboard", "serve")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in SERVING])
+def test_an_interrupted_command_ends_with_130_and_a_word(
+    name: str, world: dict[str, Path | str], tmp_path: Path
+) -> None:
+    arguments = ["demo"] if name == "demo" else arguments_of(name, "interrupted", world, tmp_path)
+    elsewhere = {"demo": "shardkit-demo-", "simulate": "lab-8", "bench": "shardkit-bench"}
+    place = elsewhere.get(name) or os.path.commonpath([world["home"], tmp_path])
+    done = command(*arguments, interrupted_at=place)
+    assert done.returncode == 130, (arguments, done.stdout, done.stderr)
+    assert "interrupted" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_what_serves_until_it_is_interrupted_ends_with_130(
+    name: str, world: dict[str, Path | str], tmp_path: Path
+) -> None:
+    program = [
+        sys.executable,
+        "-u",
+        "-m",
+        "shardkit_tools",
+        *arguments_of(name, "interrupted", world, tmp_path),
+    ]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any("Ctrl-C ends it" in line for line in process.stdout)
+        time.sleep(1)  # until it listens, or a moment before: both end alike
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "interrupted" in told
+    assert "Traceback" not in told
