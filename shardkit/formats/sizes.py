@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from shardkit.errors import ConfigurationError
+from shardkit.ranges import Range
 
 __all__ = ["parse_size"]
 
@@ -19,6 +20,7 @@ _UNITS |= {
     "G": 2**30,
     "T": 2**40,
 }
+_LONGEST = 40  # characters; Python refuses to read thousands of digits
 _SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
 
 
@@ -28,14 +30,12 @@ def parse_size(size: int | str) -> int:
     Raises:
         ConfigurationError: not a size.
     """
-    if isinstance(size, int):
-        if size < 0:
-            raise ConfigurationError(f"size {size}: a number of bytes from 0 on is expected")
-        return size
+    if not isinstance(size, str):
+        return int(Range(0, 2**63 - 1).check("size in bytes", size))
     match = _SIZE.fullmatch(size)
-    if match is None or match[3].upper() not in _UNITS:
+    if match is None or match[3].upper() not in _UNITS or len(size) > _LONGEST:
         raise ConfigurationError(
-            f'size {size!r}: a number with a unit is expected, such as "256MiB" or "2GB"'
+            f'size {size[:60]!r}: a number with a unit is expected, such as "256MiB" or "2GB"'
         )
     whole, fraction, unit = int(match[1]), match[2] or "", _UNITS[match[3].upper()]
-    return whole * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0)
+    return parse_size(whole * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0))

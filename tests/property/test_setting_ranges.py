@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.errors import ConfigurationError, PlanError, UsageError
+from shardkit.formats.sizes import parse_size
 from shardkit.loader import Rebalancing
+from shardkit.loader.control import Knob, parse_control
+from shardkit.loader.knobs import count_of, size_of
 from shardkit.loader.settings import LoaderConfig
 from shardkit.plan.rebalance import Rules
 from shardkit.plan.settings import Settings
@@ -23,6 +26,13 @@ from shardkit.storage.policy import Policy
 from shardkit.storage.reading.read_path import ReadSettings
 from shardkit.telemetry import TelemetrySettings
 from shardkit_tools.main import run as shardkit_command
+from shardkit_tools.simulation.quantities import (
+    parse_bytes,
+    parse_count,
+    parse_duration,
+    parse_number,
+    parse_rate,
+)
 from shardkit_trainer.configuration import Configuration, StageConfig, load_configuration
 
 NEEDED = ["run.directory=runs/a", "data.dataset=data/a", "run.steps=100"]
@@ -182,3 +192,27 @@ def test_numbers_of_the_library_have_ranges_too(
         assert name in message, (value, message)
         assert "expected" in message
         assert isinstance(caught.value, UsageError)
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, -1, -1.0, 10**400, "nan", "many", [1], "9" * 400, "9" * 5000]
+)
+@pytest.mark.parametrize(
+    "parse", [parse_duration, parse_bytes, parse_rate, parse_count, parse_number, parse_size]
+)
+def test_quantities_of_simulate_and_tune_are_numbers(parse: Callable[[Any], float], value: object) -> None:
+    with pytest.raises(ConfigurationError):
+        parse(value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["loader.memory = -1", "loader.memory = nan", "loader.prefetch = 0", "loader.prefetch = 1e3",
+     "loader.prefetch = true", "change.guard_s = nan", "change.guard_s = inf", "change.guard_s = -1"],
+)  # fmt: skip
+def test_numbers_of_control_toml_have_ranges_too(line: str) -> None:
+    knobs = {"loader.memory": Knob(lambda: 1, lambda _: None, size_of(1 << 20)),
+             "loader.prefetch": Knob(lambda: 1, lambda _: None, count_of(1, 1024))}  # fmt: skip
+    key = line.partition(" ")[0]
+    with pytest.raises(ConfigurationError, match=f"{re.escape(key)} = .*expected"):
+        parse_control(line, knobs)

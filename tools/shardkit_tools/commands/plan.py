@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 import shardkit
-from shardkit.errors import MissingDependency, PlanError
+from shardkit.errors import MissingDependency, PlanError, UsageError
 from shardkit.plan import Plan
 from shardkit_tools.console import (
     JsonFlag,
@@ -69,7 +69,10 @@ def plan(
         return
     from shardkit.plan.report import describe_plan
 
-    report = describe_plan(made, nodes=[int(n) for n in nodes.split(",") if n])
+    counts = [part.strip() for part in nodes.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdecimal() and int(part[:9]) > 0 for part in counts):
+        raise UsageError(f"--nodes {nodes!r}: expected whole numbers from 1 on, such as 1,2,8")
+    report = describe_plan(made, nodes=[int(part) for part in counts])
     if plot is not None:
         _draw(made, plot)
     if as_json:

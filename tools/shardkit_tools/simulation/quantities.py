@@ -8,6 +8,7 @@ from typing import Final
 
 from shardkit.dataset.sizes import parse_size
 from shardkit.errors import ConfigurationError
+from shardkit.ranges import Range, shown
 
 __all__ = ["parse_bytes", "parse_count", "parse_duration", "parse_number", "parse_rate"]
 
@@ -17,17 +18,19 @@ _BITS: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit/s\s*")
 _COUNT: Final = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE]\d+)?)\s*([kMG]?)\s*")
 _THOUSANDS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
+_MANY: Final = Range(0, 1e30)
+
 Value = object
 
 
 def parse_duration(value: Value) -> float:
     """Seconds: ``"30ms"``, ``"2h"``; a number is seconds."""
     if _is_number(value):
-        return _positive(float(value), "seconds")  # type: ignore[arg-type]
+        return float(_MANY.check("seconds", value, float))
     found = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if found is None or found[2] not in _SECONDS:
         raise ConfigurationError(f'{value!r}: a duration is expected, such as "30ms", "2s", "20min" or "3h"')
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(_MANY.check("seconds", float(found[1]) * _SECONDS[found[2]], float))
 
 
 def parse_bytes(value: Value) -> int:
@@ -49,17 +52,17 @@ def parse_rate(value: Value) -> float:
             raise ConfigurationError(f'{value!r}: a rate is expected, such as "6GB/s" or "100Gbit/s"')
         return float(parse_size(value.removesuffix("/s")))
     if _is_number(value):
-        return _positive(float(value), "bytes per second") or float("inf")  # type: ignore[arg-type]
+        return _MANY.check("bytes per second", value, float) or float("inf")
     raise ConfigurationError(f'{value!r}: a rate is expected, such as "6GB/s" or "100Gbit/s"')
 
 
 def parse_count(value: Value) -> int:
     """A whole number: 8192, ``"1e9"``, ``"100k"``, ``"1_000_000"``."""
-    if _is_number(value) and float(value) == int(value):  # type: ignore[arg-type, call-overload]
-        return int(_positive(float(value), "count"))  # type: ignore[arg-type]
+    if _is_number(value) and (number := _MANY.check("count", value, float)) == int(number):
+        return int(number)
     found = _COUNT.fullmatch(value) if isinstance(value, str) else None
     number = float(found[1].replace(",", "").replace("_", "")) * _THOUSANDS[found[2]] if found else -1.0
-    if found is None or number != int(number):
+    if found is None or not _MANY.holds(number) or number != int(number):
         raise ConfigurationError(f'{value!r}: a whole number is expected, such as 64, "1e9" or "100k"')
     return int(number)
 
@@ -67,19 +70,13 @@ def parse_count(value: Value) -> int:
 def parse_number(value: Value) -> float:
     """A number from 0 on."""
     try:
-        return _positive(float(value), "number")  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{value!r}: a number from 0 on is expected") from None
+        return float(_MANY.check("number", float(value) if isinstance(value, str) else value, float))
+    except ValueError as error:
+        raise ConfigurationError(f"{shown(value)}: a number from 0 on is expected") from error
 
 
 def _is_number(value: Value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _positive(value: float, what: str) -> float:
-    if not value >= 0:
-        raise ConfigurationError(f"{value!r}: {what} from 0 on are expected")
-    return value
 
 
 Parser = Callable[[Value], object]
