@@ -170,11 +170,15 @@ class Checkpointer:
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; it is raised again by `wait`
             self._error = error
 
-    def load_newest(self, strategy: Strategy) -> dict[str, Any] | None:
+    def load_newest(self, strategy: Strategy, last: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole; collective.
 
         A damaged one is reported and the one before it is taken: training is a function of the step, so nothing but
         time is lost.
+
+        Args:
+            strategy: to load into.
+            last: the newest step that may be taken.
 
         Returns:
             The checkpoint's meta, None where there is no checkpoint.
@@ -185,6 +189,8 @@ class Checkpointer:
         """
         failures: list[str] = []
         for name, place in self._agree_on_places():
+            if last is not None and name > checkpoint_name(last):
+                continue
             store = self._replicas.stores[place - 1] if place else self._store
             reader = CheckpointReader(store, name)
             try:

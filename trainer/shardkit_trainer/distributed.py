@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class World:
         owned: whether `leave_world` destroys the process group (it was made here).
         generation: which group of the supervisor's this is; −1 without a supervisor.
         bytes_moved: payload bytes of the collectives that the trainer itself issued, counted once per rank.
+        number: how many groups this process was in before; other ranks have other numbers.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class World:
     generation: int = -1
     membership: Membership | None = None
     bytes_moved: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
     _place: tuple[int, str] = (0, "start")
 
     def group_has_changed(self) -> bool:

@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .configuration import Configuration, expect
 from .distributed import World, all_gather_single, reduce_scatter_single
@@ -48,14 +50,13 @@ class FullySharded(Strategy):
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         super().__init__(task, config, world, cells)
-        shards = config.parallel.shard_ranks or world.size
-        whole = world.size % shards == 0
-        expect((whole, f"parallel.shard_ranks = {shards}: {world.size} ranks are no multiple of it"))
+        shards = _shards(config.parallel.shard_ranks, world)
         self.replicas = world.size // shards
-        names = ("dp_replicate", "dp_shard")
+        # Meshes of equal shape and names are equal to torch, which keeps what it has derived from the first of them,
+        # such as this process's place in it: the names tell the groups that a process has been in apart.
+        names = (f"replicas_{world.number}", f"shards_{world.number}")
         mesh: DeviceMesh = init_device_mesh(world.device.type, (self.replicas, shards), mesh_dim_names=names)
-        if self.replicas == 1:
-            mesh = mesh["dp_shard"]
+        self.mesh = mesh = mesh[names[1]] if self.replicas == 1 else mesh
         self.equal_passes = config.parallel.strategy == "zero3"
         # torch's own classes for these are not exported: they are matched by what they can do
         timed: Any = TimedCollective
@@ -69,6 +70,23 @@ class FullySharded(Strategy):
                 sharded.set_custom_all_gather(self._gather)
                 sharded.set_custom_reduce_scatter(self._scatter)
         self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)
+
+    def misplaced(self) -> str:
+        """Every DTensor must lie on the mesh of this group, at this rank's place of it."""
+        rank, shards = self.world.rank, self.world.size // self.replicas
+        place = [rank // shards, rank % shards][-self.mesh.ndim :]
+        placements = [Replicate(), Shard(0)][-self.mesh.ndim :]
+        for part, tensors in self.state().items():
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, DTensor):
+                    continue
+                mesh = tensor.device_mesh
+                ranks = [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
+                found = [list(mesh.get_coordinate() or ()), [one.index(rank) for one in ranks if rank in one]]
+                if found != [place, place] or list(tensor.placements) != placements:
+                    layout = f"at {found[0]} of {mesh.mesh.tolist()}, {list(tensor.placements)}"
+                    return f"holds {part}.{name} {layout}; expected {place} of {self.world.size} ranks, {placements}"
+        return ""
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """zero2 reduces in the last pass; zero3 in every one, since it may not keep whole gradients."""
@@ -91,3 +109,18 @@ class FullySharded(Strategy):
         moved = sum(local_part(p).nbytes for p in self.module.parameters()) * self.world.size // self.replicas
         self.world.bytes_moved += moved * (3 if self.equal_passes else 2)
         return math.sqrt(float(self.world.all_reduce(total)))
+
+
+def _shards(wanted: int, world: World) -> int:
+    """Ranks that share one copy: those of ``parallel.shard_ranks``, else all.
+
+    Where ranks have died in process the others go on: all of them share one copy until their number fits again.
+    """
+    fits = not wanted or world.size % wanted == 0
+    expect(
+        (
+            fits or world.generation > 0,
+            f"parallel.shard_ranks = {wanted}: {world.size} ranks are no multiple of it",
+        )
+    )
+    return wanted if wanted and fits else world.size

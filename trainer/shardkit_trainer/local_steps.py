@@ -24,8 +24,6 @@ class LocalSteps(Strategy):
     meeting all of the state is the same everywhere and fits any number of ranks.
     """
 
-    state_is_whole = True
-
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         super().__init__(task, config, world, cells)
         self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)

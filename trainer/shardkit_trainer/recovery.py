@@ -1,46 +1,134 @@
-"""Going on in process when ranks have died or joined: what survives where, and who has it (SPEC.md §5)."""
+"""Going on in process when ranks have died or joined: what is left of the state, and who gets it (SPEC.md §5)."""
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.errors import RunError
 
 from .distributed import World
+from .holdings import Box, Key, Part, covers, exchange, hand_out, held_boxes
 from .strategy import Strategy
 
-__all__ = ["carry_over"]
+__all__ = ["Carried", "Progress", "carry_over", "check_layout"]
 
 
-def carry_over(world: World, before: Strategy | None, strategy: Strategy, *, step: int) -> int | None:
-    """Give every rank the state of the rank with the largest committed step; collective.
+@dataclass(frozen=True)
+class Progress:
+    """What belongs to a state besides its tensors.
 
-    A reduction may finish on some ranks and fail on others, so ranks can be one step apart: the larger step has all
-    that the smaller one has. Only state that each rank holds in full can be taken over.
+    Attributes:
+        step: steps taken.
+        updates: of them those that changed the parameters.
+        loss_scale: of half precision.
+        skipped: the latest steps in a row whose gradient was not finite.
+    """
+
+    step: int
+    updates: int
+    loss_scale: float
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a new group has of the state before.
+
+    Attributes:
+        progress: what it goes on from; None where a part of the state is gone.
+        reached: steps that any of its ranks has taken; −1 where all are new.
+        unsent: (ranks that are gone, of how many) whose share of what compression had not sent is lost.
+    """
+
+    progress: Progress | None
+    reached: int
+    unsent: tuple[int, int] = (0, 0)
+
+
+def carry_over(world: World, before: Strategy | None, mine: Progress | None, strategy: Strategy) -> Carried:
+    """Give every rank its part of the state that the survivors hold together; collective.
+
+    A reduction may finish on some ranks and fail on others, so survivors can be one step apart: the largest step of
+    which every part is left is taken. Parts are known by where they lie in a tensor, never by the rank that had them.
 
     Args:
         world: the new ranks.
         before: this rank's strategy among the old ranks, None where it is new.
+        mine: what ``before`` has come to, None where it is new.
         strategy: the one to fill.
-        step: steps that ``before`` has taken, −1 without.
-
-    Returns:
-        The step to go on from; None where nobody has the whole state.
     """
-    updates = before.optimizer.updates if before is not None else 0
-    rows = world.gather_integers((step if strategy.state_is_whole else -1, updates))
-    source = max(range(world.size), key=lambda rank: (rows[rank][0], -rank))
-    if rows[source][0] < 0:
-        return None
-    # without what compression has not sent: it is each rank's own, and starts anew
-    mine, other = strategy.loading_state({}), before.state() if before is not None else None
-    for part, tensors in mine.items():
-        for name, tensor in tensors.items():
-            if world.rank == source:
-                assert other is not None
-                tensor.copy_(other[part][name])
-            contiguous = tensor.contiguous()
-            dist.broadcast(contiguous, source)
-            with torch.no_grad():
-                tensor.copy_(contiguous)
-    strategy.after_load(rows[source][1])
-    return rows[source][0]
+    state = before.state() if before is not None and not before.torn else {}
+    told = exchange(world, "held", {"progress": asdict(mine) if mine else None, **_described(state)})
+    known = [Progress(**one["progress"]) if one["progress"] else None for one in told]
+    reached = max((one.step for one in known if one is not None), default=-1)
+    shapes: dict[Key, Sequence[int]] = {key: shape for one in told for key, shape in one["shapes"].items()}
+    target = strategy.loading_state({key: {"shape": shape} for key, shape in shapes.items()})
+    for step in sorted({one.step for one in known if one is not None}, reverse=True):
+        there = [rank for rank, one in enumerate(known) if one is not None and one.step == step]
+        sources, gone = _sources({rank: told[rank] for rank in there}, _described(target)["shapes"])
+        if sources:
+            hand_out(world, sources, state, target)
+            progress = next(one for one in known if one is not None and one.step == step)
+            strategy.after_load(progress.updates)
+            return Carried(progress, reached, gone)
+    return Carried(None, reached)
+
+
+def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Shapes and this rank's boxes, by name: plain data."""
+    shapes = {
+        f"{part}.{name}": list(t.shape) for part, tensors in state.items() for name, t in tensors.items()
+    }
+    boxes = {key: [box for box, _ in found] for key, found in held_boxes(state).items()}
+    return {"shapes": shapes, "boxes": boxes}
+
+
+def _boxes_of(told: Mapping[str, Any], key: Key) -> list[Box]:
+    return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in told["boxes"].get(key, ())]
+
+
+def _sources(
+    told: Mapping[int, Mapping[str, Any]], needed: Mapping[Key, Sequence[int]]
+) -> tuple[dict[int, list[Part]], tuple[int, int]]:
+    """Which rank gives which parts, nothing where they are not the whole state; and what is gone of the unsent."""
+    sources: dict[int, list[Part]] = {rank: [] for rank in told}
+    gone = (0, 0)
+    for key, shape in needed.items():
+        first: dict[Box, int] = {}
+        for rank, one in told.items():
+            for box in _boxes_of(one, key):
+                first.setdefault(box, rank)
+        if not covers(first, shape):
+            if not key.startswith("reduction."):
+                return {}, gone
+            gone = (shape[0] - len(told), shape[0])  # a row per rank; those of the dead are lost with them
+        for box, rank in first.items():
+            sources[rank].append(Part(key, box))
+    return sources, gone
+
+
+def check_layout(world: World, strategy: Strategy) -> None:
+    """Refuse a state that is not laid out for this group; collective, once when a group has formed.
+
+    What the ranks hold of a tensor must be the whole of it, every part in equally many ranks, and each rank must stand
+    where its sharding believes it to stand: else two ranks would train the same shard, and a third one nobody.
+
+    Raises:
+        RunError: on every rank.
+    """
+    told = exchange(world, "layout", {"trouble": strategy.misplaced(), **_described(strategy.state())})
+    reasons = [f"rank {rank} {one['trouble']}" for rank, one in enumerate(told) if one["trouble"]]
+    for key, shape in told[0]["shapes"].items():
+        held = [set(_boxes_of(one, key)) for one in told]
+        holders = Counter(box for boxes in held for box in boxes)
+        if not covers(holders, shape) or len(set(holders.values())) > 1:
+            parts = ", ".join(f"rank {rank}: {[list(b) for b in boxes]}" for rank, boxes in enumerate(held))
+            reasons.append(f"of {key} {shape} (offsets, sizes) are held by {parts}")
+    if reasons:
+        raise RunError(
+            f"the state of the {world.size} ranks does not fit their group, so no step is taken with it: {reasons[0]}"
+            f" ({len(reasons)} in all). Start the run again: it goes on from its newest checkpoint"
+        )

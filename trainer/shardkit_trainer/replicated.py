@@ -34,7 +34,6 @@ class Replicated(Strategy):
         sharded = config.parallel.strategy != "ddp"
         self.layout = FlatLayout.of(self.parameters, world.size if sharded else 1)
         self.shard = world.rank if sharded else 0
-        self.state_is_whole = not sharded
         self.line = self._lay_out() if sharded else None
         self.exact: ExactSum | None = None
         self.compression: Compression | None = None
@@ -156,6 +155,12 @@ class Replicated(Strategy):
         super().after_load(updates)
         if self.compression is not None:
             self.compression.after_load()
+
+    def misplaced(self) -> str:
+        """Its slice must be that of its rank."""
+        if self.line is None or (self.shard, self.layout.shards) == (self.world.rank, self.world.size):
+            return ""
+        return f"owns slice {self.shard} of {self.layout.shards}, and is rank {self.world.rank} of {self.world.size}"
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         if self.line is None:

@@ -20,7 +20,7 @@ from shardkit.storage import Store, open_store
 
 from .configuration import expect
 
-__all__ = ["Lines", "RunDirectory", "read_lines"]
+__all__ = ["Lines", "RunDirectory", "read_lines", "read_steps"]
 
 
 class Lines:
@@ -49,6 +49,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
+
+
+def read_steps(run: Path) -> list[dict[str, Any]]:
+    """The record of every step, each once: steps that were taken again after a loss count as they were taken last."""
+    records = read_lines(run / "metrics" / "train.jsonl")
+    last = {record["step"]: record for record in records if "step" in record}
+    return [last[step] for step in sorted(last)]
 
 
 class RunDirectory:

@@ -60,6 +60,7 @@ class Stepper:
 
     Attributes:
         loss_scale: factor on the loss in half precision; lowered where gradients overflow.
+        skipped: the latest steps in a row whose gradient was not finite.
         cell_size: samples of a full cell of the plan that is in force.
         computed_s: what this rank computed in the last step, without waiting for others.
     """
@@ -70,7 +71,7 @@ class Stepper:
         self._config, self._strategy, self._stop, self._event = config, strategy, stop, event
         self._world = strategy.world
         self.cell_size = 1
-        self._skipped_in_a_row = 0
+        self.skipped = 0
         self.loss_scale = 2.0**16 if config.parallel.precision == "fp16" else 1.0
         self.bytes_held: dict[str, int] = {}
         self.computed_s = 0.0
@@ -159,22 +160,24 @@ class Stepper:
             factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
             if factor != 1.0 or self.loss_scale != 1.0:
                 self._strategy.scale_gradients(factor / self.loss_scale)
+            self._strategy.torn = True
             self._strategy.update(rate)
-            self._skipped_in_a_row = 0
+            self._strategy.torn = False
+            self.skipped = 0
         else:
             self._skip(step, norm)
         self._strategy.clear()
 
     def _skip(self, step: int, norm: float) -> None:
-        self._skipped_in_a_row += 1
+        self.skipped += 1
         allowed = self._config.optimizer.skip_nonfinite
         if self._config.parallel.precision == "fp16":
             # half precision overflows now and then by design: lower the scale and go on
             self.loss_scale, allowed = self.loss_scale / 2, max(allowed, 20)
         self._event("nonfinite", step=step, norm=str(norm), loss_scale=self.loss_scale)
-        if self._skipped_in_a_row > allowed:
+        if self.skipped > allowed:
             raise RunError(
-                f"step {step}: the gradient is not finite (norm {norm}), {self._skipped_in_a_row} in a row;"
+                f"step {step}: the gradient is not finite (norm {norm}), {self.skipped} in a row;"
                 f" optimizer.skip_nonfinite = {self._config.optimizer.skip_nonfinite}. Lower optimizer.lr, raise"
                 " schedule.warmup, or look at this step's samples: shardkit plan … shows which"
             )

@@ -36,12 +36,12 @@ class Strategy:
         before_update: called before parameters change; a checkpoint that is being copied makes the update wait.
         loss_scale: what the reduction of this strategy divides by.
         equal_passes: every rank must run the same number of passes.
-        state_is_whole: every rank holds all of the state, so that one survivor is enough to go on.
+        torn: something that changes the state has begun and not ended: what this rank holds is of no step.
     """
 
     loss_scale: float = 1.0
     equal_passes = False
-    state_is_whole = False
+    torn = False
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         self.task, self.config, self.world = task, config, world
@@ -160,6 +160,10 @@ class Strategy:
     def after_load(self, updates: int) -> None:
         """Take over what was loaded into `loading_state`."""
         self.optimizer.resume(updates)
+
+    def misplaced(self) -> str:
+        """Why this rank's part of the state is not that of its place in the group; empty where it is."""
+        return ""
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, on every rank (collective)."""

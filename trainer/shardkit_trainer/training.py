@@ -30,7 +30,7 @@ from .evaluation import evaluate
 from .launch import on_stop_signals
 from .metering import StageMeter
 from .reading import CellsAhead, RunData
-from .recovery import carry_over
+from .recovery import Progress, carry_over, check_layout
 from .reporting import Efficiency, ProfilerWindow, Reporter, Timeline
 from .run_directory import RunDirectory
 from .steps import Regroup, Stepper, StepResult
@@ -132,7 +132,10 @@ class _Run:
         self.paid_until = time.monotonic()  # what this process costs is accounted for up to here
         self.summary = Summary(0, finished=False)
         self.data: RunData | None = None
-        self.before: Strategy | None = None  # of the ranks before, whose state may live on
+        # what this process has of the state, from the latest group that has come to take steps
+        self.before: Strategy | None = None
+        self.progress: Progress | None = None
+        self.attached = False
         self.checkpointer: Checkpointer | None = None
         self.parts = ExitStack()
         self.frozen = False
@@ -164,7 +167,7 @@ class _Run:
         self.checkpointer = Checkpointer(directory.store, world, config, directory.event)
         self.meter = StageMeter(self.steps, lambda: world.stage)
         self._take_over(strategy)
-        self.before = self.strategy = strategy
+        self.strategy, self.attached = strategy, True
         ranks = {"ranks": world.size, "generation": world.generation}
         directory.event("start", step=self.step, steps=self.steps, **ranks)
 
@@ -182,6 +185,10 @@ class _Run:
 
     def close(self) -> None:
         """Let go of everything that belongs to the present ranks; the model's state stays."""
+        if self.attached:
+            self.before, self.attached = self.strategy, False
+            stepper, updates = self.stepper, self.strategy.optimizer.updates
+            self.progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped)
         if self.frozen:
             gc.unfreeze()
             self.frozen = False
@@ -190,16 +197,36 @@ class _Run:
         self.parts.close()
 
     def _take_over(self, strategy: Strategy) -> None:
-        """From the rank that is furthest where replicas live on, else from the newest checkpoint."""
+        """From the ranks that have a state together where it is whole, else from the newest checkpoint."""
         assert self.checkpointer is not None
-        ranks, before = self.world.size, self.before
-        found = carry_over(self.world, before, strategy, step=self.step if before is not None else -1)
-        if found is not None:
-            self.step = found
-            self._open_loader()
-            self.reporter.say(f"{ranks} ranks go on from step {found}, in process")
-            return
-        meta = self.checkpointer.load_newest(strategy) if self.config.checkpoint.resume else None
+        carried = carry_over(self.world, self.before, self.progress, strategy)
+        if carried.progress is not None:
+            self._go_on(carried.progress)
+            self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
+            if carried.unsent[0]:
+                self.directory.event("unsent-lost", step=self.step, ranks=carried.unsent)
+        else:
+            self._resume(strategy, carried.reached)
+        check_layout(self.world, strategy)
+
+    def _go_on(self, progress: Progress) -> None:
+        """From where ``progress`` is, with a state that is loaded."""
+        self.step, self.stepper.skipped = progress.step, progress.skipped
+        self.stepper.loss_scale = progress.loss_scale
+        self._open_loader()
+
+    def _resume(self, strategy: Strategy, reached: int) -> None:
+        """From the newest checkpoint, or from the beginning.
+
+        Args:
+            strategy: to load into.
+            reached: steps that ranks of this process's run have taken, which are taken again; −1 for none.
+        """
+        assert self.checkpointer is not None
+        steps, wanted = self.steps, self.config.checkpoint.resume or reached >= 0
+        # a run that shall not resume has no part in what lies ahead of it
+        last = steps if self.config.checkpoint.resume else reached
+        meta = self.checkpointer.load_newest(strategy, last) if wanted else None
         self.step = meta["step"] if meta is not None else 0
         self._open_loader()
         if meta is not None:
@@ -207,8 +234,12 @@ class _Run:
             strategy.after_load(meta["updates"])
             self.summary.step = self.checkpointer.last_saved_step = self.step
             self.stepper.loss_scale = meta["loss_scale"]
-            place = f"step {self.step} of {self.steps}"
-            self.reporter.say(f"resumed at {place} on {ranks} ranks (was {meta['ranks']})")
+            place = f"step {self.step} of {steps}"
+            self.reporter.say(f"resumed at {place} on {self.world.size} ranks (was {meta['ranks']})")
+        if reached > self.step:
+            self.directory.event("rewind", step=self.step, reached=reached)
+            lost = f"with the ranks that are gone a part of the state after step {self.step} is lost"
+            self.reporter.say(f"{lost}: steps {self.step} to {reached - 1} are taken again")
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -230,9 +261,9 @@ class _Run:
             with timeline.stage("data"):
                 cells = self.cells.take()
             result = self.stepper.take(self.step, self.steps, cells, timeline, self.cells.ask)
+            self.step += 1  # taken: whatever fails from here on must not take it again
             self.loader.computed(self.stepper.computed_s)
             self._freeze()
-            self.step += 1
             self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
             more = self.step < self.steps and not result.stop
             if more and self.step % self.config.checkpoint.every == 0:

@@ -1,0 +1,186 @@
+"""Ranks that are forked from a process with torch in it, die where a script says, and are replaced.
+
+A start costs no import of torch, so that hundreds of deaths can be tried. The script is JSON in SHARDKIT_TEST_SCRIPT:
+
+    {"die": [[process, stage, step], …], "wait": [[step, generation], …], "late": [[process, generation, step], …]}
+
+A process dies by SIGKILL as soon as it enters that stage of that step, or of a later one where it was not in it then.
+``gather`` is inside of zero1's update; ``put``, ``finish`` and ``prune`` are the n-th write of an object, the publishing
+and the pruning of a checkpoint. At a ``wait`` step ranks stand still until the supervisor has announced that group. A
+``late`` process starts when the first rank of that group has come to that step.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from trainer_histogram import kill_inside
+
+from shardkit.errors import RunError
+from shardkit_trainer.configuration import ModelConfig, load_configuration
+from shardkit_trainer.distributed import World, leave_world
+from shardkit_trainer.membership import ADDRESS, NAME
+from shardkit_trainer.strategies import make_strategy
+from shardkit_trainer.tasks import Inputs
+
+LANES = 8
+SCRIPT = "SHARDKIT_TEST_SCRIPT"
+PATIENCE_S = 60.0
+
+
+class Network(nn.Module):
+    """Odd sizes: shards are uneven, and the last layer has fewer rows than a group of four ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden, self.middle, self.last = nn.Linear(5, width), nn.Linear(width, 9), nn.Linear(9, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.hidden(features)))))
+        return found
+
+
+class NetworkTask:
+    """Targets that a network of this size cannot meet: gradients stay far from zero, where Adam blows last bits up."""
+
+    unit = "sample"
+
+    def __init__(self, width: int = 7) -> None:
+        self.model: nn.Module = Network(width)
+
+    def prepare(self, cell: Any, seed: int) -> Inputs:
+        numbers = torch.as_tensor(cell.samples, dtype=torch.float32)[:, None]
+        features = torch.sin(numbers * torch.arange(1, 6) * 0.37)
+        targets = 2.0 + torch.cos(numbers * torch.arange(1, 4) * 1.91)
+        return Inputs({"features": features, "targets": targets}, len(numbers), len(numbers))
+
+    def empty(self) -> Inputs:
+        return Inputs({"features": torch.zeros(1, 5), "targets": torch.full((1, 3), torch.nan)}, 0, 0)
+
+    def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        found, targets = forward(tensors["features"]), tensors["targets"]
+        counts = torch.isfinite(targets)
+        loss = torch.where(counts, found - torch.where(counts, targets, 0.0), 0.0).square().sum()
+        return loss, torch.zeros((), dtype=torch.int64)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        return [self.model.hidden, self.model.middle]  # type: ignore[list-item]
+
+
+def make(config: ModelConfig, _dataset: Any) -> NetworkTask:
+    return NetworkTask(config.width)
+
+
+class Forked:
+    """What the supervisor asks of `subprocess.Popen`, for ``python -m shardkit_trainer …`` by fork."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "shardkit_trainer.training"])
+        at = list(command).index("shardkit_trainer")
+        self._process: BaseProcess = context.Process(target=become_rank, args=(command[at + 1 :], dict(env)))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+
+def become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """In the forked process."""
+    from shardkit_trainer.__main__ import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    script, process = json.loads(environment[SCRIPT]), int(environment[NAME].partition("-")[2])
+    for who, generation, step in script.get("late", ()):
+        if who == process:
+            wait_for_step(environment[ADDRESS], f"generation-{generation}/alive/0", step)
+    follow(script, process)
+    sys.exit(main(list(arguments)))
+
+
+def wait_for_step(address: str, heartbeat: str, step: int) -> None:
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
+    store.wait([heartbeat])
+    while int(store.get(heartbeat).split()[0]) < step:
+        time.sleep(0.005)
+
+
+def follow(script: Mapping[str, Any], process: int) -> None:
+    """Make this process die, and wait, where the script says."""
+    mine = [(stage, step) for who, stage, step in script.get("die", ()) if who == process]
+    waits = dict(script.get("wait", ()))
+    report, gather = World.report, World.gather_slices
+    for stage, count in mine:
+        if stage in {"put", "finish", "prune"}:
+            kill_inside(stage, count)
+
+    def report_and_die(self: World, step: int, stage: str) -> None:
+        report(self, step, stage)
+        if any(stage == where and step >= when for where, when in mine):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if stage == "data" and step in waits:
+            deadline = time.monotonic() + PATIENCE_S
+            while self.membership is not None and self.membership.newest() < waits[step]:
+                assert time.monotonic() < deadline, "the group that the script waits for does not come"
+                time.sleep(0.005)
+        self.scripted_step = step  # type: ignore[attr-defined]
+
+    def gather_and_die(self: World, whole: Tensor, part: Tensor) -> None:
+        if any(where == "gather" and self.scripted_step >= when for where, when in mine):  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL)
+        gather(self, whole, part)
+
+    World.report, World.gather_slices = report_and_die, gather_and_die  # type: ignore[method-assign]
+
+
+def swap_places(rank: int, folder: str, torch_cannot_tell: bool) -> None:
+    """Two ranks form a group, then another one in which they have changed places; is the new state laid out for it?"""
+    from shardkit_trainer.recovery import check_layout
+
+    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    config = load_configuration(
+        None, ["run.directory=unused", "data.dataset=unused", "parallel.strategy=zero3"]
+    )
+    timeout = timedelta(seconds=60)
+    for turn, place in enumerate((rank, 1 - rank)):
+        under = dist.PrefixStore(f"turn-{turn}", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=under, rank=place, world_size=2, timeout=timeout)
+        world = World(place, 2, torch.device("cpu"), under, owned=True)
+        if torch_cannot_tell:
+            world.number = 0
+        strategy = make_strategy(NetworkTask(), config, world, LANES)
+        found = ""
+        try:
+            check_layout(world, strategy)
+        except RunError as error:
+            found = str(error)
+        Path(f"{folder}/{turn}-{place}").write_text(found)
+        leave_world(world)
