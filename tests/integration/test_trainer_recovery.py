@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
-from shardkit.torch import CheckpointReader, checkpoint_names
+from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.run_directory import read_lines
 
 STEPS, BATCH = 30, 24
@@ -132,3 +134,43 @@ def test_torchrun_restarts_all_ranks(tmp_path: Path, numbers: str, launch_traine
     assert "rank 0" in result.stderr
     assert starts(run) == [(0, 2), (7, 2)]
     assert checkpoint_names(run)[-1] == "step-000000000014"
+
+
+def test_ranks_end_when_their_supervisor_is_killed(
+    tmp_path: Path, numbers: str, launch_trainer: Any
+) -> None:
+    """At once, with a line each: neither what a rank waits for nor a new group would ever come."""
+    run = tmp_path / "run"
+    endless = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000, "parallel.timeout_s": 10.0}
+    # it returns when nobody is left who could write
+    result = launch_trainer(3, settings(run, numbers, **endless), until="step 3/", asked=signal.SIGKILL)
+    seconds = time.time() - (run / "metrics" / "train.jsonl").stat().st_mtime
+    assert seconds < 10.0, f"ranks stayed for {seconds:.1f} s"
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("step ")]
+    assert sorted(line.partition(":")[0] for line in lines) == ["process-0", "process-1", "process-2"], lines
+    assert all("the supervisor has died" in line and "start the run again" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("harm", ["ref", "manifest", "tensor"])
+def test_a_damaged_checkpoint_is_passed_over_and_the_console_says_why(
+    tmp_path: Path, numbers: str, launch_trainer: Any, harm: str
+) -> None:
+    run = tmp_path / "run"
+    few = {**settings(run, numbers), "parallel.recovery": "restart", "checkpoint.keep": 0}
+    assert launch_trainer(1, few).returncode == 0
+    name = checkpoint_names(run)[-1]
+    ref = run / "checkpoints" / f"{name}.json"
+    digest = json.loads(ref.read_text())["checkpoint"].removeprefix("sha256:")
+    if harm == "tensor":
+        digest = read_checkpoint_manifest(run)["tensors"]["model.seen"]["chunks"][0][2][0][0]
+    kind = {"tensor": "tensor", "manifest": "checkpoint"}.get(harm)
+    torn = run / "objects" / "sha256" / digest[:2] / f"{digest}.{kind}" if kind else ref
+    torn.write_bytes(torn.read_bytes()[:40])
+    result = launch_trainer(2, few)
+    assert result.returncode == 0, result.stderr
+    assert f"checkpoint {name} is damaged and passed over" in result.stdout
+    assert torn.name in result.stdout, "it is said what is damaged"
+    assert "resumed at step 20 of 30 on 2 ranks" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "Error" not in result.stderr
+    np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)

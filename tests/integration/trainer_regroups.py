@@ -5,8 +5,8 @@ A start costs no import of torch, so that hundreds of deaths can be tried. The s
     {"die": [[process, stage, step], …], "wait": [[step, generation], …], "late": [[process, generation, step], …]}
 
 A process dies by SIGKILL as soon as it enters that stage of that step, or of a later one where it was not in it then.
-``gather`` is inside of zero1's update; ``put``, ``finish`` and ``prune`` are the n-th write of an object, the publishing
-and the pruning of a checkpoint. At a ``wait`` step ranks stand still until the supervisor has announced that group. A
+``gather`` lies inside of an update of zero1; ``put``, ``finish`` and ``prune`` are the n-th write, publishing and
+pruning of checkpoints. At a ``wait`` step ranks stand still until the supervisor has announced that group. A
 ``late`` process starts when the first rank of that group has come to that step.
 """
 
@@ -87,7 +87,7 @@ def make(config: ModelConfig, _dataset: Any) -> NetworkTask:
 class Forked:
     """What the supervisor asks of `subprocess.Popen`, for ``python -m shardkit_trainer …`` by fork."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]):
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int] = ()):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "shardkit_trainer.training"])
         at = list(command).index("shardkit_trainer")
@@ -117,6 +117,7 @@ def become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> Non
 
     os.environ.clear()
     os.environ.update(environment)
+    os.environ.pop("SHARDKIT_LIFELINE", None)  # the parent of a forked process is not the supervisor
     script, process = json.loads(environment[SCRIPT]), int(environment[NAME].partition("-")[2])
     for who, generation, step in script.get("late", ()):
         if who == process:

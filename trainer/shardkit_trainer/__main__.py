@@ -12,7 +12,11 @@ def main(arguments: list[str]) -> int:
     from shardkit.exit_codes import exit_code
 
     from .configuration import load_configuration
+    from .launch import end_with_supervisor
 
+    # under the supervisor ranks change: a process keeps its name
+    name = os.environ.get("SHARDKIT_MEMBER") or f"rank {os.environ.get('RANK', '0')}"
+    end_with_supervisor(name)
     option = "--allow-changes="
     allowed = [
         key for a in arguments if a.startswith(option) for key in a.removeprefix(option).split(",") if key
@@ -29,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
         train(config, allow_changes=allowed)
     except ShardkitError as error:
-        print(f"rank {os.environ.get('RANK', '0')}: {error.kind}: {error}", file=sys.stderr, flush=True)
+        print(f"{name}: {error.kind}: {error}", file=sys.stderr, flush=True)
         return exit_code(error)
     return 0
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -192,44 +190,55 @@ class Checkpointer:
             if last is not None and name > checkpoint_name(last):
                 continue
             store = self._replicas.stores[place - 1] if place else self._store
-            reader = CheckpointReader(store, name)
-            try:
-                state = strategy.loading_state(_saved_tensors(store, name))
-                load_state(state, storage_reader=reader, process_group=self._group)
-            except CheckpointException as error:
-                first = reader.failure or _first(error)
-                # all ranks must go the same way: what one of them found damaged is damaged
-                found = self._world.gather_integers([int(isinstance(first, DAMAGE))])
-                if not any(row[0] for row in found):
-                    raise RunError(f"checkpoint {name} does not fit model and strategy: {first}") from error
+            meta, damage = self._load(strategy, store, name)
+            if damage:
                 self._damaged |= set() if place else {name}
-                failures.append(f"{name}: {first}")
-                self._event("checkpoint-damaged", name=name, store=store.url, error=str(first))
+                failures.append(f"{name}: {damage}")
+                self._event("checkpoint-damaged", name=name, store=store.url, error=damage)
                 continue
             if place:
                 self._event("checkpoint-replica", name=name, store=store.url)
-            return reader.meta
+            return meta
         if failures:
             raise IntegrityError("every checkpoint is damaged; " + "; ".join(failures))
         return None
 
+    def _load(self, strategy: Strategy, store: Store, name: str) -> tuple[dict[str, Any], str]:
+        """(Meta of a checkpoint that is loaded, what is damaged): what one rank finds damaged is damaged for all."""
+        reader = CheckpointReader(store, name)
+        saved, first = {}, None
+        try:
+            # before torch reads it, which prints a stack for whatever is wrong with it
+            saved = read_checkpoint_manifest(store, name)["tensors"]
+        except DAMAGE as error:
+            first = error
+        if damage := self._agree_on_damage(first):
+            return {}, damage
+        try:
+            load_state(strategy.loading_state(saved), storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            first = reader.failure or _first(error)
+            damage = self._agree_on_damage(first)
+            if not damage:
+                raise RunError(f"checkpoint {name} does not fit model and strategy: {first}") from error
+            return {}, damage
+        return reader.meta, ""
+
+    def _agree_on_damage(self, found: BaseException | None) -> str:
+        """What the first rank that found damage says of it."""
+        mine = {"damage": str(found) if isinstance(found, DAMAGE) else ""}
+        texts = [one["damage"] for one in self._world.exchange(mine)]
+        return next(filter(None, texts), "")
+
     def _agree_on_places(self) -> list[tuple[str, int]]:
         """(checkpoint, 0 for the run directory or the number of a replica), newest first; as rank 0 sees it."""
+        found: list[tuple[str, int]] = []
         if self._world.rank == 0:
             everywhere = [checkpoint_names(self._store), *self._replicas.names()]
             found = [(name, place) for place, names in enumerate(everywhere) for name in names]
             found.sort(key=lambda one: one[0], reverse=True)  # stable: the run directory before its replicas
-            self._world.store.set("checkpoints", json.dumps(found))
-        dist.barrier(self._group)
-        return [(name, place) for name, place in json.loads(self._world.store.get("checkpoints"))]
-
-
-def _saved_tensors(store: Store, name: str) -> Mapping[str, Any]:
-    """The manifest's tensors; nothing where it is damaged, which the load itself then finds on all ranks."""
-    with suppress(*DAMAGE):
-        tensors: dict[str, Any] = read_checkpoint_manifest(store, name)["tensors"]
-        return tensors
-    return {}
+        first, *_ = self._world.exchange({"found": found})
+        return [(name, place) for name, place in first["found"]]
 
 
 def _owned_part(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor
 from torch.futures import Future
 
@@ -26,7 +27,8 @@ class Compression:
     """One rank's compressed reduction of DDP's buckets; every variant returns the mean over ranks, as DDP does.
 
     What a rank did not send is its *error*, one number per element; it is added to the next gradient. Errors lie on a
-    line by parameter, not by bucket, because DDP changes its buckets after the first step.
+    line by parameter, not by bucket, because DDP changes its buckets after the first step. What a reduction leaves
+    behind counts from `commit` on: a step that is not taken leaves no trace.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class Compression:
         self._place = {id(parameter): (name, offset) for name, parameter, offset in places}
         self._lines: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
+        self._left: dict[str, list[tuple[int, Tensor]]] = {}  # of this step, for each line: (offset, values)
+        self._left_factors: dict[str, Tensor] = {}
         self._loaded: dict[str, tuple[Tensor, float]] = {}
         if config.reduction != "bf16":
             self._lines["error"] = torch.zeros(self._layout.total, device=world.device)
@@ -68,16 +72,25 @@ class Compression:
         return done
 
     def _int8(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
-        """Blocks of 256 values as 8-bit integers with a scale each."""
+        """Blocks of 256 values of one parameter, the last one shorter, as 8-bit integers with a scale each.
+
+        Blocks of a bucket would have other bits after a resume, whose first step has other buckets.
+        """
         wanted = gradient + self._read("error", parameters)
-        blocks = torch.nn.functional.pad(wanted, (0, -wanted.numel() % BLOCK)).view(-1, BLOCK)
-        scale = blocks.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-        sent = (blocks / scale).round_().to(torch.int8)
-        self._write("error", parameters, wanted - (sent * scale).view(-1)[: wanted.numel()])
-        total = torch.zeros_like(blocks)
+        lengths = [p.numel() for p in parameters]
+        blocks = [F.pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK) for part in _split(wanted, parameters)]
+        scale = torch.cat([part.abs().amax(1) for part in blocks])
+        scale.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        # which block each value is in
+        counts = [min(BLOCK, n - at) for n in lengths for at in range(0, n, BLOCK)]
+        sizes = torch.tensor(counts, device=wanted.device)
+        spread = scale.repeat_interleave(sizes)
+        sent = (wanted / spread).round_().to(torch.int8)
+        self._write("error", parameters, wanted - sent * spread)
+        total = torch.zeros_like(wanted)
         for values, scales in zip(self._gather(sent), self._gather(scale), strict=True):
-            total += values * scales
-        return _done(gradient.copy_(total.view(-1)[: wanted.numel()] / self._world.size))
+            total += values * scales.repeat_interleave(sizes)
+        return _done(gradient.copy_(total / self._world.size))
 
     def _topk(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """The largest values with their places; momentum correction after Lin et al. 2018 (DGC)."""
@@ -111,7 +124,7 @@ class Compression:
         means = self._mean({**left, **whole})
         left = {name: torch.linalg.qr(means[name]).Q for name in matrices}
         right = self._mean({name: matrix.T @ left[name] for name, matrix in matrices.items()})
-        self._factors.update(right)
+        self._left_factors.update(right)
         result = [(left[n] @ right[n].T).view(-1) if n in matrices else means[n] for n in names]
         total = torch.cat(result)
         sent = [r if n in matrices else parts[n] for n, r in zip(names, result, strict=True)]
@@ -142,8 +155,19 @@ class Compression:
 
     def _write(self, line: str, parameters: Sequence[Tensor], values: Tensor) -> None:
         for parameter, part in zip(parameters, _split(values, parameters), strict=True):
-            offset = self._place[id(parameter)][1]
-            self._lines[line][offset : offset + parameter.numel()] = part
+            self._left.setdefault(line, []).append((self._place[id(parameter)][1], part))
+
+    def commit(self) -> None:
+        """The step is taken: what its reduction left behind goes into the next one."""
+        for line, parts in self._left.items():
+            for offset, values in parts:
+                self._lines[line][offset : offset + len(values)] = values
+        self._factors.update(self._left_factors)
+        self.forget()
+
+    def forget(self) -> None:
+        """The step is over, taken or not."""
+        self._left, self._left_factors = {}, {}
 
     # --- state -------------------------------------------------------------------------------------------------------
 

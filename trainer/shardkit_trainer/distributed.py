@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,7 @@ class World:
     bytes_moved: int = 0
     number: int = field(default_factory=itertools.count().__next__)
     _place: tuple[int, str] = (0, "start")
+    _exchanges: int = 0
 
     def group_has_changed(self) -> bool:
         """Whether the supervisor has formed a newer group."""
@@ -76,6 +79,14 @@ class World:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
+
+    def exchange(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's plain data, by rank."""
+        self._exchanges += 1
+        key = f"exchange-{self._exchanges}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(mine))
+        self.gather_integers([0])
+        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
 
     def gather_slices(self, whole: Tensor, mine: Tensor) -> None:
         """Fill ``whole`` (size · n) with every rank's n elements."""

@@ -5,7 +5,6 @@ A part is a box of a saved tensor: the same description as in checkpoints, so wh
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from .distributed import World
 from .strategy import local_part
 
-__all__ = ["Box", "Key", "Part", "State", "covers", "exchange", "hand_out", "held_boxes"]
+__all__ = ["Box", "Key", "Part", "State", "covers", "hand_out", "held_boxes"]
 
 PACK_BYTES = 32 << 20  # what is sent at once, where a single box is not larger
 ALIGNMENT = 16  # bytes: any dtype can be viewed at such a place of a pack
@@ -60,13 +59,6 @@ def _boxes(tensor: Any) -> Iterator[tuple[Box, Tensor]]:
         if math.prod(box.sizes):
             memory = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
             yield box, local_part(memory)
-
-
-def exchange(world: World, name: str, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's plain data, by rank; collective. ``name`` is used once in a group."""
-    world.store.set(f"{name}/{world.rank}", json.dumps(mine))
-    world.gather_integers([0])
-    return [json.loads(world.store.get(f"{name}/{rank}")) for rank in range(world.size)]
 
 
 def covers(boxes: Iterable[Box], shape: Sequence[int]) -> bool:

@@ -19,7 +19,28 @@ from .changes import check_changes
 from .configuration import Configuration, load_configuration
 from .run_directory import read_lines
 
-__all__ = ["launch", "on_stop_signals", "rank_environment"]
+__all__ = ["LIFELINE", "end_with_supervisor", "launch", "on_stop_signals", "rank_environment"]
+
+LIFELINE = "SHARDKIT_LIFELINE"
+"""Environment variable: descriptor of a pipe whose other end the supervisor holds as long as it lives."""
+
+
+def end_with_supervisor(name: str) -> None:
+    """End this process as soon as its supervisor has died; nothing where it has none.
+
+    Nobody can tell such a rank of a new group, and what it waits for may never come. What it has written is safe
+    wherever it stops: a checkpoint that is being written was not there yet.
+    """
+    descriptor = int(os.environ.pop(LIFELINE, "-1"))
+
+    def follow() -> None:
+        os.read(descriptor, 1)  # nothing is ever written: it returns when the other end is closed
+        advice = "start the run again: it goes on from its newest checkpoint"
+        os.write(2, f"{name}: run: the supervisor has died, and this rank ends; {advice}\n".encode())
+        os._exit(1)
+
+    if descriptor >= 0:
+        threading.Thread(target=follow, name="lifeline", daemon=True).start()
 
 
 @contextmanager

@@ -53,8 +53,18 @@ class Membership:
         return cls(store, os.environ[NAME], patience_s)
 
     def newest(self) -> int:
-        """The newest generation."""
-        return int(self.store.get("generation"))
+        """The newest generation.
+
+        Raises:
+            RunError: the supervisor does not answer.
+        """
+        try:
+            return int(self.store.get("generation"))
+        except dist.DistError as error:
+            raise RunError(
+                f"{self.name}: the supervisor does not answer any more; start the run again: it goes on from its"
+                f" newest checkpoint ({str(error).splitlines()[0]})"
+            ) from error
 
     def accuse(self, generation: int, ranks: list[int]) -> None:
         """Tell the supervisor which ranks of a group do not answer."""

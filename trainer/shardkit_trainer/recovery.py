@@ -10,7 +10,7 @@ from typing import Any
 from shardkit.errors import RunError
 
 from .distributed import World
-from .holdings import Box, Key, Part, covers, exchange, hand_out, held_boxes
+from .holdings import Box, Key, Part, covers, hand_out, held_boxes
 from .strategy import Strategy
 
 __all__ = ["Carried", "Progress", "carry_over", "check_layout"]
@@ -61,7 +61,7 @@ def carry_over(world: World, before: Strategy | None, mine: Progress | None, str
         strategy: the one to fill.
     """
     state = before.state() if before is not None and not before.torn else {}
-    told = exchange(world, "held", {"progress": asdict(mine) if mine else None, **_described(state)})
+    told = world.exchange({"progress": asdict(mine) if mine else None, **_described(state)})
     known = [Progress(**one["progress"]) if one["progress"] else None for one in told]
     reached = max((one.step for one in known if one is not None), default=-1)
     shapes: dict[Key, Sequence[int]] = {key: shape for one in told for key, shape in one["shapes"].items()}
@@ -119,7 +119,7 @@ def check_layout(world: World, strategy: Strategy) -> None:
     Raises:
         RunError: on every rank.
     """
-    told = exchange(world, "layout", {"trouble": strategy.misplaced(), **_described(strategy.state())})
+    told = world.exchange({"trouble": strategy.misplaced(), **_described(strategy.state())})
     reasons = [f"rank {rank} {one['trouble']}" for rank, one in enumerate(told) if one["trouble"]]
     for key, shape in told[0]["shapes"].items():
         held = [set(_boxes_of(one, key)) for one in told]

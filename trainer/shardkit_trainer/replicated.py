@@ -123,6 +123,8 @@ class Replicated(Strategy):
     def update(self, rate: float) -> None:
         """Update the owned elements; with slices, gather everybody's."""
         super().update(rate)
+        if self.compression is not None:
+            self.compression.commit()
         if self.line is not None:
             start = self.shard * self.layout.share
             # a copy: gloo may not gather into the buffer that it sends from
@@ -135,6 +137,8 @@ class Replicated(Strategy):
             owned.tensor.grad = None
         if self.exact is not None:
             self.exact.clear()
+        if self.compression is not None:
+            self.compression.forget()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """As everywhere, with what compression has not sent yet."""

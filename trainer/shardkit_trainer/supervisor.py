@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardkit.exit_codes import ExitCode
 
 from .configuration import Configuration
-from .launch import on_stop_signals
+from .launch import LIFELINE, on_stop_signals
 from .membership import ADDRESS, NAME, publish
 
 __all__ = ["supervise"]
@@ -41,6 +41,8 @@ class _Supervisor:
         self._joining: list[str] = []
         self._stopping_since: float | None = None
         self._finished = False
+        # its end tells the children that nobody looks after them any more: only this process holds the other one
+        self._lifeline, self._held = os.pipe()
 
     def run(self, nproc: int) -> int:
         """Until all children have ended; the exit code."""
@@ -62,13 +64,20 @@ class _Supervisor:
                 for child in self._children.values():
                     child.kill()
                     child.wait()
+<<<<<<< HEAD
         return failed
+=======
+                os.close(self._lifeline)
+                os.close(self._held)
+        return int(failed)
+>>>>>>> 39aeca0 (Trainer: ranks end with their supervisor; damage is said on the console; int8 in blocks of parameters)
 
     def _start(self) -> str:
         name = f"process-{self._started}"
         self._started += 1
-        environment = {**os.environ, ADDRESS: f"127.0.0.1:{self._store.port}", NAME: name}
-        self._children[name] = subprocess.Popen([sys.executable, *self._script], env=environment)
+        told = {ADDRESS: f"127.0.0.1:{self._store.port}", NAME: name, LIFELINE: str(self._lifeline)}
+        command, environment = [sys.executable, *self._script], {**os.environ, **told}
+        self._children[name] = subprocess.Popen(command, env=environment, pass_fds=[self._lifeline])
         return name
 
     def _announce(self) -> None:

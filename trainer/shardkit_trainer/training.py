@@ -164,12 +164,20 @@ class _Run:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
         self.profiler = self._part(ProfilerWindow(config.log, directory, lead))
         self.stepper = Stepper(config, strategy, self.stop, directory.event)
-        self.checkpointer = Checkpointer(directory.store, world, config, directory.event)
+        self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
         self.meter = StageMeter(self.steps, lambda: world.stage)
         self._take_over(strategy)
         self.strategy, self.attached = strategy, True
         ranks = {"ranks": world.size, "generation": world.generation}
         directory.event("start", step=self.step, steps=self.steps, **ranks)
+
+    def _tell(self, kind: str, **details: Any) -> None:
+        """An event of checkpointing; on the console where it says why a run goes on from another one."""
+        self.directory.event(kind, **details)
+        if kind == "checkpoint-damaged":
+            self.reporter.say(f"checkpoint {details['name']} is damaged and passed over: {details['error']}")
+        elif kind == "checkpoint-replica":
+            self.reporter.say(f"checkpoint {details['name']} is taken from {details['store']}")
 
     def _part(self, part: Part) -> Part:
         self.parts.callback(part.close)
