@@ -136,9 +136,7 @@ def test_torchrun_restarts_all_ranks(tmp_path: Path, numbers: str, launch_traine
     assert checkpoint_names(run)[-1] == "step-000000000014"
 
 
-def test_ranks_end_when_their_supervisor_is_killed(
-    tmp_path: Path, numbers: str, launch_trainer: Any
-) -> None:
+def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
     """At once, with a line each: neither what a rank waits for nor a new group would ever come."""
     run = tmp_path / "run"
     endless = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000, "parallel.timeout_s": 10.0}

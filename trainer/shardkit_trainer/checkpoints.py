@@ -206,7 +206,8 @@ class Checkpointer:
     def _load(self, strategy: Strategy, store: Store, name: str) -> tuple[dict[str, Any], str]:
         """(Meta of a checkpoint that is loaded, what is damaged): what one rank finds damaged is damaged for all."""
         reader = CheckpointReader(store, name)
-        saved, first = {}, None
+        saved: Mapping[str, Any] = {}
+        first: BaseException | None = None
         try:
             # before torch reads it, which prints a stack for whatever is wrong with it
             saved = read_checkpoint_manifest(store, name)["tensors"]

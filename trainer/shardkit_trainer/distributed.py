@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from shardkit.errors import RunError
 
@@ -240,6 +242,13 @@ def _join_generation(membership: Membership, after: int, device: torch.device, t
 
 
 def leave_world(world: World) -> None:
-    """Destroy the group that `join_world` made."""
+    """Destroy the group that `join_world` made, and forget it.
+
+    Its sockets close when nothing refers to it any more, and not before: a rank that waits in one of its collectives
+    for this one, which has left because a third one died, is told by that alone. Torch keeps the meshes, hence the
+    groups, of every operation on a DTensor that it has seen.
+    """
     if world.owned and dist.is_initialized():
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+        gc.collect()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from .distributed import World
 from .strategy import local_part
 
-__all__ = ["Box", "Key", "Part", "State", "covers", "hand_out", "held_boxes"]
+__all__ = ["Box", "Holdings", "Key", "Part", "State", "covers", "hand_out"]
 
 PACK_BYTES = 32 << 20  # what is sent at once, where a single box is not larger
 ALIGNMENT = 16  # bytes: any dtype can be viewed at such a place of a pack
@@ -41,13 +41,28 @@ class Part(NamedTuple):
     box: Box
 
 
-def held_boxes(state: State) -> dict[Key, list[tuple[Box, Tensor]]]:
-    """This rank's boxes of every tensor of ``state``, and its memory of each."""
-    held: dict[Key, list[tuple[Box, Tensor]]] = {}
-    for part, tensors in state.items():
-        for name, tensor in tensors.items():
-            held[f"{part}.{name}"] = list(_boxes(tensor.detach()))
-    return held
+class Holdings:
+    """A rank's parts of a state: plain memory, without the groups, meshes and modules that it belonged to.
+
+    Attributes:
+        shapes: of the whole tensors.
+        boxes: what is held of each, and where it lies in memory.
+    """
+
+    def __init__(self, state: State):
+        self.shapes: dict[Key, list[int]] = {}
+        self.boxes: dict[Key, list[tuple[Box, Tensor]]] = {}
+        for part, tensors in state.items():
+            for name, tensor in tensors.items():
+                self.shapes[f"{part}.{name}"] = list(tensor.shape)
+                self.boxes[f"{part}.{name}"] = list(_boxes(tensor.detach()))
+
+    def described(self) -> dict[str, Any]:
+        """Shapes and boxes: plain data."""
+        return {
+            "shapes": self.shapes,
+            "boxes": {key: [box for box, _ in held] for key, held in self.boxes.items()},
+        }
 
 
 def _boxes(tensor: Any) -> Iterator[tuple[Box, Tensor]]:
@@ -77,16 +92,16 @@ def _common(one: Box, other: Box) -> Box | None:
     return Box(low, sizes) if all(size > 0 for size in sizes) else None
 
 
-def hand_out(world: World, sources: Mapping[int, Sequence[Part]], state: State, target: State) -> None:
-    """Copy every part from ``state`` of the rank that has it into whoever's ``target`` needs it; collective.
+def hand_out(world: World, sources: Mapping[int, Sequence[Part]], own: Holdings, target: State) -> None:
+    """Copy every part from the rank that has it into whoever's ``target`` needs it; collective.
 
     Args:
         world: the ranks.
         sources: the parts that each rank gives, the same on every rank.
-        state: what this rank holds.
+        own: what this rank holds.
         target: what it shall hold; all of it is given by somebody.
     """
-    own, wanted = held_boxes(state), held_boxes(target)
+    wanted = Holdings(target).boxes
     dtypes = {f"{part}.{name}": tensor.dtype for part, ts in target.items() for name, tensor in ts.items()}
     for source, parts in sorted(sources.items()):
         for pack in _packs(parts, dtypes):
@@ -97,7 +112,7 @@ def hand_out(world: World, sources: Mapping[int, Sequence[Part]], state: State, 
             ]
             if source == world.rank:
                 for one, view in views:
-                    view.copy_(dict(own[one.key])[one.box])
+                    view.copy_(dict(own.boxes[one.key])[one.box])
             dist.broadcast(buffer, source)
             for one, view in views:
                 for box, memory in wanted[one.key]:

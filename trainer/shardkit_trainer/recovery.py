@@ -10,10 +10,10 @@ from typing import Any
 from shardkit.errors import RunError
 
 from .distributed import World
-from .holdings import Box, Key, Part, covers, hand_out, held_boxes
+from .holdings import Box, Holdings, Key, Part, covers, hand_out
 from .strategy import Strategy
 
-__all__ = ["Carried", "Progress", "carry_over", "check_layout"]
+__all__ = ["Carried", "Kept", "Progress", "carry_over", "check_layout"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,23 @@ class Carried:
     unsent: tuple[int, int] = (0, 0)
 
 
-def carry_over(world: World, before: Strategy | None, mine: Progress | None, strategy: Strategy) -> Carried:
+@dataclass(frozen=True)
+class Kept:
+    """What a rank keeps of a group that it leaves: plain memory, so that the group's sockets close.
+
+    Whoever still waits in a collective of that group waits for these.
+    """
+
+    progress: Progress
+    holdings: Holdings
+
+    @classmethod
+    def of(cls, strategy: Strategy, progress: Progress) -> Kept:
+        """Nothing but how far it came, where the state was left in the middle of a change."""
+        return cls(progress, Holdings({} if strategy.torn else strategy.state()))
+
+
+def carry_over(world: World, kept: Kept | None, strategy: Strategy) -> Carried:
     """Give every rank its part of the state that the survivors hold together; collective.
 
     A reduction may finish on some ranks and fail on others, so survivors can be one step apart: the largest step of
@@ -56,34 +72,24 @@ def carry_over(world: World, before: Strategy | None, mine: Progress | None, str
 
     Args:
         world: the new ranks.
-        before: this rank's strategy among the old ranks, None where it is new.
-        mine: what ``before`` has come to, None where it is new.
+        kept: of the ranks before; None where this process is new.
         strategy: the one to fill.
     """
-    state = before.state() if before is not None and not before.torn else {}
-    told = world.exchange({"progress": asdict(mine) if mine else None, **_described(state)})
+    own = kept.holdings if kept else Holdings({})
+    told = world.exchange({"progress": asdict(kept.progress) if kept else None, **own.described()})
     known = [Progress(**one["progress"]) if one["progress"] else None for one in told]
     reached = max((one.step for one in known if one is not None), default=-1)
     shapes: dict[Key, Sequence[int]] = {key: shape for one in told for key, shape in one["shapes"].items()}
     target = strategy.loading_state({key: {"shape": shape} for key, shape in shapes.items()})
     for step in sorted({one.step for one in known if one is not None}, reverse=True):
         there = [rank for rank, one in enumerate(known) if one is not None and one.step == step]
-        sources, gone = _sources({rank: told[rank] for rank in there}, _described(target)["shapes"])
+        sources, gone = _sources({rank: told[rank] for rank in there}, Holdings(target).shapes)
         if sources:
-            hand_out(world, sources, state, target)
+            hand_out(world, sources, own, target)
             progress = next(one for one in known if one is not None and one.step == step)
             strategy.after_load(progress.updates)
             return Carried(progress, reached, gone)
     return Carried(None, reached)
-
-
-def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Shapes and this rank's boxes, by name: plain data."""
-    shapes = {
-        f"{part}.{name}": list(t.shape) for part, tensors in state.items() for name, t in tensors.items()
-    }
-    boxes = {key: [box for box, _ in found] for key, found in held_boxes(state).items()}
-    return {"shapes": shapes, "boxes": boxes}
 
 
 def _boxes_of(told: Mapping[str, Any], key: Key) -> list[Box]:
@@ -119,7 +125,7 @@ def check_layout(world: World, strategy: Strategy) -> None:
     Raises:
         RunError: on every rank.
     """
-    told = world.exchange({"trouble": strategy.misplaced(), **_described(strategy.state())})
+    told = world.exchange({"trouble": strategy.misplaced(), **Holdings(strategy.state()).described()})
     reasons = [f"rank {rank} {one['trouble']}" for rank, one in enumerate(told) if one["trouble"]]
     for key, shape in told[0]["shapes"].items():
         held = [set(_boxes_of(one, key)) for one in told]

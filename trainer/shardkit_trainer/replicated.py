@@ -26,6 +26,19 @@ from .tasks import Task
 __all__ = ["Replicated"]
 
 
+class LastGradient:
+    """When the last gradient of a step was there: the backward goes on, waiting for others' buckets.
+
+    A hook of a parameter, and nothing but that: torch's collector does not see through such hooks, so a strategy that
+    was one would live on, and with it the group that it belongs to.
+    """
+
+    at: float | None = None
+
+    def __call__(self, _parameter: Tensor) -> None:
+        self.at = time.perf_counter()
+
+
 class Replicated(Strategy):
     """ddp, zero1 and exact zero2: every rank holds all parameters."""
 
@@ -37,7 +50,7 @@ class Replicated(Strategy):
         self.line = self._lay_out() if sharded else None
         self.exact: ExactSum | None = None
         self.compression: Compression | None = None
-        self._last_gradient_at: float | None = None
+        self._gradients_seen = LastGradient()
         if config.parallel.exact != "off":
             self.exact = ExactSum(self.parameters, self.layout, config.parallel.exact, world, cells)
         else:
@@ -50,7 +63,7 @@ class Replicated(Strategy):
             self.loss_scale = float(world.size)
             # without rebalancing it is telemetry, and may not cost: the gradients that come last in a chain of layers
             for parameter in self.parameters if config.parallel.rebalance else self.parameters[:2]:
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._gradients_seen)  # type: ignore[no-untyped-call]
         self.keeps_whole_gradients = config.parallel.strategy != "zero2"
         self.cuts = self.layout.owned(self.shard) if sharded else []
         owned = self._slices() if sharded else self._whole_parameters()
@@ -65,13 +78,9 @@ class Replicated(Strategy):
             parameter.data = view
         return line
 
-    def _note_gradient(self, _parameter: Tensor) -> None:
-        """The last backward of a step ends with waiting for others' buckets; this rank's gradients are there before."""
-        self._last_gradient_at = time.perf_counter()
-
     def computed_at(self) -> float:
         """With DDP, when the last gradient was there."""
-        return self._last_gradient_at or time.perf_counter()
+        return self._gradients_seen.at or time.perf_counter()
 
     def _slices(self) -> list[OwnedTensor]:
         owned = []

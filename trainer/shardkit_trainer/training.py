@@ -30,7 +30,7 @@ from .evaluation import evaluate
 from .launch import on_stop_signals
 from .metering import StageMeter
 from .reading import CellsAhead, RunData
-from .recovery import Progress, carry_over, check_layout
+from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Efficiency, ProfilerWindow, Reporter, Timeline
 from .run_directory import RunDirectory
 from .steps import Regroup, Stepper, StepResult
@@ -132,9 +132,7 @@ class _Run:
         self.paid_until = time.monotonic()  # what this process costs is accounted for up to here
         self.summary = Summary(0, finished=False)
         self.data: RunData | None = None
-        # what this process has of the state, from the latest group that has come to take steps
-        self.before: Strategy | None = None
-        self.progress: Progress | None = None
+        self.kept: Kept | None = None  # of the state, from the latest group that has come to take steps
         self.attached = False
         self.checkpointer: Checkpointer | None = None
         self.parts = ExitStack()
@@ -168,6 +166,7 @@ class _Run:
         self.meter = StageMeter(self.steps, lambda: world.stage)
         self._take_over(strategy)
         self.strategy, self.attached = strategy, True
+        self.kept = None
         ranks = {"ranks": world.size, "generation": world.generation}
         directory.event("start", step=self.step, steps=self.steps, **ranks)
 
@@ -192,22 +191,23 @@ class _Run:
         self.loader.telemetry.add_table("stage", self.meter.stage)
 
     def close(self) -> None:
-        """Let go of everything that belongs to the present ranks; the model's state stays."""
-        if self.attached:
-            self.before, self.attached = self.strategy, False
-            stepper, updates = self.stepper, self.strategy.optimizer.updates
-            self.progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped)
+        """Let go of everything that belongs to the present ranks; the state is kept."""
         if self.frozen:
             gc.unfreeze()
             self.frozen = False
         if self.data is not None:
             self.data.close_loader()
         self.parts.close()
+        if self.attached:
+            self.attached, stepper, updates = False, self.stepper, self.strategy.optimizer.updates
+            progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped)
+            self.kept = Kept.of(self.strategy, progress)
+            del self.strategy, self.stepper, self.task, self.loader, self.cells, self.efficiency
 
     def _take_over(self, strategy: Strategy) -> None:
         """From the ranks that have a state together where it is whole, else from the newest checkpoint."""
         assert self.checkpointer is not None
-        carried = carry_over(self.world, self.before, self.progress, strategy)
+        carried = carry_over(self.world, self.kept, strategy)
         if carried.progress is not None:
             self._go_on(carried.progress)
             self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
