@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardkit.audit import audit_run
 from shardkit.testing.drills import drill_count
-from shardkit.torch import CheckpointReader, read_checkpoint_manifest
+from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer import supervisor
 from shardkit_trainer.configuration import load_configuration
 from shardkit_trainer.run_directory import read_lines, read_steps
@@ -84,7 +84,7 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative difference of any tensor."""
     assert found.keys() == expected.keys()
-    norms = [float((found[n] - expected[n]).norm() / expected[n].norm()) for n in expected]
+    norms = [float((found[n] - t).norm() / max(float(t.norm()), 1e-30)) for n, t in expected.items()]
     return max(norms)
 
 
@@ -165,6 +165,38 @@ def test_a_state_that_is_laid_out_for_another_group_is_refused(tmp_path: Path, t
             text = found[f"1-{place}"]
             assert ("the state of the 2 ranks does not fit their group" in text) is torch_cannot_tell, text
             assert ("Start the run again" in text) is torch_cannot_tell
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3"])
+def test_a_step_that_is_taken_again_leaves_no_trace_in_buffers(tmp_path: Path, take: Any, kind: str) -> None:
+    """A model that counts its passes, one in each step, when a rank dies between the passes and the update."""
+    counting = {"parallel.pass_samples": BATCH, "model.arguments": '{"counts" = true}', "checkpoint.every": 1}
+    found = take(tmp_path / "run", kind, 3, {"die": [[1, "reduce", 7]]}, **counting)
+    assert groups(tmp_path / "run") == [3, 2]
+    assert found["model.passes"].tolist() == [STEPS]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_int8_resumes_with_equal_bits(tmp_path: Path, take: Any, ranks: int) -> None:
+    """Several parameters in blocks of 256; the buckets of a process's first step are not those of the later ones."""
+    compressed = {"parallel.reduction": "int8", "model.width": 98, "checkpoint.keep": 0}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    expected = take(whole, "ddp", ranks, {}, **compressed)
+    assert expected["reduction.error"].norm() > 0
+    shutil.copytree(whole, resumed)
+    for name in checkpoint_names(resumed)[1:]:
+        (resumed / "checkpoints" / f"{name}.json").unlink()
+    found = take(resumed, "ddp", ranks, {}, **compressed)
+    assert distance(found, expected) == 0.0
+
+
+def test_a_step_that_is_skipped_leaves_no_trace_in_what_is_not_sent(tmp_path: Path, take: Any) -> None:
+    """A gradient that is not finite would stay for ever in what int8 keeps for the next step."""
+    compressed = {"parallel.reduction": "int8", "optimizer.skip_nonfinite": 1}
+    found = take(tmp_path / "run", "ddp", 2, {"nan": [[3, 1]]}, **compressed)
+    assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+    skipped = [e["step"] for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "nonfinite"]
+    assert skipped == [3]
 
 
 def sequence(seed: int) -> tuple[str, int, dict[str, Any], int]:

@@ -7,7 +7,8 @@ A start costs no import of torch, so that hundreds of deaths can be tried. The s
 A process dies by SIGKILL as soon as it enters that stage of that step, or of a later one where it was not in it then.
 ``gather`` lies inside of an update of zero1; ``put``, ``finish`` and ``prune`` are the n-th write, publishing and
 pruning of checkpoints. At a ``wait`` step ranks stand still until the supervisor has announced that group. A
-``late`` process starts when the first rank of that group has come to that step.
+``late`` process starts when the first rank of that group has come to that step. ``"nan": [[step, lane], …]`` are
+cells without a finite loss.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from trainer_histogram import kill_inside
 
 from shardkit.errors import RunError
 from shardkit_trainer.configuration import ModelConfig, load_configuration
@@ -44,11 +45,15 @@ PATIENCE_S = 60.0
 class Network(nn.Module):
     """Odd sizes: shards are uneven, and the last layer has fewer rows than a group of four ranks."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, counts: bool) -> None:
         super().__init__()
+        self.counts = counts
+        self.register_buffer("passes", torch.zeros(1))
         self.hidden, self.middle, self.last = nn.Linear(5, width), nn.Linear(width, 9), nn.Linear(9, 3)
 
     def forward(self, features: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.counts:
+            self.passes += 1
         found: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.hidden(features)))))
         return found
 
@@ -58,13 +63,15 @@ class NetworkTask:
 
     unit = "sample"
 
-    def __init__(self, width: int = 7) -> None:
-        self.model: nn.Module = Network(width)
+    def __init__(self, width: int = 7, counts: bool = False) -> None:
+        self.model: nn.Module = Network(width, counts)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         numbers = torch.as_tensor(cell.samples, dtype=torch.float32)[:, None]
         features = torch.sin(numbers * torch.arange(1, 6) * 0.37)
         targets = 2.0 + torch.cos(numbers * torch.arange(1, 4) * 1.91)
+        if [cell.step, cell.lane] in json.loads(os.environ.get(SCRIPT, "{}")).get("nan", ()):
+            features *= torch.nan
         return Inputs({"features": features, "targets": targets}, len(numbers), len(numbers))
 
     def empty(self) -> Inputs:
@@ -81,7 +88,7 @@ class NetworkTask:
 
 
 def make(config: ModelConfig, _dataset: Any) -> NetworkTask:
-    return NetworkTask(config.width)
+    return NetworkTask(config.width, bool(config.arguments.get("counts")))
 
 
 class Forked:
@@ -89,7 +96,7 @@ class Forked:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int] = ()):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "shardkit_trainer.training"])
+        context.set_forkserver_preload([__name__, "trainer_histogram", "shardkit_trainer.training"])
         at = list(command).index("shardkit_trainer")
         self._process: BaseProcess = context.Process(target=become_rank, args=(command[at + 1 :], dict(env)))
         self._process.start()
@@ -98,7 +105,8 @@ class Forked:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self) -> None:
         self._process.join()
@@ -136,16 +144,17 @@ def wait_for_step(address: str, heartbeat: str, step: int) -> None:
 
 def follow(script: Mapping[str, Any], process: int) -> None:
     """Make this process die, and wait, where the script says."""
-    mine = [(stage, step) for who, stage, step in script.get("die", ()) if who == process]
+    deaths = [(stage, step) for who, stage, step in script.get("die", ()) if who == process]
     waits = dict(script.get("wait", ()))
     report, gather = World.report, World.gather_slices
-    for stage, count in mine:
+    kill_inside = import_module("trainer_histogram").kill_inside
+    for stage, count in deaths:
         if stage in {"put", "finish", "prune"}:
             kill_inside(stage, count)
 
     def report_and_die(self: World, step: int, stage: str) -> None:
         report(self, step, stage)
-        if any(stage == where and step >= when for where, when in mine):
+        if any(stage == where and step >= when for where, when in deaths):
             os.kill(os.getpid(), signal.SIGKILL)
         if stage == "data" and step in waits:
             deadline = time.monotonic() + PATIENCE_S
@@ -154,10 +163,10 @@ def follow(script: Mapping[str, Any], process: int) -> None:
                 time.sleep(0.005)
         self.scripted_step = step  # type: ignore[attr-defined]
 
-    def gather_and_die(self: World, whole: Tensor, part: Tensor) -> None:
-        if any(where == "gather" and self.scripted_step >= when for where, when in mine):  # type: ignore[attr-defined]
+    def gather_and_die(self: World, whole: Tensor, mine: Tensor) -> None:
+        if any(where == "gather" and self.scripted_step >= when for where, when in deaths):  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
-        gather(self, whole, part)
+        gather(self, whole, mine)
 
     World.report, World.gather_slices = report_and_die, gather_and_die  # type: ignore[method-assign]
 

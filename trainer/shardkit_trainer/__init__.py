@@ -12,7 +12,8 @@
         slices     parameters laid end to end and cut;  optimizers: AdamW, SGD, schedules
         reductions sums of gradients: exact;  compression: smaller ones
       checkpoints  save, resume, on shardkit's own store (`shardkit.torch`);  replicas: further stores
-      recovery     who has the state when ranks have died;  membership, supervisor: who the ranks are
+      recovery     what is left of the state when ranks have died;  holdings: who holds which part
+        membership, supervisor: who the ranks are
       evaluation   one exact pass
       reporting    console, metrics;  metering: telemetry;  cost: what it comes to;  run_directory: run.json, events
       distributed  process group, small collectives, who is late

@@ -250,5 +250,5 @@ def leave_world(world: World) -> None:
     """
     if world.owned and dist.is_initialized():
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         gc.collect()

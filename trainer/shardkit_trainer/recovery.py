@@ -61,6 +61,7 @@ class Kept:
     @classmethod
     def of(cls, strategy: Strategy, progress: Progress) -> Kept:
         """Nothing but how far it came, where the state was left in the middle of a change."""
+        strategy.abandon()
         return cls(progress, Holdings({} if strategy.torn else strategy.state()))
 
 

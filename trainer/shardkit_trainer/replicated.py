@@ -169,6 +169,15 @@ class Replicated(Strategy):
         if self.compression is not None:
             self.compression.after_load()
 
+    def inexact_after(self, ranks: int) -> str:
+        """Only int8 does not depend on DDP's buckets."""
+        kind = self.config.parallel.reduction
+        if self.compression is None or (kind == "int8" and ranks == self.world.size):
+            return ""
+        if ranks != self.world.size and kind != "bf16":
+            return f"what {kind} had not sent is shared out among {self.world.size} ranks, not {ranks}"
+        return f"the first step of a process has other buckets, and {kind} depends on them"
+
     def misplaced(self) -> str:
         """Its slice must be that of its rank."""
         if self.line is None or (self.shard, self.layout.shards) == (self.world.rank, self.world.size):

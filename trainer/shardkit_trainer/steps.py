@@ -133,6 +133,7 @@ class Stepper:
 
     def _compute(self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None) -> Tensor:
         """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
+        self._strategy.begin()
         factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
         loss_sum, right, bad = 0, 0, 0
         for number, inputs in enumerate(passes):

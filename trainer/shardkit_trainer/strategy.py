@@ -56,6 +56,7 @@ class Strategy:
         _wrap_blocks(task, config)
         self.forward: Any = self.module
         self.before_update: Callable[[], object] = lambda: None
+        self._buffers: list[tuple[Tensor, Tensor]] = []
         self.optimizer: LocalOptimizer
 
     # --- one step ----------------------------------------------------------------------------------------------------
@@ -77,6 +78,17 @@ class Strategy:
             joined += [self.task.empty() for _ in range(most - len(joined))]
         # torch's reductions are collective: a rank without cells takes part with a loss of zero
         return joined or [self.task.empty()]
+
+    def begin(self) -> None:
+        """Before the passes of a step, which change buffers: they are remembered where it may be taken again."""
+        if self.world.membership is not None:
+            self._buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def abandon(self) -> None:
+        """The step that was begun is not taken: buffers are as they were before it."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        self._buffers = []
 
     def divisor(self, own: int, everyone: int) -> int:
         """Targets that the loss is divided by, of this rank's and the step's: the step's."""
@@ -115,7 +127,8 @@ class Strategy:
         self.optimizer.step(rate)
 
     def clear(self) -> None:
-        """Drop the gradients."""
+        """The step is over: drop the gradients."""
+        self._buffers = []
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -160,6 +173,10 @@ class Strategy:
     def after_load(self, updates: int) -> None:
         """Take over what was loaded into `loading_state`."""
         self.optimizer.resume(updates)
+
+    def inexact_after(self, ranks: int) -> str:
+        """Why a run that ``ranks`` ranks saved goes on with other bits of what is compressed; empty where it does not."""
+        return ""
 
     def misplaced(self) -> str:
         """Why this rank's part of the state is not that of its place in the group; empty where it is."""

@@ -244,6 +244,10 @@ class _Run:
             self.stepper.loss_scale = meta["loss_scale"]
             place = f"step {self.step} of {steps}"
             self.reporter.say(f"resumed at {place} on {self.world.size} ranks (was {meta['ranks']})")
+            if reason := strategy.inexact_after(meta["ranks"]):
+                self.reporter.say(
+                    f"from here on last bits may differ from those of an undisturbed run: {reason}"
+                )
         if reached > self.step:
             self.directory.event("rewind", step=self.step, reached=reached)
             lost = f"with the ranks that are gone a part of the state after step {self.step} is lost"
