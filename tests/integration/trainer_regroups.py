@@ -45,6 +45,8 @@ PATIENCE_S = 60.0
 class Network(nn.Module):
     """Odd sizes: shards are uneven, and the last layer has fewer rows than a group of four ranks."""
 
+    passes: Tensor
+
     def __init__(self, width: int, counts: bool) -> None:
         super().__init__()
         self.counts = counts

@@ -175,7 +175,7 @@ class Strategy:
         self.optimizer.resume(updates)
 
     def inexact_after(self, ranks: int) -> str:
-        """Why a run that ``ranks`` ranks saved goes on with other bits of what is compressed; empty where it does not."""
+        """Why what ``ranks`` ranks saved goes on with other bits where it is compressed; empty where not."""
         return ""
 
     def misplaced(self) -> str:

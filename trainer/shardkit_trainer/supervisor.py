@@ -64,13 +64,9 @@ class _Supervisor:
                 for child in self._children.values():
                     child.kill()
                     child.wait()
-<<<<<<< HEAD
-        return failed
-=======
                 os.close(self._lifeline)
                 os.close(self._held)
-        return int(failed)
->>>>>>> 39aeca0 (Trainer: ranks end with their supervisor; damage is said on the console; int8 in blocks of parameters)
+        return failed
 
     def _start(self) -> str:
         name = f"process-{self._started}"

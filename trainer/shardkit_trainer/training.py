@@ -208,8 +208,9 @@ class _Run:
         """From the ranks that have a state together where it is whole, else from the newest checkpoint."""
         assert self.checkpointer is not None
         carried = carry_over(self.world, self.kept, strategy)
-        if carried.progress is not None:
-            self._go_on(carried.progress)
+        if (at := carried.progress) is not None:
+            self.step, self.stepper.skipped, self.stepper.loss_scale = at.step, at.skipped, at.loss_scale
+            self._open_loader()
             self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
             if carried.unsent[0]:
                 self.directory.event("unsent-lost", step=self.step, ranks=carried.unsent)
@@ -217,19 +218,8 @@ class _Run:
             self._resume(strategy, carried.reached)
         check_layout(self.world, strategy)
 
-    def _go_on(self, progress: Progress) -> None:
-        """From where ``progress`` is, with a state that is loaded."""
-        self.step, self.stepper.skipped = progress.step, progress.skipped
-        self.stepper.loss_scale = progress.loss_scale
-        self._open_loader()
-
     def _resume(self, strategy: Strategy, reached: int) -> None:
-        """From the newest checkpoint, or from the beginning.
-
-        Args:
-            strategy: to load into.
-            reached: steps that ranks of this process's run have taken, which are taken again; −1 for none.
-        """
+        """From the newest checkpoint, or the beginning; ``reached``: steps that these ranks have taken, or −1."""
         assert self.checkpointer is not None
         steps, wanted = self.steps, self.config.checkpoint.resume or reached >= 0
         # a run that shall not resume has no part in what lies ahead of it
