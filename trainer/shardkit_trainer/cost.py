@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from shardkit.telemetry.reading import read_lines
 
 from .configuration import LogConfig
 
-__all__ = ["Cost"]
+__all__ = ["Cost", "last_record"]
 
 TAIL_BYTES = 1 << 16  # the last record lies in it
 
@@ -61,11 +63,16 @@ class Cost:
         return priced
 
 
-def _last_totals(metrics: Path) -> dict[str, float]:
+def last_record(metrics: Path) -> dict[str, Any]:
+    """Of the latest step in train.jsonl; empty where there is none."""
     for line in reversed(read_lines(metrics, TAIL_BYTES)):
-        try:
-            total: dict[str, float] = json.loads(line)["total"]
-        except (ValueError, KeyError):
-            continue  # an evaluation
-        return {name: total[name] for name in ("rank_seconds", "samples", "bytes_moved")}
+        with suppress(ValueError):
+            record: dict[str, Any] = json.loads(line)
+            if "total" in record:
+                return record  # else an evaluation
     return {}
+
+
+def _last_totals(metrics: Path) -> dict[str, float]:
+    total = last_record(metrics).get("total", {})
+    return {name: total[name] for name in ("rank_seconds", "samples", "bytes_moved") if name in total}

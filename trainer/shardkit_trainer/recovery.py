@@ -25,12 +25,14 @@ class Progress:
         updates: of them those that changed the parameters.
         loss_scale: of half precision.
         skipped: the latest steps in a row whose gradient was not finite.
+        record: what is reported of the latest step; empty where none was taken.
     """
 
     step: int
     updates: int
     loss_scale: float
     skipped: int
+    record: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardkit.errors import MissingDependency
 
 from .configuration import LogConfig
+from .cost import last_record
 from .run_directory import Lines, RunDirectory
 from .tasks import Task
 
@@ -43,7 +44,8 @@ class Reporter:
 
     def __init__(self, config: LogConfig, directory: RunDirectory, lead: bool, steps: int, unit: str):
         self._config, self._steps, self._unit, self._lead = config, steps, unit, lead
-        self._metrics = Lines(directory.path / "metrics" / "train.jsonl") if lead else None
+        self._path = directory.path / "metrics" / "train.jsonl"
+        self._metrics = Lines(self._path) if lead else None
         self._board = _tensorboard(directory) if lead and config.tensorboard else None
         self._console = Console()
         self._progress: Progress | None = None
@@ -65,6 +67,11 @@ class Reporter:
         done = int(record["step"]) + 1
         if done % self._config.every == 0 or done == self._steps or self._progress is not None:
             self._show(done, record)
+
+    def catch_up(self, record: Mapping[str, Any]) -> None:
+        """The latest step that was taken: whoever led may have died before it was written."""
+        if self._metrics is not None and record and last_record(self._path).get("step") != record["step"]:
+            self._metrics.write(record)
 
     def _show(self, done: int, record: Mapping[str, Any]) -> None:
         rate = record["targets"] / max(record["step_s"], 1e-9)

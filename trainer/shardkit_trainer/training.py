@@ -134,6 +134,7 @@ class _Run:
         self.data: RunData | None = None
         self.kept: Kept | None = None  # of the state, from the latest group that has come to take steps
         self.attached = False
+        self.record: dict[str, Any] = {}
         self.checkpointer: Checkpointer | None = None
         self.parts = ExitStack()
         self.frozen = False
@@ -156,7 +157,6 @@ class _Run:
         # before the model is wrapped and sharded: one process can still run it alone
         self.efficiency = Efficiency(config.log, self.task, world.device, config.parallel.precision)
         strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
-        self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl", self.paid_until)
         self.reporter = self._part(Reporter(config.log, directory, lead, self.steps, self.task.unit))
         if changes:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
@@ -165,6 +165,7 @@ class _Run:
         self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
         self.meter = StageMeter(self.steps, lambda: world.stage)
         self._take_over(strategy)
+        self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl", self.paid_until)
         self.strategy, self.attached = strategy, True
         self.kept = None
         ranks = {"ranks": world.size, "generation": world.generation}
@@ -200,7 +201,7 @@ class _Run:
         self.parts.close()
         if self.attached:
             self.attached, stepper, updates = False, self.stepper, self.strategy.optimizer.updates
-            progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped)
+            progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped, self.record)
             self.kept = Kept.of(self.strategy, progress)
             del self.strategy, self.stepper, self.task, self.loader, self.cells, self.efficiency
 
@@ -211,6 +212,7 @@ class _Run:
         if (at := carried.progress) is not None:
             self.step, self.stepper.skipped, self.stepper.loss_scale = at.step, at.skipped, at.loss_scale
             self._open_loader()
+            self.reporter.catch_up(at.record if at.record.get("step") == at.step - 1 else {})
             self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
             if carried.unsent[0]:
                 self.directory.event("unsent-lost", step=self.step, ranks=carried.unsent)
@@ -264,14 +266,16 @@ class _Run:
                 cells = self.cells.take()
             result = self.stepper.take(self.step, self.steps, cells, timeline, self.cells.ask)
             self.step += 1  # taken: whatever fails from here on must not take it again
-            self.loader.computed(self.stepper.computed_s)
-            self._freeze()
-            self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
             more = self.step < self.steps and not result.stop
-            if more and self.step % self.config.checkpoint.every == 0:
-                with timeline.stage("checkpoint"):
-                    self._save()
-            self._report(result, timeline, time.perf_counter() - started)
+            try:
+                self.loader.computed(self.stepper.computed_s)
+                self._freeze()
+                self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
+                if more and self.step % self.config.checkpoint.every == 0:
+                    with timeline.stage("checkpoint"):
+                        self._save()
+            finally:
+                self._report(result, timeline, time.perf_counter() - started)
             if more and self.config.evaluation.every and self.step % self.config.evaluation.every == 0:
                 self._evaluate()
             if result.stop:
@@ -334,7 +338,7 @@ class _Run:
             timeline, computed_s=self.stepper.computed_s, cells=len(self.loader.lanes), loss=result.loss,
             moved_bytes=self.world.bytes_moved,
         )  # fmt: skip
-        record: dict[str, Any] = {
+        self.record = record = {
             "step": self.step - 1, "loss": result.loss, "gradient_norm": result.norm, "learning_rate": result.rate,
             "samples": result.samples, "targets": result.targets, "ranks": self.world.size, "step_s": round(step_s, 6),
             "bytes_moved": self.world.bytes_moved, **spent, "total": self.cost.run(), "cells": len(self.loader.lanes),
