@@ -30,7 +30,7 @@ import shardkit
 from shardkit.storage import open_store
 from shardkit.testing.fault_proxy import Fault, FaultProxy
 from shardkit.testing.servers import moto, s3_environment
-from shardkit_trainer.run_directory import read_lines
+from shardkit_trainer.run_directory import read_lines, read_steps
 
 RANKS = Path(__file__).with_name("trainer_ranks.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -70,12 +70,7 @@ def finish(nproc: int, config: Path, **settings: Any) -> list[dict[str, Any]]:
     process = start(nproc, config, **settings)
     if process.wait() != 0:
         raise SystemExit(f"training {settings} ended with {process.returncode}")
-    return steps_of(Path(settings["run__directory"]))
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The records of steps, without those of evaluations."""
-    return [line for line in read_lines(run / "metrics" / "train.jsonl") if "step" in line]
+    return read_steps(Path(settings["run__directory"]))
 
 
 def make_digits(root: Path) -> None:
@@ -195,8 +190,8 @@ def restarts(data: Path) -> dict[str, Any]:
             def starts(run: Path = run) -> int:
                 return sum(e["event"] == "start" for e in read_lines(run / "events.jsonl"))
 
-            _wait_for(lambda: len(steps_of(run)) >= 50)  # noqa: B023
-            before, reached = starts(), steps_of(run)[-1]["step"]
+            _wait_for(lambda: len(read_steps(run)) >= 50)  # noqa: B023
+            before, reached = starts(), read_steps(run)[-1]["step"]
             killed = time.monotonic()
             if kind == "cold":
                 os.killpg(process.pid, signal.SIGKILL)
@@ -211,8 +206,8 @@ def restarts(data: Path) -> dict[str, Any]:
             else:
                 os.kill(_rank_of(process.pid, 1), signal.SIGKILL)
             _wait_for(lambda: starts() > before)  # noqa: B023
-            lines = len(steps_of(run))
-            _wait_for(lambda: len(steps_of(run)) > lines)  # noqa: B023
+            lines = len(read_steps(run))
+            _wait_for(lambda: len(read_steps(run)) > lines)  # noqa: B023
             seconds = time.monotonic() - killed
             again = [e for e in read_lines(run / "events.jsonl") if e["event"] == "start"][-1]["step"]
             seen.append({"seconds": round(seconds, 2), "steps taken again": max(0, reached + 1 - again)})
