@@ -176,6 +176,18 @@ def test_a_step_that_is_taken_again_leaves_no_trace_in_buffers(tmp_path: Path, t
     assert found["model.passes"].tolist() == [STEPS]
 
 
+def test_what_a_replica_has_learned_alone_is_not_passed_over(tmp_path: Path, take: Any) -> None:
+    """Ranks that step alone meet every fourth step: what one has learned since is nowhere else."""
+    run = tmp_path / "run"
+    alone = {"parallel.sync_every": 4, "checkpoint.every": 3, "checkpoint.asynchronous": False}
+    script = {"die": [[1, "compute", 5]], "late": [[3, 1, 7]], "wait": [[9, 2]]}
+    take(run, "ddp", 3, script, restarts=1, **alone)
+    assert groups(run) == [3, 2, 3]
+    events = read_lines(run / "events.jsonl")
+    assert [(e["step"], e["reached"]) for e in events if e["event"] == "rewind"] == [(3, 5)]
+    assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 9]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_int8_resumes_with_equal_bits(tmp_path: Path, take: Any, ranks: int) -> None:
     """Several parameters in blocks of 256; the buckets of a process's first step are not those of the later ones."""

@@ -48,6 +48,10 @@ class LocalSteps(Strategy):
         if self._since == self.config.parallel.sync_every:
             self.settle()
 
+    def whole(self) -> bool:
+        """Only at a meeting: between two, replicas differ, and what a dead one has learned is nowhere else."""
+        return super().whole() and not self._since
+
     def settle(self) -> None:
         """Meet now; nothing where no step was taken since the last meeting."""
         if not self._since:

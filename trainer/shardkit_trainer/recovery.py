@@ -62,9 +62,9 @@ class Kept:
 
     @classmethod
     def of(cls, strategy: Strategy, progress: Progress) -> Kept:
-        """Nothing but how far it came, where the state was left in the middle of a change."""
+        """Nothing but how far it came, where the ranks have no state in common."""
         strategy.abandon()
-        return cls(progress, Holdings({} if strategy.torn else strategy.state()))
+        return cls(progress, Holdings(strategy.state() if strategy.whole() else {}))
 
 
 def carry_over(world: World, kept: Kept | None, strategy: Strategy) -> Carried:

@@ -178,6 +178,10 @@ class Strategy:
         """Why what ``ranks`` ranks saved goes on with other bits where it is compressed; empty where not."""
         return ""
 
+    def whole(self) -> bool:
+        """Whether what this rank holds is its part of one state of all ranks, after the steps that were taken."""
+        return not self.torn
+
     def misplaced(self) -> str:
         """Why this rank's part of the state is not that of its place in the group; empty where it is."""
         return ""

@@ -234,16 +234,17 @@ class _Run:
             strategy.after_load(meta["updates"])
             self.summary.step = self.checkpointer.last_saved_step = self.step
             self.stepper.loss_scale = meta["loss_scale"]
-            place = f"step {self.step} of {steps}"
-            self.reporter.say(f"resumed at {place} on {self.world.size} ranks (was {meta['ranks']})")
+            ranks = f"{self.world.size} ranks (was {meta['ranks']})"
+            self.reporter.say(f"resumed at step {self.step} of {steps} on {ranks}")
             if reason := strategy.inexact_after(meta["ranks"]):
                 self.reporter.say(
                     f"from here on last bits may differ from those of an undisturbed run: {reason}"
                 )
         if reached > self.step:
             self.directory.event("rewind", step=self.step, reached=reached)
-            lost = f"with the ranks that are gone a part of the state after step {self.step} is lost"
-            self.reporter.say(f"{lost}: steps {self.step} to {reached - 1} are taken again")
+            self.reporter.say(
+                f"the state after step {self.step} is gone with a rank: steps up to {reached} are retaken"
+            )
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -251,8 +252,11 @@ class _Run:
         """Train to the end, or until a signal."""
         if self.step >= self.steps:
             self.reporter.say(f"nothing is left to do: the run has {self.steps} steps, all of them taken")
-        stopped = self._take_steps()
-        self._end(stopped)
+        try:
+            self._end(self._take_steps())
+        except Regroup:
+            self.strategy.settle()  # all ranks of this group are here still
+            raise
         return self.summary
 
     def _take_steps(self) -> bool:
@@ -318,9 +322,7 @@ class _Run:
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": loader,
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.loader.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.data.manifest}  # fmt: skip
-        if (
-            self.world.rank == 0
-        ):  # it writes the checkpoint's manifest; every rank has been handed these steps
+        if self.world.rank == 0:  # it writes the manifest; every rank has been handed these steps
             meta["ledger"] = ledger_head(self.directory.path, self.step)
         self.checkpointer.save(self.step, self.strategy, meta, wait=wait)
 
