@@ -223,10 +223,10 @@ class _Run:
     def _resume(self, strategy: Strategy, reached: int) -> None:
         """From the newest checkpoint, or the beginning; ``reached``: steps that these ranks have taken, or −1."""
         assert self.checkpointer is not None
-        steps, wanted = self.steps, self.config.checkpoint.resume or reached >= 0
+        steps, resume = self.steps, self.config.checkpoint.resume
         # a run that shall not resume has no part in what lies ahead of it
-        last = steps if self.config.checkpoint.resume else reached
-        meta = self.checkpointer.load_newest(strategy, last) if wanted else None
+        last = steps if resume else reached
+        meta = self.checkpointer.load_newest(strategy, last) if last >= 0 else None
         self.step = meta["step"] if meta is not None else 0
         self._open_loader()
         if meta is not None:
@@ -237,9 +237,7 @@ class _Run:
             ranks = f"{self.world.size} ranks (was {meta['ranks']})"
             self.reporter.say(f"resumed at step {self.step} of {steps} on {ranks}")
             if reason := strategy.inexact_after(meta["ranks"]):
-                self.reporter.say(
-                    f"from here on last bits may differ from those of an undisturbed run: {reason}"
-                )
+                self.reporter.say(f"last bits may differ from an undisturbed run's: {reason}")
         if reached > self.step:
             self.directory.event("rewind", step=self.step, reached=reached)
             self.reporter.say(
