@@ -20,6 +20,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
 from shardkit.storage.locations import location_name
 from shardkit.storage.os_errors import explained
+from shardkit.storage.reading import read_checked
 from shardkit.storage.remote import ForeignStat, ForeignStore, Patience, open_foreign, split_url
 from shardkit.storage.remote.addresses import Address
 from shardkit.storage.repository import Repository
@@ -92,16 +93,18 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
         FormatError: The document is damaged.
         StoreError: The root does not answer.
     """
-    where = location_name(digest)
+
+    def parse(data: bytes, where: str) -> Tar:
+        fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES, ("etag",))
+        places = tuple(_place(store.url, url) for url in fields.texts("urls", maximum=16, longest=8_000))
+        if fields.digest("digest") != digest or not places:
+            raise FormatError(f"{where}: it is of another tar; adopt the tar again")
+        return Tar(digest, places, fields.text("etag", maximum=1_000) if fields.has("etag") else "")
+
     try:
-        data = store.get(where, max_bytes=_MAX_BYTES)
+        return read_checked(store, location_name(digest), parse, max_bytes=_MAX_BYTES, is_optional=True)
     except NotFoundError:
         return None
-    fields = read_document(data, f"{where} in {store.url}", _FORMAT, _KEYS, _MAX_BYTES, ("etag",))
-    places = tuple(_place(store.url, url) for url in fields.texts("urls", maximum=16, longest=8_000))
-    if fields.digest("digest") != digest or not places:
-        raise FormatError(f"{where} in {store.url}: it is of another tar; adopt the tar again")
-    return Tar(digest, places, fields.text("etag", maximum=1_000) if fields.has("etag") else "")
 
 
 class TarFiles:

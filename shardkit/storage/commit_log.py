@@ -25,6 +25,7 @@ from shardkit.storage.log import (
     entry_name,
     entry_number,
 )
+from shardkit.storage.reading import read_checked
 from shardkit.storage.store import Store
 
 __all__ = ["CommitLog"]
@@ -124,25 +125,36 @@ class CommitLog:
         if last > len(listed) + _MAX_UNLISTED:
             self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
         for number in sorted(set(range(1, last + 1)) - listed):
-            if self._store.head(entry_name(number)) is None:
+            if not self._is_there(number):
                 self._refuse_log(number)
         self._seen = max(self._seen, last)
         return last
 
     def _refuse_log(self, missing: int) -> NoReturn:
         raise IntegrityError(
-            f"log of {self._store.url}: entry {missing} is missing; restore it from a copy of the root"
+            f"log of {self._store.url}: entry {missing} is missing; run: shardkit repair {self._store.url}"
         )
+
+    def _is_there(self, number: int) -> bool:
+        """Whether an entry that was not listed can be read, from the root or from a copy of it."""
+        if self._store.head(entry_name(number)) is not None:
+            return True
+        try:
+            self._entry(number)
+        except NotFoundError:
+            return False
+        return True
 
     def _entry(self, number: int) -> tuple[LogEntry, bytes]:
         name = entry_name(number)
-        where = f"{name} in {self._store.url}"
-        data = self._store.get(name, max_bytes=MAX_ENTRY_BYTES)
-        entry = LogEntry.from_bytes(data, where)
-        if entry.n != number or entry.repository != self._identity.id:
-            raise IntegrityError(
-                f"{where} is entry {entry.n} of repository {entry.repository}, expected entry {number} of "
-                f"{self._identity.id}; "
-                "restore it from a copy of the root"
-            )
-        return entry, data
+
+        def parse(data: bytes, where: str) -> tuple[LogEntry, bytes]:
+            entry = LogEntry.from_bytes(data, where)
+            if entry.n != number or entry.repository != self._identity.id:
+                raise IntegrityError(
+                    f"{where} is entry {entry.n} of repository {entry.repository}, expected entry {number} of "
+                    f"{self._identity.id}; run: shardkit repair {self._store.url}"
+                )
+            return entry, data
+
+        return read_checked(self._store, name, parse, max_bytes=MAX_ENTRY_BYTES)

@@ -7,10 +7,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.manifest.json_fields import read_document
-from shardkit.storage.sealed import check_seal, sealed
+from shardkit.storage.sealed import check_spelling, sealed, unseal
 
-__all__ = ["IDENTITY_NAME", "MAX_IDENTITY_BYTES", "SINGLE_WRITER", "Identity"]
+__all__ = ["FEATURES", "IDENTITY_NAME", "MAX_IDENTITY_BYTES", "SINGLE_WRITER", "Identity"]
 
 IDENTITY_NAME: Final = "shardkit.json"
 """Object that makes a root a repository."""
@@ -22,7 +21,8 @@ _FORMAT: Final = "shardkit-repository/1"
 _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 SINGLE_WRITER: Final = "single-writer"
 """Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
-_FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
+FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
+"""All features that this version knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Identity:
             FormatError: Not an identity that this version reads.
             IntegrityError: The digest inside does not match.
         """
-        fields = read_document(
+        fields = unseal(
             data, f"{IDENTITY_NAME} of {where}", _FORMAT, ("id", "features", "digest"), MAX_IDENTITY_BYTES
         )
-        identity = cls(fields.text("id", pattern=_UUID), fields.features(_FEATURES))
-        check_seal(data, identity.to_bytes(), fields, f"{IDENTITY_NAME} of {where}")
+        identity = cls(fields.text("id", pattern=_UUID), fields.features(FEATURES))
+        check_spelling(data, identity.to_bytes(), fields)
         return identity

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardkit.errors import IntegrityError, NotFoundError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, unpack_page
 from shardkit.storage.objects import Descriptor, object_name
+from shardkit.storage.reading import LocatedStore
 from shardkit.storage.repository import Repository
 
 __all__ = ["Inventory", "shards_and_indexes", "take_inventory", "walk_versions"]
@@ -45,20 +47,22 @@ class Inventory:
             yield object_name(digest, kind), None
 
     def sized(self, repository: Repository) -> tuple[Descriptor, ...]:
-        """`unsized` with sizes, asked of the store.
+        """`unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity.
 
         Raises:
-            NotFoundError: one is not there.
+            NotFoundError, IntegrityError: one is gone or damaged in all locations.
         """
-        found = []
-        for digest, kind in self.unsized:
-            stat = repository.store.head(object_name(digest, kind))
-            if stat is None:
-                raise NotFoundError(
-                    f"{object_name(digest, kind)} is not in {repository.url}; run: shardkit repair"
-                )
-            found.append(Descriptor(digest, stat.size, kind))
-        return tuple(found)
+        return tuple(
+            Descriptor(digest, _good_size(repository, digest, kind), kind) for digest, kind in self.unsized
+        )
+
+
+def _good_size(repository: Repository, digest: str, kind: str) -> int:
+    """Bytes of an object; a checksum that the store keeps spares reading it."""
+    stat = repository.store.head(object_name(digest, kind))
+    if stat is not None and stat.sha256 is not None and f"sha256:{stat.sha256}" == digest:
+        return stat.size
+    return len(repository.get_object(digest, kind))
 
 
 def take_inventory(repository: Repository, manifest_id: str) -> Inventory:
@@ -126,10 +130,22 @@ def walk_versions(
             if optional:
                 continue
             raise
-        for _, part in inventory.manifest.parts:
-            if part not in seen and repository.store.head(object_name(part, "manifest")) is not None:
-                waiting.append(part)
+        waiting += [
+            part for _, part in inventory.manifest.parts if part not in seen and _is_here(repository, part)
+        ]
         yield version, inventory
+
+
+def _is_here(repository: Repository, part: str) -> bool:
+    """Whether a part lies in this root: its manifest is there, or a copy of the root has it."""
+    name, store = object_name(part, "manifest"), repository.store
+    if store.head(name) is not None:
+        return True
+    for location in store.locations[1:] if isinstance(store, LocatedStore) else ():
+        with contextlib.suppress(ShardkitError):
+            if location.holds == "objects" and location.store.head(name) is not None:
+                return True
+    return False
 
 
 def shards_and_indexes(

@@ -17,6 +17,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.storage.objects import object_name
+from shardkit.storage.reading import read_checked
 from shardkit.storage.repository import Repository
 
 __all__ = ["Location", "find_part", "locate_part", "location_name", "put_location"]
@@ -100,10 +101,11 @@ def locate_part(repository: Repository, manifest_id: str) -> Location | None:
     """What the root remembers of a part; None where it remembers nothing."""
     name = location_name(manifest_id)
     try:
-        data = repository.store.get(name, max_bytes=_MAX_BYTES)
+        return read_checked(
+            repository.store, name, Location.from_bytes, max_bytes=_MAX_BYTES, is_optional=True
+        )
     except NotFoundError:
         return None
-    return Location.from_bytes(data, f"{name} in {repository.url}")
 
 
 def find_part(repository: Repository, name: str, manifest_id: str) -> Repository:

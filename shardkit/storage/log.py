@@ -14,8 +14,8 @@ from typing import Final
 from shardkit.errors import FormatError, IntegrityError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
-from shardkit.manifest.json_fields import DIGEST, Fields, read_document
-from shardkit.storage.sealed import NUMBERED, check_seal, numbered, read_numbered, sealed
+from shardkit.manifest.json_fields import DIGEST, Fields
+from shardkit.storage.sealed import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
 
 __all__ = [
     "LOG_PREFIX",
@@ -93,7 +93,7 @@ class LogEntry:
             FormatError: Not a log entry that this version reads.
             IntegrityError: The digest inside does not match.
         """
-        fields = read_document(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
+        fields = unseal(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
         entry = cls(
             **read_numbered(fields, first_has_previous=True),
             refs=_names(fields, "refs"),
@@ -103,7 +103,7 @@ class LogEntry:
             collected=fields.integer("collected", minimum=1) if fields.has("collected") else 0,
             collecting=_names(fields, "collecting") if fields.has("collecting") else {},
         )
-        check_seal(data, entry.to_bytes(), fields, where)
+        check_spelling(data, entry.to_bytes(), fields)
         return entry
 
     def _body(self) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Final
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.storage.objects import EXTENSIONS, Descriptor, object_name
+from shardkit.storage.reading import asked_twice
 from shardkit.storage.staging import LocalStage
 from shardkit.storage.store import Stage, Store
 
@@ -98,13 +99,17 @@ class ObjectAccess:
         name = object_name(digest, extension)
         if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
             raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
-        data = self._store.get(name, max_bytes=max_bytes if size is None else size)
-        if size is not None and len(data) != size:
-            self._refuse(name, f"{len(data)} bytes, expected {size}")
-        found = sha256_digest(data)
-        if found != digest:
-            self._refuse(name, f"SHA-256 mismatch (got {found})")
-        return data
+
+        def ask() -> bytes:
+            data = self._store.get(name, max_bytes=max_bytes if size is None else size)
+            if size is not None and len(data) != size:
+                self._refuse(name, f"{len(data)} bytes, expected {size}")
+            found = sha256_digest(data)
+            if found != digest:
+                self._refuse(name, f"SHA-256 mismatch (got {found})")
+            return data
+
+        return asked_twice(ask)
 
     def _is_good(self, descriptor: Descriptor) -> bool:
         """Whether the object that lies there has the bytes that its name promises.

@@ -24,7 +24,7 @@ from shardkit.storage.locating import Locations, locate
 from shardkit.storage.log import LogEntry, check_ref_name
 from shardkit.storage.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.storage.objects import Descriptor
-from shardkit.storage.opening import for_one_writer, over_all, read_identity, refuse_copy
+from shardkit.storage.opening import first_identity, for_one_writer, over_all, read_identity, refuse_copy
 from shardkit.storage.policy.opening import recorded_locations
 from shardkit.storage.reading import ReadSettings
 from shardkit.storage.remote import check_writers
@@ -81,7 +81,7 @@ class Repository:
             elif not isinstance(store, LocalStore):
                 check_writers(store)
             features = (SINGLE_WRITER,) if single_writer else ()
-            created = store.put_new(IDENTITY_NAME, Identity.new(features).to_bytes())
+            created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
         if not created and not exist_ok:
             raise UsageError(f"{store.url} holds a repository already; open it, or choose another root")
         return cls._opened(store, read_only=False)
@@ -115,7 +115,7 @@ class Repository:
         store = open_store(url, read_only=read_only and not heal)
         if locations:
             store = locate(store, locations, settings=settings, heal=heal)
-        repository = cls._opened(store, read_only=read_only)
+        repository = cls._opened(store, read_only=read_only, alone=alone)
         if locations or read_only:
             recorded = [] if alone else recorded_locations(repository.store, repository.id, heal=heal)
             located = over_all(repository.store, locations, recorded, settings, heal=heal)
@@ -125,8 +125,8 @@ class Repository:
         return repository
 
     @classmethod
-    def _opened(cls, store: Store, *, read_only: bool) -> Repository:
-        identity = read_identity(store)
+    def _opened(cls, store: Store, *, read_only: bool, alone: bool = False) -> Repository:
+        identity = read_identity(store, alone=alone)
         if SINGLE_WRITER in identity.features:
             store = for_one_writer(store)
         repository = cls(store, identity, read_only=read_only)

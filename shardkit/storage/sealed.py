@@ -6,19 +6,26 @@ itself.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from shardkit.errors import IntegrityError
-from shardkit.formats.canonical_json import dumps, loads
+from shardkit.errors import FormatError, IntegrityError
+from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
-from shardkit.manifest.json_fields import Fields
+from shardkit.manifest.json_fields import Fields, read_document
 
-__all__ = ["NUMBERED", "check_seal", "numbered", "read_numbered", "sealed"]
+__all__ = ["NUMBERED", "check_spelling", "numbered", "read_numbered", "sealed", "unseal"]
 
 NUMBERED: Final = ("n", "repository", "previous", "txn", "time", "author", "message")
 """Fields of a document that has a number and a predecessor."""
+
+_OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",(?="f)')
+"""The field ``digest`` in canonical JSON; ``features`` or ``format`` comes next."""
+
+_MOST_DIGESTS: Final = 4
+"""Tried in one document: nothing that shardkit writes has more than one such field."""
 
 _TXN: Final = re.compile(r"[0-9a-f]{32}")
 _TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
@@ -29,24 +36,55 @@ def sealed(body: Mapping[str, object]) -> bytes:
     return dumps({**body, "digest": sha256_digest(dumps(dict(body)))})
 
 
-def check_seal(data: bytes, again: bytes, fields: Fields, where: str) -> None:
-    """Whether a document is, byte for byte, what its content is written as.
+def unseal(
+    data: bytes,
+    where: str,
+    kind: str,
+    keys: Collection[str],
+    max_bytes: int,
+    optional: Collection[str] = (),
+) -> Fields:
+    """The fields of a sealed document; its digest is checked before any of it is parsed.
+
+    Args:
+        data: what was read.
+        where: for messages.
+        kind: what the field ``format`` must hold.
+        keys: all keys beside ``format``, ``digest`` among them.
+        max_bytes: longest document accepted.
+        optional: keys that may be absent.
+
+    Raises:
+        IntegrityError: the bytes are not those that were written.
+        FormatError: they are, and are no document that this version reads.
+    """
+    if len(data) > max_bytes:
+        raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}; do not trust it")
+    found = ""
+    for match in itertools.islice(_OWN_DIGEST.finditer(data), _MOST_DIGESTS):
+        content = sha256_digest(data[: match.start()] + data[match.end() :])
+        if content == match[1].decode("ascii"):
+            return read_document(data, where, kind, keys, max_bytes, optional)
+        found = f"its digest is {match[1].decode('ascii')}, its content has {content}"
+    raise IntegrityError(
+        f"{where}: {found or f'{len(data)} bytes without a digest of their own'}; it is damaged or of something else: "
+        "run shardkit repair, or restore it from a copy of the root"
+    )
+
+
+def check_spelling(data: bytes, again: bytes, fields: Fields) -> None:
+    """Whether a document is, byte for byte, what its content is written as: one content has one digest.
 
     Args:
         data: that was read.
         again: `sealed` of what it was understood as.
         fields: of `data`.
-        where: for the message.
 
     Raises:
-        IntegrityError: it is not.
+        FormatError: it is not.
     """
     if again != data:
-        content = loads(again, len(again))["digest"]
-        raise IntegrityError(
-            f"{where}: its digest is {fields.digest('digest')}, its content has {content}; restore it from a copy of "
-            "the root"
-        )
+        fields.refuse("is not spelled as its content is written")
 
 
 def numbered(document: Any) -> dict[str, object]:

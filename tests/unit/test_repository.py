@@ -23,6 +23,7 @@ from shardkit.storage import (
 )
 from shardkit.storage.identity import Identity
 from shardkit.storage.os_errors import store_error
+from shardkit.storage.sealed import sealed
 from shardkit.testing.memory_store import MemoryStore
 
 DIGEST = "sha256:" + "ab" * 32
@@ -87,15 +88,18 @@ def test_create_and_open(tmp_path: Path) -> None:
 
 def test_a_newer_repository_is_refused_by_name(tmp_path: Path) -> None:
     Repository.create(tmp_path)
-    text = (tmp_path / "shardkit.json").read_text()
+    said = json.loads((tmp_path / "shardkit.json").read_bytes())
+    del said["digest"]
     for wrong, message in (
-        (text.replace('"features":[]', '"features":["erasure-sets"]'), "erasure-sets.*newer shardkit"),
-        (text.replace("shardkit-repository/1", "shardkit-repository/2"), "shardkit-repository/2"),
-        ("{}", "format"),
+        ({**said, "features": ["erasure-sets"]}, "erasure-sets.*newer shardkit"),
+        ({**said, "format": "shardkit-repository/2"}, "shardkit-repository/2"),
     ):
-        (tmp_path / "shardkit.json").write_text(wrong)
+        (tmp_path / "shardkit.json").write_bytes(sealed(wrong))
         with pytest.raises(FormatError, match=message):
             Repository.open(tmp_path)
+    (tmp_path / "shardkit.json").write_text("{}")
+    with pytest.raises(IntegrityError, match="without a digest"):
+        Repository.open(tmp_path)
 
 
 def test_resolving(tmp_path: Path) -> None:
@@ -171,7 +175,7 @@ def test_reading_the_head_reads_one_entry(tmp_path: Path) -> None:
     head = Repository.open(tmp_path).head()
     assert head is not None
     assert head.message == "19"
-    with pytest.raises(FormatError, match=r"log/0{18}19\.json"):
+    with pytest.raises(IntegrityError, match=r"log/0{18}19\.json"):
         repository.log()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -19,11 +20,13 @@ from shardkit.storage.parity.sets import (
     parse_header,
     version_record_name,
 )
+from shardkit.storage.reading import read_checked
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
 
 __all__ = [
     "find_records",
+    "known_sets",
     "parity_names",
     "put_record",
     "read_record",
@@ -48,6 +51,28 @@ def sets_of(inventory: Inventory, k: int, unsized: Iterable[Descriptor] = ()) ->
     return [found for row in (inventory.shards, inventory.indexes, rest) for found in form_sets(row, k)]
 
 
+def known_sets(
+    repository: Repository, inventory: Inventory, k: int, stores: Sequence[Store]
+) -> list[ParitySet]:
+    """All sets of a version, also where an object is lost without whose size one cannot tell how the rest was cut.
+
+    Those of the rest are then the ones that documents and headers of parity objects tell of.
+
+    Args:
+        repository: that holds the version.
+        inventory: of the version.
+        k: members of a full set.
+        stores: where parity objects may lie.
+    """
+    try:
+        return sets_of(inventory, k, inventory.sized(repository))
+    except (NotFoundError, IntegrityError):
+        members = {one.digest for one in inventory.rest} | {digest for digest, _ in inventory.unsized}
+    certain = sets_of(dataclasses.replace(inventory, rest=()), k)
+    told = (record.set for record in find_records(stores))
+    return certain + [one for one in told if any(member.digest in members for member in one.members)]
+
+
 def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
     """How a version was cut into sets; None where it has no parity.
 
@@ -55,14 +80,17 @@ def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
         FormatError: it is damaged, or of another version.
     """
     name = version_record_name(manifest_id)
+
+    def parse(data: bytes, where: str) -> VersionRecord:
+        record = VersionRecord.from_bytes(data, where)
+        if record.manifest != manifest_id:
+            raise FormatError(f"{where} is of version {record.manifest}; do not trust it")
+        return record
+
     try:
-        data = store.get(name, max_bytes=MAX_RECORD_BYTES)
+        return read_checked(store, name, parse, max_bytes=MAX_RECORD_BYTES, is_optional=True)
     except NotFoundError:
         return None
-    record = VersionRecord.from_bytes(data, f"{name} in {store.url}")
-    if record.manifest != manifest_id:
-        raise FormatError(f"{name} in {store.url} is of version {record.manifest}; do not trust it")
-    return record
 
 
 def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
@@ -71,14 +99,17 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
     Raises:
         FormatError: it is damaged, or of another set.
     """
+
+    def parse(data: bytes, where: str) -> SetRecord:
+        record = SetRecord.from_bytes(data, where)
+        if record.set != wanted:
+            raise FormatError(f"{where} is of another set; do not trust it")
+        return record
+
     try:
-        data = store.get(wanted.record_name, max_bytes=MAX_RECORD_BYTES)
+        return read_checked(store, wanted.record_name, parse, max_bytes=MAX_RECORD_BYTES, is_optional=True)
     except NotFoundError:
         return None
-    record = SetRecord.from_bytes(data, f"{wanted.record_name} in {store.url}")
-    if record.set != wanted:
-        raise FormatError(f"{wanted.record_name} in {store.url} is of another set; do not trust it")
-    return record
 
 
 def put_record(store: Store, name: str, data: bytes) -> None:
@@ -92,11 +123,18 @@ def put_record(store: Store, name: str, data: bytes) -> None:
         store.replace(name, data)
 
 
-def parity_names(repository: Repository, manifest_id: str) -> set[str]:
+def parity_names(
+    repository: Repository, manifest_id: str, *, stores: Sequence[Store] | None = None
+) -> set[str]:
     """Names of everything that the parity of a version consists of: documents and parity objects.
 
     What a collector of garbage must keep. Empty for a version without parity. A set that is being encoded is not among
     them until its document is there.
+
+    Args:
+        repository: that holds the version.
+        manifest_id: of the version.
+        stores: where parity objects may lie; given, what is lost or damaged is done without: for repairs.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: the version or a document is damaged: nothing may be collected.
@@ -106,8 +144,15 @@ def parity_names(repository: Repository, manifest_id: str) -> set[str]:
         return set()
     inventory = take_inventory(repository, manifest_id)
     found = {version.name}
-    for one in sets_of(inventory, version.members_per_set, inventory.sized(repository)):
-        record = read_record(repository.store, one)
+    k = version.members_per_set
+    sets = known_sets(repository, inventory, k, stores) if stores else None
+    for one in sets_of(inventory, k, inventory.sized(repository)) if sets is None else sets:
+        try:
+            record = read_record(repository.store, one)
+        except (FormatError, IntegrityError):
+            if stores is None:
+                raise
+            record = None
         if record is not None:
             found.add(one.record_name)
             found.update(object_name(digest, "parity") for digest in record.parity)

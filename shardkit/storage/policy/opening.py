@@ -13,7 +13,7 @@ from shardkit.manifest.json_fields import read_document
 from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES
 from shardkit.storage.policy.record import ROOT_NAME, LocationRecord, LocationTable
 from shardkit.storage.policy.table import read_table
-from shardkit.storage.reading import LocatedStore, Location
+from shardkit.storage.reading import LocatedStore, Location, read_checked
 from shardkit.storage.urls import open_store
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "is_prepared",
     "location_of",
     "open_locations",
+    "others_of",
     "own_name",
     "prepare_copy",
     "read_mark",
@@ -114,7 +115,7 @@ def open_locations(repository: Repository, *, heal: bool = False, writable: bool
         rank=record.rank if record and own is None else 0,
         heal=heal,
     )
-    return [here, *_others(table, here.name, heal=heal, writable=writable)]
+    return [here, *others_of(table, here.name, heal=heal, writable=writable)]
 
 
 def recorded_locations(store: Store, repository_id: str, *, heal: bool = False) -> list[Location]:
@@ -126,11 +127,12 @@ def recorded_locations(store: Store, repository_id: str, *, heal: bool = False) 
         table = read_table(store, repository_id)
         if table is not None:
             own = read_mark(store)
-            return _others(table, own.location if own else ROOT_NAME, heal=heal)
+            return others_of(table, own.location if own else ROOT_NAME, heal=heal)
     return []
 
 
-def _others(table: LocationTable | None, own: str, *, heal: bool, writable: bool = False) -> list[Location]:
+def others_of(table: LocationTable | None, own: str, *, heal: bool, writable: bool = False) -> list[Location]:
+    """The locations of a table but the one of a name, as far as they can be opened on this machine."""
     found: list[Location] = []
     for record in table.locations if table else ():
         if record.name != own:
@@ -142,10 +144,9 @@ def _others(table: LocationTable | None, own: str, *, heal: bool, writable: bool
 def read_mark(store: Store) -> CopyMark | None:
     """Which copy a root is; None for a root of its own."""
     try:
-        data = store.get(COPY_NAME, max_bytes=_MAX_BYTES)
+        return read_checked(store, COPY_NAME, CopyMark.from_bytes, max_bytes=_MAX_BYTES, is_optional=True)
     except NotFoundError:
         return None
-    return CopyMark.from_bytes(data, f"{COPY_NAME} in {store.url}")
 
 
 def own_name(store: Store) -> str:

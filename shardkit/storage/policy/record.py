@@ -12,15 +12,32 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardkit.errors import ConfigurationError, UsageError
-from shardkit.manifest.json_fields import Fields, read_document
+from shardkit.manifest.json_fields import Fields
 from shardkit.storage.policy.policy import Policy
 from shardkit.storage.remote.addresses import parse_address
-from shardkit.storage.sealed import NUMBERED, check_seal, numbered, read_numbered, sealed
+from shardkit.storage.sealed import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
 
-__all__ = ["MAX_TABLE_BYTES", "ROOT_NAME", "LocationRecord", "LocationTable", "table_name"]
+__all__ = [
+    "MAX_TABLE_BYTES",
+    "ROOT_NAME",
+    "SPARES",
+    "TABLES",
+    "LocationRecord",
+    "LocationTable",
+    "spare_name",
+    "spare_number",
+    "table_name",
+    "table_number",
+]
 
 ROOT_NAME: Final = "root"
 """The location where the log is: it holds every object, and is the only one that is committed to."""
+
+TABLES: Final = "locations/"
+"""Folder of the tables, and of the places of parts and adopted tars."""
+
+SPARES: Final = "locations/spare/"
+"""Folder of the tables' second copies, in the root alone."""
 
 MAX_TABLE_BYTES: Final = 2**20
 """Of a policy in the log."""
@@ -30,6 +47,7 @@ _MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"
 _KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
+_TABLE_NAME: Final = re.compile(r"locations/([0-9]{20})\.json")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -205,7 +223,7 @@ class LocationTable:
             FormatError, ConfigurationError: not a table that this version writes.
             IntegrityError: the digest inside does not match.
         """
-        fields = read_document(data, where, _FORMAT, _KEYS, MAX_TABLE_BYTES)
+        fields = unseal(data, where, _FORMAT, _KEYS, MAX_TABLE_BYTES)
         table = cls(
             **read_numbered(fields, first_has_previous=False),
             policy=Policy.from_json(fields.table("policy", maximum=20), where),
@@ -214,13 +232,29 @@ class LocationTable:
                 for one in fields.items("locations", maximum=_MAX_LOCATIONS)
             ),
         )
-        check_seal(data, table.to_bytes(), fields, where)
+        check_spelling(data, table.to_bytes(), fields)
         return table
 
 
 def table_name(number: int) -> str:
     """``locations/<20 digits>.json``."""
-    return f"locations/{number:020d}.json"
+    return f"{TABLES}{number:020d}.json"
+
+
+def table_number(name: str) -> int | None:
+    """The number in a table's name, None for any other name."""
+    match = _TABLE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def spare_name(number: int) -> str:
+    """``locations/spare/<20 digits>.json``: the same table again, for without one nobody knows where copies are."""
+    return f"{SPARES}{number:020d}.json"
+
+
+def spare_number(name: str) -> int | None:
+    """The number in the name of a spare, None for any other name."""
+    return table_number(name.replace(SPARES, TABLES, 1)) if name.startswith(SPARES) else None
 
 
 def absolute_url(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from shardkit.errors import (
     CommitConflict,
     CommitUnknown,
+    FormatError,
     IntegrityError,
     NotFoundError,
     ShardkitError,
@@ -22,8 +24,10 @@ from shardkit.storage.policy.record import (
     LocationRecord,
     LocationTable,
     absolute_url,
+    spare_name,
     table_name,
 )
+from shardkit.storage.reading import read_checked
 from shardkit.storage.utc import utc_text
 
 if TYPE_CHECKING:
@@ -35,11 +39,15 @@ _ATTEMPTS: Final = 3
 _MOST: Final = 10**6
 
 
-def read_table(store: Store, repository_id: str) -> LocationTable | None:
+def read_table(store: Store, repository_id: str | None) -> LocationTable | None:
     """The table that holds now; None where none was ever committed: the root is the only location.
 
     Finds the highest number by asking for names, not by a listing: the folder may hold many other documents, and a
     root without a table costs one question.
+
+    Args:
+        store: of the root.
+        repository_id: its id; None takes the table's own word for it.
 
     Raises:
         IntegrityError: it is damaged, or of another repository.
@@ -112,6 +120,10 @@ def commit_table(
     )
     LocationTable.from_bytes(table.to_bytes(), "these locations")  # nobody may write what nobody will read
     _put(store, table)
+    with contextlib.suppress(
+        ShardkitError
+    ):  # the table holds; repair and replicate put a spare that is missing
+        store.put_new(spare_name(table.n), table.to_bytes())
     return table
 
 
@@ -169,13 +181,21 @@ def _newest(store: Store) -> int:
     return low
 
 
-def _read(store: Store, number: int, repository_id: str) -> LocationTable:
+def _read(store: Store, number: int, repository_id: str | None) -> LocationTable:
     name = table_name(number)
-    where = f"{name} in {store.url}"
-    table = LocationTable.from_bytes(store.get(name, max_bytes=MAX_TABLE_BYTES), where)
-    if table.n != number or table.repository != repository_id:
-        raise IntegrityError(
-            f"{where} is table {table.n} of repository {table.repository}, expected {number} of {repository_id}; "
-            "restore it from a copy of the root"
-        )
-    return table
+
+    def parse(data: bytes, where: str) -> LocationTable:
+        table = LocationTable.from_bytes(data, where)
+        if table.n != number or repository_id not in (None, table.repository):
+            raise IntegrityError(
+                f"{where} is table {table.n} of repository {table.repository}, expected {number} of {repository_id}; "
+                "restore it from a copy of the root"
+            )
+        return table
+
+    try:
+        return read_checked(store, name, parse, max_bytes=MAX_TABLE_BYTES)
+    except (IntegrityError, FormatError):
+        with contextlib.suppress(ShardkitError):
+            return read_checked(store, spare_name(number), parse, max_bytes=MAX_TABLE_BYTES)
+        raise

@@ -49,9 +49,10 @@ _MAX_JOINED_BYTES: Final = 8 * 2**20
 class LocatedStore:
     """Implements `shardkit.storage.store.Store`, and `read_block` for whoever knows what a block must be.
 
-    Objects are verified here against the digest in their name, blocks against the one in the request. The log and the
-    identity have no digest in their name: they are read from the first location, and from another only while the first
-    does not answer, which is counted as ``stale_log``.
+    Objects are verified here against the digest in their name, blocks against the one in the request. The log, the
+    identity and other documents have no digest in their name: `get_document` checks them, and asks another location
+    only where the first has no good answer, which is counted as ``stale_log``. Listings and sizes come from the first
+    location, from another only while it does not answer.
 
     May be used from any thread, after a fork, and pickled: what is known of the locations is per process.
 
@@ -221,6 +222,21 @@ class LocatedStore:
 
         rebuild = _first_of([functools.partial(one.whole, name, max_bytes) for one in self._parity])
         return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild)))
+
+    def get_document(self, name: str, check: Callable[[bytes], bool], *, max_bytes: int) -> bytes:
+        """A document without a digest in its name: the first answer that `check` takes, the root asked first."""
+        check_name(name)
+        elsewhere: list[str] = []
+
+        def read(location: Location) -> Buffer:
+            if location is not self.path.root:
+                elsewhere.append(location.name)
+            return location.store.get(name, max_bytes=max_bytes)
+
+        data = self._fetch(Want(name, min(max_bytes, 2**14), read, check, name, root_first=True))
+        if elsewhere:
+            self.detours.note("stale_log", elsewhere[-1], what=name)
+        return bytes(data)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
         """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""

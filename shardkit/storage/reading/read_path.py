@@ -80,6 +80,8 @@ class Want(NamedTuple):
     """Only locations with whole objects can answer."""
     rebuild: Callable[[], Buffer | None] | None = None
     """The last resort, such as parity: makes the bytes, or gives None."""
+    root_first: bool = False
+    """Ask the first location before nearer ones: a copy may be behind."""
 
 
 class _Known:
@@ -128,6 +130,11 @@ class ReadPath:
         self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
         self._reads = self._hedges = 0
 
+    @property
+    def root(self) -> Location:
+        """The first location, as this process asks it."""
+        return self._known[0].location
+
     def close(self) -> None:
         """Take no more reads; those under way end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -166,9 +173,10 @@ class ReadPath:
     def _order(self, want: Want) -> list[_Known]:
         """Who is asked, in this order; resting locations last, in case all others fail."""
 
-        def nearness(known: _Known) -> tuple[bool, int, float]:
+        def nearness(known: _Known) -> tuple[bool, bool, int, float]:
             typical = known.latencies.quantile(want.num_bytes, 0.5)
-            return known.breaker.is_open, known.location.rank, typical or 0.0
+            is_later = want.root_first and known is not self._known[0]
+            return known.breaker.is_open, is_later, known.location.rank, typical or 0.0
 
         able = [known for known in self._known if known.location.holds == "objects" or not want.whole]
         on = [known for known in able if not known.off]

@@ -5,7 +5,7 @@
     checking.py    one look at one copy
     records.py     results of looking, append-only
     survey.py      what is needed and where, of a root of which anything may be damaged
-    log_repair.py  log entries, from copies of the root
+    documents.py   identity, marks, log, tables: in the root and its copies
     results.py     what a repair finds and does
     healing.py     one copy, from a replica, else from parity
     repairing.py   `repair`: all that is bad

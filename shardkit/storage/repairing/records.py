@@ -60,11 +60,11 @@ class Records:
     A killed process loses what it found since it last wrote: it looks there again.
 
     Args:
-        store: of the root.
+        store: of the root; None: nothing is kept.
         by: what looks: "scrub", "repair".
     """
 
-    def __init__(self, store: Store, by: str) -> None:
+    def __init__(self, store: Store | None, by: str) -> None:
         self._store, self._by = store, by
         self._waiting: dict[tuple[str, str], list[list[str]]] = {}
         self._written_at = time.monotonic()
@@ -87,6 +87,8 @@ class Records:
         Raises:
             StoreError: the root cannot be written.
         """
+        if self._store is None:
+            return
         digest, extension = parse_object_name(name)
         waiting = self._waiting.setdefault((location, level), [])
         waiting.append([digest, extension, result, utc_text()])
@@ -107,6 +109,7 @@ class Records:
                 "by": self._by,
                 "results": results,
             }
+            assert self._store is not None
             self._store.put_new(
                 f"attest/{location}/{utc_text()[:10]}/{uuid.uuid4().hex}.json", dumps(document)
             )

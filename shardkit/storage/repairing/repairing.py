@@ -7,28 +7,30 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from shardkit.errors import NotFoundError, UsageError
+from shardkit.errors import NotFoundError, ShardkitError, UsageError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.policy import LocationRecord
+from shardkit.storage.policy import ROOT_NAME, LocationRecord
+from shardkit.storage.policy.opening import root_store
 from shardkit.storage.repairing.checking import (
     DEPTHS,
     CheckAll,
     Checked,
     CopyCheck,
-    Depth,
     check_copy,
     check_in_threads,
 )
 from shardkit.storage.repairing.healing import Report, mend_parity, repair_copies
-from shardkit.storage.repairing.log_repair import repair_log
 from shardkit.storage.repairing.records import Look, Records, merge_looks, read_looks
 from shardkit.storage.repairing.results import BadCopy, Healed, Lost, Repair, Unchecked
 from shardkit.storage.repairing.survey import Holders, Survey, open_holders, survey
+from shardkit.storage.replicating.mirroring import mirror_documents
 from shardkit.storage.replicating.pacing import Pace
 
-__all__ = ["note_metadata", "placed", "repair"]
+__all__ = ["finish", "note_metadata", "placed", "repair", "repair_listed"]
 
 _JOBS: Final = 4
+LARGE: Final = (".tar", ".tar.zst", ".arrow", ".parity")
+"""Ends of the names of objects that are not metadata."""
 
 
 def repair(
@@ -60,19 +62,10 @@ def repair(
         UsageError: An unknown level.
         StoreError: The root does not answer, or cannot be written.
     """
-    if level != "attested" and level not in DEPTHS:
-        raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
+    _check_level(level)
     pace = pace or Pace()
-    holders = open_holders(url, locations)
+    holders, found, done = _open(url, locations, level, pace)
     looks = merge_looks([read_looks(holders.root), *map(_run_looks, from_runs)])
-    done = Repair(url=holders.repository.url, level=level)
-    done.healed += [
-        Healed(*one, 0) for one in repair_log(holders.repository, list(holders.locations.values())[1:])
-    ]
-    found = survey(holders, pace, mend=True)
-    done.versions = found.versions
-    done.unchecked += [Unchecked(name, "", why) for name, why in holders.absent.items()]
-    note_metadata(found, done)
     with (
         Records(holders.root, "repair") as records,
         ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-repair") as pool,
@@ -80,12 +73,76 @@ def repair(
         bad = list(_attested(holders, found, looks, done, records, pace))
         if level != "attested":
             known = {(one.location, one.name) for one in bad}
-            wanted = [one for one in placed(holders, found) if one[:2] not in known]
+            wanted = [(*one, level) for one in placed(holders, found) if one[:2] not in known]
             check_all = check_all or check_in_threads(pool, pace)
-            bad += _scan(holders, wanted, level, done, records, pace, check_all, report)  # type: ignore[arg-type]
+            bad += _scan(holders, wanted, done, records, pace, check_all, report)
         repair_copies(holders, found, bad, done, records, pace, report)
-        mend_parity(holders, found, done, pace)
+        finish(holders, found, done, pace)
     return done
+
+
+def repair_listed(
+    url: str, *, level: str, pace: Pace, jobs: int = _JOBS, check_all: CheckAll | None = None
+) -> Repair:
+    """Make good what the root lacks and what is wrong anywhere; copies that are not there are left to `replicate`.
+
+    Nothing is recorded: whoever replicates need not have the right to write attestations.
+
+    Args:
+        url: Of the root.
+        level: How deep to look at copies of shards and parity; metadata is read.
+        pace: How fast, and when.
+        jobs: Copies looked at at once.
+        check_all: Looks at copies in place of threads here.
+
+    Raises:
+        As `repair`.
+    """
+    _check_level(level)
+    holders, found, done = _open(url, (), level, pace)
+    wanted = [(*one, level if one[1].endswith(LARGE) else "read") for one in placed(holders, found)]
+    records = Records(None, "replicate")
+    with ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-repair") as pool:
+        check_all = check_all or check_in_threads(pool, pace)
+        bad = _scan(holders, wanted, done, records, pace, check_all, None)
+    bad = [one for one in bad if one.location == ROOT_NAME or one.was != "missing"]
+    repair_copies(holders, found, bad, done, records, pace)
+    finish(holders, found, done, pace, is_lag_left=True)
+    return done
+
+
+def _check_level(level: str) -> None:
+    if level != "attested" and level not in DEPTHS:
+        raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
+
+
+def _open(
+    url: str, locations: Sequence[LocationRecord], level: str, pace: Pace
+) -> tuple[Holders, Survey, Repair]:
+    """The root with its documents and metadata made good."""
+    holders = open_holders(url, locations, mend=True)
+    done = Repair(url=holders.repository.url, level=level, healed=list(holders.healed))
+    found = survey(holders, pace, mend=True)
+    done.versions = found.versions
+    done.unchecked += [Unchecked(name, "", why) for name, why in holders.absent.items()]
+    note_metadata(found, done)
+    return holders, found, done
+
+
+def finish(holders: Holders, found: Survey, done: Repair, pace: Pace, *, is_lag_left: bool = False) -> None:
+    """What comes after the objects: documents of parity, then all documents of the copies."""
+    mend_parity(holders, found, done, pace)
+    done.healed += holders.documents.heal_copies(is_lag_left=is_lag_left)
+    root, *others = holders.locations.values()
+    for location in others:
+        try:
+            for name, was in mirror_documents(root_store(root.store), location.store):
+                if was == "wrong":
+                    done.healed.append(Healed(location.name, name, was, root.name, 0))
+        except ShardkitError as error:
+            done.unchecked.append(Unchecked(location.name, "", str(error)))
+    done.lost += holders.documents.lost
+    done.unchecked += holders.documents.unchecked
 
 
 def note_metadata(found: Survey, done: Repair) -> None:
@@ -155,8 +212,7 @@ def _noted(location: str, name: str, checked: Checked, done: Repair, records: Re
 
 def _scan(
     holders: Holders,
-    wanted: list[tuple[str, str, int | None]],
-    depth: Depth,
+    wanted: list[tuple[str, str, int | None, str]],
     done: Repair,
     records: Records,
     pace: Pace,
@@ -164,7 +220,10 @@ def _scan(
     report: Report | None,
 ) -> list[BadCopy]:
     """Look at every copy."""
-    checks = [CopyCheck(holders.locations[where].store, name, size, depth) for where, name, size in wanted]
+    checks = [
+        CopyCheck(holders.locations[where].store, name, size, depth)  # type: ignore[arg-type]
+        for where, name, size, depth in wanted
+    ]
     bad: list[BadCopy] = []
     try:
         for number, (one, checked) in enumerate(zip(wanted, check_all(checks), strict=True), 1):

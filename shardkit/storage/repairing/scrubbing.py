@@ -14,7 +14,7 @@ from shardkit.storage.policy import LocationRecord
 from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, Depth, check_in_threads
 from shardkit.storage.repairing.healing import repair_copies
 from shardkit.storage.repairing.records import Look, Records, read_looks
-from shardkit.storage.repairing.repairing import note_metadata, placed
+from shardkit.storage.repairing.repairing import finish, note_metadata, placed
 from shardkit.storage.repairing.results import BadCopy, Repair, Unchecked
 from shardkit.storage.repairing.survey import Holders, Survey, open_holders, survey
 from shardkit.storage.replicating.pacing import Pace
@@ -141,7 +141,7 @@ def scrub(
         StoreError: the root does not answer, or cannot be written.
     """
     pace, started = pace or Pace(), clock()
-    holders = open_holders(url, locations)
+    holders = open_holders(url, locations, mend=heal)
     unknown = sorted(set(only) - holders.locations.keys() - holders.absent.keys())
     if unknown:
         raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(holders.locations)}")
@@ -150,9 +150,9 @@ def scrub(
     done.unchecked += [
         Unchecked(name, "", why) for name, why in holders.absent.items() if not only or name in only
     ]
-    fixed = Repair(url=done.url, level=depth, versions=found.versions)
+    fixed = Repair(url=done.url, level=depth, versions=found.versions, healed=list(holders.healed))
     note_metadata(found, fixed)
-    done.lost = {one.name: one.why for one in fixed.lost}
+    done.lost = {one.name: one.why for one in (*fixed.lost, *holders.documents.lost)}
     due = _due(holders, found, read_looks(holders.root), only, older_than_s, done)
     with (
         Records(holders.root, "scrub") as records,
@@ -169,6 +169,9 @@ def scrub(
             done.repair = fixed
             fixed.unchecked += done.unchecked
             repair_copies(holders, found, looker.bad, fixed, records, pace, report)
+            finish(holders, found, fixed, pace)
+    for document in () if heal else holders.documents.bad:
+        done.locations.setdefault(document.location, ScrubbedLocation()).bad[document.name] = document.was
     return done
 
 

@@ -14,9 +14,10 @@ from shardkit.storage.adopted import AdoptedStore
 from shardkit.storage.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES
 from shardkit.storage.inventory import take_inventory, walk_versions
 from shardkit.storage.local import LocalStore
-from shardkit.storage.objects import Descriptor, object_name
+from shardkit.storage.objects import object_name
 from shardkit.storage.parity.catalogue import (
     find_records,
+    known_sets,
     put_record,
     read_record,
     read_version_record,
@@ -27,10 +28,13 @@ from shardkit.storage.parity.streaming import restore
 from shardkit.storage.policy import LocationRecord, LocationTable, Policy, open_locations, read_table
 from shardkit.storage.policy.opening import location_of, root_store
 from shardkit.storage.reading import LocatedStore, Location
+from shardkit.storage.repairing.documents import Documents, look_at_documents
+from shardkit.storage.repairing.results import Healed
 from shardkit.storage.replicating.needed import Needed, find_needed
 from shardkit.storage.replicating.pacing import Pace
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
+from shardkit.storage.urls import open_store
 
 __all__ = ["Holders", "Survey", "open_holders", "survey"]
 
@@ -47,6 +51,9 @@ class Holders:
         table: locations and policy; made up where none was ever committed.
         locations: name → location, the root first.
         absent: name → why: locations that are not there, or are not what they should be.
+        documents: what was found of those that no manifest names; what the root had wrong is right again where
+            repairing was asked for.
+        healed: of them, in the root.
     """
 
     repository: Repository
@@ -54,6 +61,8 @@ class Holders:
     table: LocationTable
     locations: Mapping[str, Location]
     absent: Mapping[str, str]
+    documents: Documents
+    healed: tuple[Healed, ...]
 
     @property
     def root(self) -> Store:
@@ -66,26 +75,40 @@ class Holders:
         return [one.store for one in self.locations.values()]
 
 
-def open_holders(url: str, more: Sequence[LocationRecord] = (), *, read_only: bool = False) -> Holders:
+def open_holders(url: str, more: Sequence[LocationRecord] = (), *, mend: bool) -> Holders:
     """Open a root with the locations of its table, and others that are named.
+
+    Args:
+        url: of the root.
+        more: locations beside those of the table.
+        mend: put right documents that the root has wrong, without which it cannot be opened.
 
     Raises:
         NotFoundError: there is no repository.
         UsageError: a location is named twice.
         StoreError: the root does not answer.
     """
-    repository = Repository.open(url, read_only=read_only)
+    documents = look_at_documents(open_store(url), more, writable=True)
+    healed = documents.heal_root() if mend else []
+    repository = Repository.open(url)
     plain = root_store(repository.store)
     table = read_table(plain, repository.id)
     if table is None:
         root = LocationRecord("root", _recordable(plain.url), "root")
         table = LocationTable(n=1, repository=repository.id, previous="", txn="0" * 32, time="1970-01-01T00:00:00Z",
                               author="", message="", policy=Policy(), locations=(root,))  # fmt: skip
-    locations = {one.name: one for one in open_locations(repository, writable=not read_only)}
+    locations = {one.name: one for one in open_locations(repository, writable=True)}
     for record in more:
-        locations[record.name] = location_of(record, writable=not read_only)
+        locations[record.name] = location_of(record, writable=True)
     first, *others = locations
-    absent = {name: why for name in others if (why := _absence(plain, locations[name].store))}
+    coming = {
+        (one.location, one.name) for one in documents.puts
+    }  # a copy that is known by its mark gets it again
+    absent = {
+        name: why
+        for name in others
+        if (name, IDENTITY_NAME) not in coming and (why := _absence(plain, locations[name].store))
+    }
     for name in absent:
         del locations[name]
     # adopted tars count as the root's; what is in the root itself is found first, and a disk is the nearest place
@@ -93,7 +116,7 @@ def open_holders(url: str, more: Sequence[LocationRecord] = (), *, read_only: bo
     locations[first] = dataclasses.replace(locations[first], store=AdoptedStore(plain), rank=rank)
     identity = repository._identity  # noqa: SLF001 - the same repository over another view of its stores
     reader = Repository(LocatedStore(list(locations.values())), identity, read_only=True)
-    return Holders(repository, reader, table, locations, absent)
+    return Holders(repository, reader, table, locations, absent, documents, tuple(healed))
 
 
 def _absence(root: Store, copy: Store) -> str | None:
@@ -165,11 +188,10 @@ def survey(holders: Holders, pace: Pace, *, mend: bool) -> Survey:
         mend: make what is good nowhere again from parity, in the root.
 
     Raises:
-        IntegrityError: the log is damaged.
         StoreError: the root does not answer.
     """
     found = Survey()
-    head = holders.reader.head()
+    head = holders.documents.newest
     found.versions = list(dict.fromkeys([*head.refs.values(), *head.tags.values()])) if head else []
     for version in found.versions:
         _version(holders, version, found, pace, mend=mend)
@@ -178,15 +200,17 @@ def survey(holders: Holders, pace: Pace, *, mend: bool) -> Survey:
 
 def _version(holders: Holders, version: str, found: Survey, pace: Pace, *, mend: bool) -> None:
     mended = False
+    stores: list[Store] | None = None
     while True:
         try:
-            if mend and not mended and _has_lost_its_document(holders, version):
+            if mend and not mended and _lacks_its_document(holders, version):
                 _mend_documents(holders, version, found)
                 mended = True
+            needed = find_needed(holders.reader, holders.table, [version], stores=stores)
             found.needed |= {
                 name: one if name not in found.needed or len(found.needed[name].where) < len(one.where)
                 else found.needed[name]
-                for name, one in find_needed(holders.reader, holders.table, [version]).items()
+                for name, one in needed.items()
             }  # fmt: skip
             _parity(holders, version, found)
             return
@@ -195,6 +219,8 @@ def _version(holders: Holders, version: str, found: Survey, pace: Pace, *, mend:
             if mend and wanted is None and not mended:
                 mended = True
                 _mend_documents(holders, version, found)
+            elif wanted is None and stores is None:
+                stores = holders.stores  # what is lost is done without, so that the rest is looked at
             elif not mend or wanted is None or not _restore_one(holders, wanted, found, pace):
                 found.lost[wanted or object_name(version, "manifest")] = str(error)
                 return
@@ -210,21 +236,16 @@ def _parity(holders: Holders, version: str, found: Survey) -> None:
         k = next((found_k for found_k in known if found_k is not None), None)
         if k is None:
             continue
-        try:
-            unsized: tuple[Descriptor, ...] = inventory.sized(holders.reader)
-        except NotFoundError:
-            unsized = ()
-        for parity_set in sets_of(inventory, k, unsized):
+        for parity_set in known_sets(holders.reader, inventory, k, holders.stores):
             found.sets.update((member.digest, parity_set) for member in parity_set.members)
 
 
-def _has_lost_its_document(holders: Holders, version: str) -> bool:
-    """Whether a root has parity, and nothing that says so of this version; it may be another version's."""
+def _lacks_its_document(holders: Holders, version: str) -> bool:
+    """Whether a root has parity, and nothing good that says so of this version; it may be another version's."""
     root = holders.root
-    return (
-        root.head(version_record_name(version)) is None
-        and next(iter(root.list_after("parity/sets/")), None) is not None
-    )
+    if root.head(version_record_name(version)) is not None:
+        return _version_record(root, version) is None
+    return next(iter(root.list_after("parity/sets/")), None) is not None
 
 
 def _mend_documents(holders: Holders, version: str, found: Survey) -> None:
@@ -244,7 +265,7 @@ def _mend_documents(holders: Holders, version: str, found: Survey) -> None:
         root.delete(name)
         return
     put_record(root, name, VersionRecord(version, k).to_bytes())
-    for one in sets_of(inventory, k, inventory.sized(holders.reader)):
+    for one in known_sets(holders.reader, inventory, k, holders.stores):
         try:
             read_record(root, one)
         except _DAMAGED:

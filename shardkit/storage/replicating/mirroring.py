@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardkit.errors import IntegrityError, NotFoundError, StoreError
-from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError
+from shardkit.formats.canonical_json import loads
+from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES, LogEntry
+from shardkit.storage.policy.record import SPARES, table_number
 from shardkit.storage.store import Store
 
 __all__ = ["DOCUMENTS", "mirror_documents", "mirror_log"]
 
 DOCUMENTS: Final = ("locations/", "parity/", "erasures/")
-"""Folders of small documents; those in the root hold, and are put over others."""
+"""Folders of small documents; those in the root hold, and are put over others, as long as they are not damaged."""
 
 _MAX_BYTES: Final = 2**30
 
@@ -41,38 +43,49 @@ def mirror_log(root: Store, copy: Store) -> int:
     missing = sorted(set(entries) - held)
     for name in missing:
         data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
+        LogEntry.from_bytes(data, f"{name} in {root.url}")  # a copy gets nothing damaged
         if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
             raise IntegrityError(f"{name} in {copy.url} is another one than in {root.url}; look at both logs")
     return len(missing)
 
 
-def mirror_documents(root: Store, copy: Store) -> int:
-    """Copy the documents that a copy lacks or has otherwise; how many.
+def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
+    """Copy the documents that a copy lacks or has otherwise.
+
+    Returns:
+        (name, "missing" or "wrong") of each.
 
     Raises:
         StoreError: one of the two failed.
     """
-    done = 0
+    done: list[tuple[str, str]] = []
     for folder in DOCUMENTS:
         held = set(copy.list_after(folder))
         for name in root.list_after(folder):
-            if name in held and _is_immutable(name):
-                continue
+            if name.startswith(SPARES) or (name in held and table_number(name) is not None):
+                continue  # spares are the root's; tables never change
             try:
                 data = root.get(name, max_bytes=_MAX_BYTES)
             except NotFoundError:
                 continue  # removed since it was listed
-            if name not in held:
-                done += copy.put_new(name, data)
-            elif copy.get(name, max_bytes=_MAX_BYTES) != data:
+            if name not in held and copy.put_new(name, data):
+                done.append((name, "missing"))
+            elif (other := copy.get(name, max_bytes=_MAX_BYTES)) != data:
+                if not _is_sound(data) and _is_sound(other):
+                    root.replace(name, other)
+                    continue
                 copy.replace(name, data)
-                done += 1
+                done.append((name, "wrong"))
     return done
 
 
-def _is_immutable(name: str) -> bool:
-    """Location tables: numbered, never changed."""
-    return len(name) == len("locations/.json") + 20
+def _is_sound(data: bytes) -> bool:
+    """Whether a document is one that shardkit writes: what is torn or cut short is not."""
+    try:
+        loads(data, _MAX_BYTES)
+    except FormatError:
+        return False
+    return True
 
 
 def log_lag(root: Store, copy: Store) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from shardkit.storage.objects import parse_object_name
 from shardkit.storage.parity.catalogue import parity_names
 from shardkit.storage.policy import LocationTable, Placed, placement
 from shardkit.storage.repository import Repository
+from shardkit.storage.store import Store
 
 __all__ = ["Needed", "find_needed", "live_versions", "strata_of", "there_are", "unknown_strata"]
 
@@ -42,20 +43,27 @@ def live_versions(repository: Repository) -> list[str]:
     return list(found)
 
 
-def find_needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
+def find_needed(
+    repository: Repository,
+    table: LocationTable,
+    versions: Iterable[str],
+    *,
+    stores: Sequence[Store] | None = None,
+) -> dict[str, Needed]:
     """Name → what is needed, of some versions, their parts in this root, and their parity.
 
     Args:
         repository: that holds them.
         table: locations and policy.
         versions: manifest ids.
+        stores: see `parity_names`.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
     found: dict[str, Needed] = {}
     for version, inventory in walk_versions(repository, versions):
-        for one in _of_version(repository, table, version, inventory):
+        for one in _of_version(repository, table, version, inventory, stores):
             found.setdefault(one.name, one)
             if len(one.where) > len(found[one.name].where):
                 found[one.name] = one  # one version may know a shard as critical, another not
@@ -99,11 +107,15 @@ def there_are(name: str, known: Iterable[str]) -> str:
 
 
 def _of_version(
-    repository: Repository, table: LocationTable, version: str, inventory: Inventory
+    repository: Repository,
+    table: LocationTable,
+    version: str,
+    inventory: Inventory,
+    stores: Sequence[Store] | None,
 ) -> Iterator[Needed]:
     strata = _strata_of_shards(repository, inventory.manifest) if table.policy.critical else {}
     sizes = dict(inventory.names())
-    sizes |= dict.fromkeys(sorted(parity_names(repository, version) - sizes.keys()))
+    sizes |= dict.fromkeys(sorted(parity_names(repository, version, stores=stores) - sizes.keys()))
     for name, size in sizes.items():
         if name.startswith("objects/"):
             digest, extension = parse_object_name(name)

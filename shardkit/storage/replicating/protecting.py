@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardkit.errors import StoreError
+from shardkit.errors import IntegrityError, NotFoundError, StoreError
 from shardkit.storage.inventory import walk_versions
 from shardkit.storage.parity import encode_sets
 from shardkit.storage.policy import LocationTable
@@ -31,13 +31,17 @@ def encode_parity(repository: Repository, table: LocationTable, versions: Iterab
     for version, inventory in walk_versions(repository, versions, optional=True):
         if inventory.manifest.parts:
             continue
-        done = encode_sets(
-            repository,
-            version,
-            k=table.policy.parity.members,
-            pace=pace.take,
-            stopped=lambda: pace.is_stopped,
-        )
+        try:
+            done = encode_sets(
+                repository,
+                version,
+                k=table.policy.parity.members,
+                pace=pace.take,
+                stopped=lambda: pace.is_stopped,
+            )
+        except (NotFoundError, IntegrityError) as error:  # without its size nobody knows how the rest is cut
+            failed[version] = str(error)
+            continue
         encoded += done.encoded
         failed |= done.failed
     if failed:

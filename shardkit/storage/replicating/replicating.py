@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardkit.errors import (
+    FormatError,
     IntegrityError,
     NotFoundError,
     ShardkitError,
@@ -19,15 +21,19 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.storage.adopted import AdoptedStore
 from shardkit.storage.policy import ROOT_NAME, LocationTable, read_table
-from shardkit.storage.policy.opening import root_store
+from shardkit.storage.policy.opening import open_locations, root_store
 from shardkit.storage.reading import Location
 from shardkit.storage.replicating.copying import CopyAll, CopyTask, copy_task
 from shardkit.storage.replicating.facts import Facts, Missing, look
 from shardkit.storage.replicating.mirroring import mirror_documents, mirror_log
-from shardkit.storage.replicating.needed import find_needed, live_versions
+from shardkit.storage.replicating.needed import Needed, find_needed, live_versions
 from shardkit.storage.replicating.pacing import Pace
 from shardkit.storage.replicating.protecting import encode_parity
 from shardkit.storage.repository import Repository
+
+if TYPE_CHECKING:
+    from shardkit.storage.repairing.checking import CheckAll
+    from shardkit.storage.repairing.results import Healed, Unchecked
 
 __all__ = [
     "LocationResult",
@@ -86,6 +92,8 @@ class Replication:
         locations: in the table's order.
         lost: names of objects of which no location has good bytes.
         dry_run: whether it was only looked what is missing.
+        healed: copies and documents that were damaged, or that the root had lost.
+        unchecked: copies of which nothing is known.
     """
 
     lag_before: int = 0
@@ -94,13 +102,15 @@ class Replication:
     locations: list[LocationResult] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     dry_run: bool = False
+    healed: list[Healed] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
 
     @property
     def exit_code(self) -> ExitCode:
         """Done where the policy is met; a location that does not answer, or cannot be filled, is unchecked."""
         if self.lost:
             return ExitCode.DAMAGED
-        if any(one.state != "ok" for one in self.locations):
+        if self.unchecked or any(one.state != "ok" for one in self.locations):
             return ExitCode.UNCHECKED
         if not self.lag_after:
             return ExitCode.DONE
@@ -115,6 +125,8 @@ class Replication:
             "objects": self.objects,
             "locations": [{name: getattr(one, name) for name in names} for one in self.locations],
             "lost": self.lost,
+            "healed": [one._asdict() for one in self.healed],
+            "unchecked": [one._asdict() for one in self.unchecked],
             "exit_code": self.exit_code,
         }
 
@@ -122,47 +134,89 @@ class Replication:
 def replicate(
     repository: Repository,
     *,
+    level: str = "stored",
     pace: Pace | None = None,
     dry_run: bool = False,
     jobs: int = _JOBS,
     copy_all: CopyAll | None = None,
+    check_all: CheckAll | None = None,
     report: Report | None = None,
     versions: Iterable[str] | None = None,
 ) -> Replication:
-    """Copy every object that a ref or tag needs to where it belongs and is not.
+    """Copy every object that a ref or tag needs to where it belongs and is not, or is damaged.
 
     Each copy is verified by its digest while it is made, and has its name only then; so this may be killed at any
     moment and called again.
 
     Args:
         repository: opened for writing.
+        level: how deep copies of shards and parity that are listed are looked at; see `repair`. Metadata is read.
         pace: how fast, and when.
-        dry_run: only look.
+        dry_run: only list what is missing.
         jobs: objects under way at once.
         copy_all: copies objects in place of threads here.
+        check_all: looks at copies in place of threads here.
         report: progress.
         versions: manifest ids; by default all that refs and tags name.
 
     Raises:
         NotFoundError: the root has no locations.
-        IntegrityError, FormatError: a manifest or page is good nowhere.
         StoreError: the root does not answer.
         KeyboardInterrupt: the pace was stopped.
     """
-    table = table_of(repository)
-    reading = over_all(repository)
+    if dry_run:
+        table = table_of(repository)
+        chosen = live_versions(repository) if versions is None else versions
+        facts = look(repository, table, find_needed(over_all(repository), table, chosen))
+        done = begun(table, facts)
+        done.dry_run = True
+        finished(facts, done)
+        return done
+    # Imported here, because repairs copy by what this package has.
+    from shardkit.storage.repairing.repairing import repair_listed
+    from shardkit.storage.repairing.results import Unchecked
+
     pace = pace or Pace()
-    chosen = live_versions(repository) if versions is None else list(versions)
-    if not dry_run:
-        encode_parity(repository, table, chosen, pace)
-    facts = look(repository, table, find_needed(reading, table, chosen))
+    fixed = repair_listed(repository.url, level=level, pace=pace, jobs=jobs, check_all=check_all)
+    table = table_of(repository)
+    chosen = fixed.versions if versions is None else versions
+    problem = _encoding_problem(repository, table, chosen, pace)
+    facts = look(repository, table, _needed(repository, table, chosen))
     done = begun(table, facts)
-    if not dry_run:
-        copy_missing(repository, facts, done, pace, jobs, report, copy_all)
-        mirror(repository, facts, done)
+    done.healed, done.unchecked = fixed.healed, fixed.unchecked
+    done.lag_before += sum(one.num_bytes for one in fixed.healed if one.was == "missing")
+    copy_missing(repository, facts, done, pace, jobs, report, copy_all)
+    done.lost = sorted({*done.lost, *(one.name for one in fixed.lost)})
+    if problem:
+        done.unchecked.append(Unchecked(ROOT_NAME, "", problem))
+    mirror(repository, facts, done)
     finished(facts, done)
-    done.dry_run = dry_run
     return done
+
+
+def _encoding_problem(
+    repository: Repository, table: LocationTable, versions: Iterable[str], pace: Pace
+) -> str:
+    """Encode parity; why some sets have none, or "": what is lost stops nothing else."""
+    try:
+        encode_parity(repository, table, versions, pace)
+    except (StoreFullError, StoreReadOnlyError):
+        raise
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def _needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
+    """What is needed of all versions that can be read; what is lost was told."""
+    reading, found = over_all(repository), dict[str, Needed]()
+    stores = [one.store for one in open_locations(repository)]
+    for version in versions:
+        with contextlib.suppress(NotFoundError, IntegrityError, FormatError):
+            for name, one in find_needed(reading, table, [version], stores=stores).items():
+                if name not in found or len(found[name].where) < len(one.where):
+                    found[name] = one
+    return found
 
 
 def copy_missing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -9,13 +10,22 @@ import typer
 from shardkit.storage import Repository
 from shardkit.storage.replicating import replicate as replicate_root
 from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.console import JsonFlag, print_json, print_line
 from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
 from shardkit_tools.replication_report import print_lag, print_locations
-from shardkit_tools.spread_copies import copy_engine, spread_copies
+from shardkit_tools.spread_copies import copy_engine, spread_checks, spread_copies
 from shardkit_tools.versions import parse_url
 
-__all__ = ["replicate"]
+__all__ = ["ReplicateLevel", "replicate"]
+
+
+class ReplicateLevel(StrEnum):
+    """How deep to look at the copies that are there."""
+
+    LIST = "list"
+    STORED = "stored"
+    READ = "read"
 
 
 def replicate(
@@ -25,15 +35,24 @@ def replicate(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Objects copied at once.")
     ] = 4,
+    level: Annotated[
+        ReplicateLevel,
+        typer.Option(
+            "--level",
+            help="How to look at the shards and parity that are there. list: by size alone, for frequent calls; "
+            "stored: by the checksums that the store keeps, by reading where it keeps none; read: every byte.",
+        ),
+    ] = ReplicateLevel.STORED,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is missing where.")] = False,
     engine: EngineOption = EngineName.LOCAL,
     address: AddressOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy what is missing in some location, until the policy is met.
+    """Copy what is missing or damaged in some location, until the policy is met.
 
     Every copy is verified while it is made and has its name only then. After Ctrl-C or a crash the same command
-    goes on where it stood. The lag is the bytes of copies that the policy asks for and that are not there.
+    goes on where it stood. The lag is the bytes of copies that the policy asks for and that are not there. Copies that
+    are there are looked at first; what is wrong comes again from a good copy, else from parity.
 
     Exit codes: 0 the policy is met, 1 it is not and the same command goes on, 3 a location does not answer or cannot be
     filled, 4 an object has no good copy anywhere; with --dry-run 5 the policy is not met.
@@ -49,8 +68,10 @@ def replicate(
             repository,
             pace=work.pace,
             dry_run=dry_run,
+            level=level.value,
             jobs=jobs,
             copy_all=spread_copies(spread),
+            check_all=spread_checks(spread),
             report=work.report,
         )
     if as_json:
@@ -58,6 +79,9 @@ def replicate(
     else:
         print_locations(done)
         print_lag(done, dry_run=dry_run)
+        if done.healed:
+            print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
+        print_unchecked(done.unchecked)
         if done.lost:
             print_line(
                 f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}",

@@ -1,0 +1,237 @@
+"""Every kind of object, damaged in every way, in the root or in a copy: each healing command makes all of it good.
+
+One tiny dataset for each policy is built once and put back file by file before each case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardkit.storage.file_operations import FileOperations, Handle, substituted
+from shardkit_tools.main import run
+
+COMMANDS = (("repair",), ("scrub", "--repair"), ("replicate",))
+
+KINDS = (
+    *("tar", "index", "page", "manifest", "selection", "sources", "about", "lookup", "parity"),
+    *(
+        "first entry",
+        "middle entry",
+        "newest entry",
+        "identity",
+        "locations",
+        "mark",
+        "parity set",
+        "parity version",
+    ),
+    "attestation",
+)
+"""Extensions of objects, and documents."""
+
+SOFT = ("attestation",)
+"""Documents that nothing rests on: damage to them stops nothing."""
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 32
+    path.write_bytes(data)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "delete": _delete,
+    "flip": _flip,
+    "truncate": _truncate,
+    "empty": _empty,
+}
+
+
+class _Unsynced(FileOperations):
+    """No case here cuts the power."""
+
+    def fsync(self, file: Handle) -> None:
+        return
+
+    def fsync_directory(self, directory: Handle) -> None:
+        return
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """A command as somebody types it: exit code and output."""
+    told, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), substituted(_Unsynced()):
+        try:
+            run([str(one) for one in arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    assert "Traceback" not in told.getvalue(), told.getvalue()
+    return code, told.getvalue()
+
+
+@dataclass(frozen=True)
+class Pristine:
+    """A root and a copy of it, and what every file of theirs holds."""
+
+    base: Path
+    files: dict[str, bytes]
+
+    @property
+    def root(self) -> Path:
+        return self.base / "root"
+
+    def now(self) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(self.base)): path.read_bytes()
+            for place in ("root", "mirror")
+            for path in (self.base / place).rglob("*")
+            if path.is_file()
+        }
+
+    def restore(self) -> None:
+        found = self.now()
+        for name in found.keys() - self.files.keys():
+            (self.base / name).unlink()
+        for name, data in self.files.items():
+            if found.get(name) != data:
+                path = self.base / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.exists():
+                    path.chmod(0o644)
+                path.write_bytes(data)
+
+    def named(self, kind: str, place: str) -> str | None:
+        """A file of a kind, below `base`; None where there is none there."""
+        entries = sorted(name for name in self.files if name.startswith(f"{place}/log/"))
+        by_name = {
+            "first entry": entries[0],
+            "middle entry": entries[1],
+            "newest entry": entries[-1],
+            "identity": f"{place}/shardkit.json",
+            "mark": f"{place}/shardkit-copy.json",
+        }
+        folders = {
+            "locations": f"{place}/locations/0",
+            "parity set": f"{place}/parity/sets/",
+            "parity version": f"{place}/parity/versions/",
+            "attestation": f"{place}/attest/",
+        }
+        if kind in by_name:
+            return by_name[kind] if by_name[kind] in self.files else None
+        start = folders.get(kind, f"{place}/objects/")
+        end = ".json" if kind in folders else f".{kind}"
+        return next(
+            (name for name in sorted(self.files) if name.startswith(start) and name.endswith(end)), None
+        )
+
+    def bystander(self, name: str) -> str:
+        """Another file, of the copy, that is lost at the same time."""
+        kind = ".page" if name.endswith(".index") else ".index"
+        return next(
+            one for one in sorted(self.files) if one.startswith("mirror/objects/") and one.endswith(kind)
+        )
+
+    def unlike(self) -> list[str]:
+        """Files that are not as they were; what the commands note of their looks is theirs."""
+        found = self.now()
+        return sorted(
+            name for name, data in self.files.items() if "/attest/" not in name and found.get(name) != data
+        )
+
+
+def _build(base: Path, parity: str) -> Pristine:
+    source, about = base / "source.jsonl", base / "about.toml"
+    base.mkdir(parents=True)
+    rows = [json.dumps({"x": i, "text": "word " * (i % 7 + 1), "label": i % 3}) for i in range(40)]
+    source.write_text("\n".join(rows) + "\n")
+    about.write_text('license = "CC0-1.0"\n')
+    build = ["build", source, base / "root", "--stratify", "label", "--shard-size", "45KB", "--jobs", "1"]
+    build += ["--split", "train=0.8,val=0.2", "--about", about, "--lookup", "key"]
+    assert call(*build)[0] == 0
+    for tag in ("v1", "v2"):
+        code, told = call("tag", f"{base / 'root'}@main", tag)
+        assert code == 0, told
+    code, told = call(
+        "place", base / "root", "--location", f"mirror={base / 'mirror'}", "--copies", 2, "--parity", parity
+    )
+    assert code == 0, told
+    assert call("scrub", base / "root")[0] == 0
+    assert call("repair", base / "root")[0] == 0
+    assert call("replicate", base / "root")[0] == 0
+    made = Pristine(base, {})
+    shutil.rmtree(base / "root" / "tmp", ignore_errors=True)
+    made.files.update(made.now())
+    return made
+
+
+@pytest.fixture(scope="module", params=["4+2", "none"], ids=["parity", "no-parity"])
+def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pristine:
+    return _build(tmp_path_factory.mktemp("matrix") / "data", request.param)
+
+
+@pytest.mark.parametrize("place", ["root", "mirror"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_has_a_good_copy_is_whole_again(pristine: Pristine, kind: str, place: str) -> None:
+    name = pristine.named(kind, place)
+    if name is None:
+        assert (kind, place) in EXPECTED_ABSENT or kind.startswith("parity"), (kind, place)
+        return
+    unhealed = []
+    for damage, spoil in DAMAGES.items():
+        for command, *options in COMMANDS:
+            pristine.restore()
+            beside = pristine.bystander(name)
+            (pristine.base / beside).unlink()
+            path = pristine.base / name
+            path.chmod(0o644)
+            spoil(path)
+            code, told = call(command, pristine.root, *options)
+            unlike = pristine.unlike()
+            if unlike:
+                unhealed.append((damage, command, code, unlike, told[-600:]))
+    pristine.restore()
+    assert not unhealed, f"{len(unhealed)} unhealed: " + "\n".join(map(str, unhealed))
+
+
+EXPECTED_ABSENT = {("mark", "root"), ("attestation", "mirror")}
+
+
+@pytest.mark.parametrize("kind", KINDS[:8] + KINDS[9:12])
+def test_what_is_lost_is_named_and_the_rest_is_healed(pristine: Pristine, kind: str) -> None:
+    """Gone from the root, damaged in the copy, and without parity."""
+    lost = pristine.named(kind, "root")
+    if lost is None or any(name.endswith(".parity") for name in pristine.files):
+        return
+    wrong = []
+    for command, *options in COMMANDS:
+        pristine.restore()
+        copy = lost.replace("root/", "mirror/", 1)
+        beside = pristine.bystander(copy)
+        (pristine.base / beside).unlink()
+        (pristine.base / lost).unlink()
+        (pristine.base / copy).chmod(0o644)
+        _flip(pristine.base / copy)
+        code, told = call(command, pristine.root, *options, "--json")
+        if Path(lost).name not in told or code == 0 or pristine.unlike() != sorted([lost, copy]):
+            wrong.append((command, code, pristine.unlike(), told[-900:]))
+    pristine.restore()
+    assert not wrong, "\n".join(map(str, wrong))
