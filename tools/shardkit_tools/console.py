@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from rich.text import Text
 
 __all__ = [
     "JsonFlag",
+    "LogHandler",
     "StatusLine",
     "bytes_text",
     "clean",
@@ -175,6 +177,16 @@ def share_text(part: int, whole: int) -> str:
     """A share in per cent, with more digits where it is small."""
     share = 100 * part / whole if whole else 0.0
     return f"{share:.{1 if share >= 0.95 or not part else 2 if share >= 0.095 else 3}f} %"
+
+
+class LogHandler(logging.Handler):
+    """Lines of the library's log on standard error; a status line that stands there makes room."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one."""
+        start = "\r\x1b[K" if sys.stderr.isatty() else ""
+        sys.stderr.write(f"{start}{clean(record.getMessage())}\n")
+        sys.stderr.flush()
 
 
 class StatusLine:

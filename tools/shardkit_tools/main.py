@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import traceback
@@ -18,6 +19,7 @@ import typer
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.exit_codes import ExitCode, exit_code
+from shardkit_tools.console import LogHandler
 from shardkit_tools.help_pages import CommandPage, GroupPage
 
 __all__ = ["CHECKS", "COMMANDS", "make_app", "run"]
@@ -112,6 +114,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     known = {name for _, names in COMMANDS for name in names}
     command = given[0] if given and given[0] in known else None
+    log = logging.getLogger("shardkit")
+    if not any(isinstance(one, LogHandler) for one in log.handlers):
+        log.addHandler(LogHandler())
     try:
         make_app(command)(given)
     except KeyboardInterrupt as interrupt:

@@ -22,6 +22,7 @@ from shardkit.storage.reading.detours import Detours
 from shardkit.storage.reading.health import Breaker, Budget, Latencies
 from shardkit.storage.reading.locations import Location
 from shardkit.storage.remote.backoff import Patience, pauses
+from shardkit.storage.remote.waiting import WAITS
 
 __all__ = ["ReadPath", "ReadSettings", "Want"]
 
@@ -152,17 +153,19 @@ class ReadPath:
         problems: dict[str, ShardkitError] = {}
         bad: dict[str, str] = {}
         patience = Patience(deadline_s=self.settings.deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
-        for pause in pauses(patience):
-            if pause:
-                self.detours.note("retries", what=want.what, pause_s=round(pause, 3))
-            turn = _Turn(self, want, self._order(want), started + self.settings.deadline_s, problems)
-            data = turn.run()
-            bad = turn.bad
-            if data is not None:
-                self._report_bad(want, bad)
-                return data
-            if not any(map(_may_pass, problems.values())):
-                break  # all have answered, and asking again does not change what they have
+        with WAITS.waiting(self.root.store.url, f"read {want.what}", self.settings.deadline_s) as wait:
+            for pause in pauses(patience):
+                if pause:
+                    self.detours.note("retries", what=want.what, pause_s=round(pause, 3))
+                turn = _Turn(self, want, self._order(want), started + self.settings.deadline_s, problems)
+                data = turn.run()
+                bad = turn.bad
+                if data is not None:
+                    self._report_bad(want, bad)
+                    return data
+                wait.problem = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+                if not any(map(_may_pass, problems.values())):
+                    break  # all have answered, and asking again does not change what they have
         data = None if want.rebuild is None else want.rebuild()
         if data is not None and want.check(data):
             self.detours.note("rebuilt", what=want.what)

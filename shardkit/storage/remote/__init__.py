@@ -4,6 +4,7 @@
 
     addresses.py      URLs taken apart; those that hold a credential are refused
     backoff.py        how long to try again, with jitter
+    waiting.py        what is waited for, said every few seconds
     failures.py       what a client's error means, without its text
     ranges.py         which ranges to ask for together
     clients.py        one attempt of each request: obstore, made per process

@@ -31,6 +31,7 @@ from shardkit.storage.os_errors import store_error
 from shardkit.storage.remote.addresses import Address
 from shardkit.storage.remote.ranges import check_ranges
 from shardkit.storage.remote.spooled_stage import SpooledStage, spooled
+from shardkit.storage.remote.waiting import WAITS
 from shardkit.storage.store import ObjectStat, check_name, check_prefix
 
 __all__ = ["FsspecStore"]
@@ -39,6 +40,8 @@ _Result = TypeVar("_Result")
 
 _MAX_PUT_BYTES: Final = 5 * 2**30
 _TEMPORARIES: Final = "tmp"
+_CLIENTS_OWN_S: Final = float("inf")
+"""How long fsspec's clients wait is theirs to know."""
 
 
 class FsspecStore:
@@ -249,7 +252,8 @@ class FsspecStore:
     ) -> _Result:
         """Turn the client's errors into the protocol's. Their own text is dropped: it may hold credentials."""
         try:
-            return request()
+            with WAITS.waiting(self.url, f"{doing} {name}", _CLIENTS_OWN_S):
+                return request()
         except ShardkitError:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

@@ -21,6 +21,7 @@ from shardkit.storage.remote.clients import Buffer, Client, Found, open_client
 from shardkit.storage.remote.failures import Failure
 from shardkit.storage.remote.ranges import Range, check_ranges, coalesce
 from shardkit.storage.remote.spooled_stage import SpooledStage, spooled
+from shardkit.storage.remote.waiting import WAITS, Wait
 from shardkit.storage.store import ObjectStat, check_name, check_prefix
 
 __all__ = ["ObjectStore"]
@@ -175,20 +176,29 @@ class ObjectStore:
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         """Names in byte order; see `Store.list_after`."""
         check_prefix(prefix)
-        last = after
+        last, what, since = after, prefix or "objects", WAITS.now()
+        problem = Failure("no-answer", "")
         for _ in pauses(self._patience):
             try:
-                for found in self._client("data").list(prefix, last):
+                listed = self._client("data").list(prefix, last)
+                while True:
+                    with self._waiting(
+                        "list", what, since
+                    ) as wait:  # for a name, not for what is done with it
+                        wait.problem = problem.reason
+                        found = next(listed, None)
+                    if found is None:
+                        return
                     if found.name > last and found.name.startswith(prefix) and _is_ours(found.name):
                         yield found.name
                         last = found.name
-                return
+                    since = WAITS.now()
             except Failure as failure:
                 if not failure.passing:
-                    self._refuse(prefix or "objects", "list", failure)
+                    self._refuse(what, "list", failure)
                 problem = failure
                 self._renew(failure)
-        self._refuse(prefix or "objects", "list", problem)
+        self._refuse(what, "list", problem)
 
     # Writing
 
@@ -228,20 +238,22 @@ class ObjectStore:
         write_id = uuid.uuid4().hex
         unclear = False
         problem = Failure("no-answer", "no attempt was made")
-        for _ in pauses(self._patience):
-            denied_before = problem.kind == "denied"
-            try:
-                self._client("data").put(name, data, write_id=write_id)
-                return True
-            except Failure as failure:
-                if failure.kind == "exists":
-                    return unclear and self._is_mine(name, write_id)
-                # Only S3 says that a token has expired; elsewhere it is denied like any other: new credentials, once.
-                if not failure.passing and (failure.kind != "denied" or denied_before):
-                    self._refuse(name, "write", failure)
-                unclear = unclear or failure.kind == "no-answer"
-                problem = failure
-                self._renew(failure)
+        with self._waiting("write", name) as wait:
+            for _ in pauses(self._patience):
+                denied_before = problem.kind == "denied"
+                try:
+                    self._client("data").put(name, data, write_id=write_id)
+                    return True
+                except Failure as failure:
+                    if failure.kind == "exists":
+                        return unclear and self._is_mine(name, write_id)
+                    # Only S3 says that a token has expired; elsewhere it is denied like any other: new credentials,
+                    # once.
+                    if not failure.passing and (failure.kind != "denied" or denied_before):
+                        self._refuse(name, "write", failure)
+                    unclear = unclear or failure.kind == "no-answer"
+                    problem, wait.problem = failure, failure.reason
+                    self._renew(failure)
         return self._refuse(name, "write", problem)
 
     def _is_mine(self, name: str, write_id: str) -> bool:
@@ -287,18 +299,24 @@ class ObjectStore:
     ) -> _Result:
         """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
         problem: Failure | None = None
-        for _ in pauses(self._patience):
-            denied_before = problem is not None and problem.kind == "denied"
-            try:
-                return request(self._client(role))
-            except Failure as failure:
-                problem = failure
-                self._renew(failure)
-                # Not every answer that denies says that a token has expired: new credentials, once.
-                if not failure.passing and (failure.kind != "denied" or denied_before):
-                    break
+        with self._waiting(doing, name) as wait:
+            for _ in pauses(self._patience):
+                denied_before = problem is not None and problem.kind == "denied"
+                try:
+                    return request(self._client(role))
+                except Failure as failure:
+                    problem, wait.problem = failure, failure.reason
+                    self._renew(failure)
+                    # Not every answer that denies says that a token has expired: new credentials, once.
+                    if not failure.passing and (failure.kind != "denied" or denied_before):
+                        break
         assert problem is not None
         return self._refuse(name, doing, problem)
+
+    def _waiting(self, doing: str, name: str, since: float | None = None) -> AbstractContextManager[Wait]:
+        patience = self._patience
+        deadline_s = max(patience.deadline_s, patience.attempt_s)
+        return WAITS.waiting(self.url, f"{doing} {name}", deadline_s, since=since)
 
     def _refuse(self, name: str, doing: str, failure: Failure) -> NoReturn:
         """Turn a failure into the error that the protocol asks for."""

@@ -1,0 +1,142 @@
+"""Saying what is waited for: a store that does not answer is not a program that does nothing.
+
+Whoever asks a store over a network, once or until a deadline, does so within `Waits.waiting`. What has been under way
+for some seconds is logged, once every so many seconds for each store, whoever asks: commands and scripts alike. Without
+any configuration of `logging`, Python prints warnings of the logger ``shardkit`` to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["WAITS", "Wait", "Waits"]
+
+_FIRST_S: Final = 5.0
+_EVERY_S: Final = 10.0
+_LOOK_S: Final = 0.5
+_LOG: Final = logging.getLogger("shardkit.storage")
+
+
+@dataclass(eq=False)
+class Wait:
+    """Something that is waited for.
+
+    Attributes:
+        where: URL of the store, without credentials.
+        doing: what is asked of it.
+        since: seconds of the clock.
+        deadline_s: seconds after which it is given up.
+        problem: what the last attempt met; "" while there was none.
+    """
+
+    where: str
+    doing: str
+    since: float
+    deadline_s: float
+    problem: str = ""
+
+
+class Waits:
+    """What a process waits for; may be used from any thread, and after a fork.
+
+    Args:
+        first_s: Nothing is said of what takes less.
+        every_s: Seconds between two lines about one store.
+        clock: Seconds.
+        tell: Gets each line.
+        is_watched: Look every half second, on a thread that ends when nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_s: float = _FIRST_S,
+        every_s: float = _EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = _LOG.warning,
+        is_watched: bool = True,
+    ) -> None:
+        self._first_s, self._every_s, self._clock, self._tell = first_s, every_s, clock, tell
+        self._is_watched = is_watched
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._waits: dict[Wait, None] = {}  # in the order in which they began
+        self._told: dict[str, float] = {}
+        self._watcher: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(
+        self, where: str, doing: str, deadline_s: float, *, since: float | None = None
+    ) -> Iterator[Wait]:
+        """While this is open, the store at `where` is waited for; since now, unless an earlier moment is given."""
+        wait = Wait(where, doing, self.now() if since is None else since, deadline_s)
+        with self._lock:
+            self._waits[wait] = None
+            if self._is_watched and self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="storage-waits", daemon=True)
+                self._watcher.start()
+        try:
+            yield wait
+        finally:
+            with self._lock:
+                self._waits.pop(wait, None)
+
+    def now(self) -> float:
+        """Seconds of the clock."""
+        return self._clock()
+
+    def tell_due(self) -> None:
+        """Say what is due to be said."""
+        for line in self._due():
+            self._tell(line)
+
+    def _due(self) -> list[str]:
+        lines: list[str] = []
+        with self._lock:
+            now = self._clock()
+            slowest: dict[str, Wait] = {}
+            for wait in sorted(self._waits, key=lambda one: one.since):
+                slowest.setdefault(wait.where, wait)
+            self._told = {where: told for where, told in self._told.items() if where in slowest}
+            for where, wait in slowest.items():
+                passed = now - wait.since
+                if passed < self._first_s or now - self._told.get(where, -self._every_s) < self._every_s:
+                    continue
+                self._told[where] = now
+                last = f"; last: {wait.problem}" if wait.problem else ""
+                lines.append(
+                    f"still waiting for {where} to {wait.doing}: {passed:.0f} s, {self._limit(wait)}{last}"
+                )
+        return lines
+
+    @staticmethod
+    def _limit(wait: Wait) -> str:
+        return (
+            "as long as its client waits"
+            if math.isinf(wait.deadline_s)
+            else f"at most {wait.deadline_s:.0f} s"
+        )
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(_LOOK_S, self._first_s / 2))
+            with self._lock:
+                if not self._waits:
+                    self._watcher = None
+                    return
+            self.tell_due()
+
+
+WAITS: Final = Waits()
+"""Of this process."""
