@@ -49,7 +49,7 @@ def read_checkpoints(run: Path) -> tuple[list[CheckpointRecord], list[tuple[str,
     for name in sorted(store.list_after("checkpoints/")):
         try:
             found.append(_claim(store, name))
-        except (ShardkitError, KeyError, TypeError, ValueError, AttributeError, LookupError) as error:
+        except (ShardkitError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             broken.append((name, f"cannot be read: {error}"))
     return sorted(found, key=lambda one: one.step), broken
 

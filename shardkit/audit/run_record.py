@@ -111,7 +111,7 @@ def _read_settings(run: RunRecord) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         run.add("violated", "settings", "run.json", f"is no JSON any more: {error}")
         return {}
     return value if isinstance(value, dict) else {}
@@ -294,7 +294,7 @@ def _logged_steps(path: Path) -> int:
         for line in (read_file(path / name) or b"").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 continue

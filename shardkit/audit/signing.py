@@ -145,7 +145,7 @@ def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
         payload = base64.b64decode(envelope["payload"], validate=True)
         kind = str(envelope["payloadType"])
         signatures = [base64.b64decode(one["sig"], validate=True) for one in envelope["signatures"]]
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, RecursionError, TypeError, binascii.Error) as error:
         raise FormatError(f"signed statement: no DSSE envelope: {error!r}") from error
     if not any(_is_signed(public, signature, _encode(kind, payload)) for signature in signatures):
         raise IntegrityError(
@@ -153,7 +153,10 @@ def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
         )
     if kind != PAYLOAD_TYPE:
         raise FormatError(f"signed statement: payload type {kind!r}, expected {PAYLOAD_TYPE}")
-    statement = json.loads(payload)
+    try:
+        statement = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"signed statement: no JSON: {error}") from None
     if not isinstance(statement, dict) or statement.get("predicateType") != PREDICATE_TYPE:
         raise FormatError(
             f"signed statement: not about an audit (predicate type {PREDICATE_TYPE} is expected)"

@@ -6,6 +6,8 @@ import calendar
 import datetime as dt
 import time
 
+from shardkit.errors import FormatError
+
 __all__ = ["seconds_of", "utc_text"]
 
 _FORM = "%Y-%m-%dT%H:%M:%SZ"
@@ -18,5 +20,12 @@ def utc_text(seconds: float | None = None) -> str:
 
 
 def seconds_of(text: str) -> int:
-    """Seconds since 1970 of what `utc_text` gave."""
-    return calendar.timegm(time.strptime(text, _FORM))
+    """Seconds since 1970 of what `utc_text` gave.
+
+    Raises:
+        FormatError: there is no such moment.
+    """
+    try:
+        return calendar.timegm(time.strptime(text, _FORM))
+    except ValueError:
+        raise FormatError(f"{text[:40]!r} is no moment; do not trust whoever wrote it") from None

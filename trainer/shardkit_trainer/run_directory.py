@@ -45,8 +45,8 @@ class Lines:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; lines that a kill has torn are left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(json.JSONDecodeError):
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, RecursionError):
             records.append(json.loads(line))
     return records
 
@@ -92,9 +92,26 @@ class RunDirectory:
         raise RunError(f"run directory {self.path}: process {holder} is training in it; {advice}")
 
     def manifest_of_run(self) -> dict[str, Any] | None:
-        """run.json, None before the first start."""
+        """run.json, None before the first start.
+
+        Raises:
+            StateError: it is damaged.
+        """
         path = self.path / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or not all(
+            isinstance(found.get(key), str) for key in ("manifest", "plan")
+        ):
+            raise StateError(
+                f"{path} is damaged: it does not say on which manifest and plan the run was begun; put it back from a "
+                "copy of the run directory, or train in a new one"
+            )
+        return found
 
     def begin(self, settings: Mapping[str, Any], manifest: str, plan: str, parts: Mapping[str, str]) -> None:
         """Write run.json at the first start; check later ones against it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +36,7 @@ from shardkit.storage.replicating.replicating import (
     over_all,
 )
 from shardkit.storage.repository import Repository
+from shardkit.storage.utc import seconds_of
 
 __all__ = ["GRACE_S", "Change", "Placing", "changed_table", "place", "prepare", "undo"]
 
@@ -330,15 +330,11 @@ def _delete_due(
         return
     copies = surplus(table, facts, needed)
     placing.surplus = len(copies)
-    since = clock() if table.time.startswith("1970") else _seconds(table.time)
+    since = clock() if table.time.startswith("1970") else seconds_of(table.time)
     placing.due_in_s = max(0, int(since + grace_s - clock())) if copies else 0
     if copies and placing.due_in_s == 0 and not dry_run:
         placing.drops = drop_surplus(table, facts, needed, copies, pace)
         placing.surplus -= placing.drops.objects
-
-
-def _seconds(text: str) -> int:
-    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
 
 
 def _told(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
