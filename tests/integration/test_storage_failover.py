@@ -1,0 +1,232 @@
+"""A primary that is damaged before or while it is read, and a good second location: the same batches, losses, weights.
+
+Through the loader, and through the bundled trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
+from shardkit.ledger import Ledger
+from shardkit_tools.main import run as command
+from shardkit_trainer import load_configuration
+from shardkit_trainer.run_directory import read_lines
+from shardkit_trainer.training import train
+
+ROWS, STEPS = 120, 8
+FORMATS = {
+    "tar": {"format": "tar", "compression": "none"},
+    "arrow": {"format": "arrow", "compression": "none"},
+    "zstd": {"format": "tar", "compression": "zstd"},
+}
+EVENTS = {"mismatch", "missing", "failover", "refetch"}
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for position in range(40, len(data), 97):
+        data[position] ^= 0x80
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flip": _flip,
+    "zero": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
+    "truncate": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 3]) and None,
+    "delete": lambda path: path.unlink(),
+}
+
+
+def shards(root: Path) -> list[Path]:
+    return sorted(
+        path for kind in ("tar", "tar.zst", "arrow") for path in root.glob(f"objects/sha256/*/*.{kind}")
+    )
+
+
+def damage(root: Path, how: str) -> None:
+    for path in shards(root):
+        path.chmod(0o644)
+        DAMAGES[how](path)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Format → a root with a copy beside it, both as they were built."""
+    found = {}
+    for name, layout in FORMATS.items():
+        base = tmp_path_factory.mktemp(name)
+        schema = {"value": "int64", "kind": "str", "text": "str", "note": "json"}
+        with shardkit.create(
+            base / "root", schema, stratify="kind", shard_size="8KiB", block_size="512B", **layout
+        ) as writer:
+            for number in range(ROWS):
+                text = "wörter und mehr " * (number % 5 + 1)
+                note = {"n": number, "of": ["a", "ü"]}
+                writer.add({"value": number, "kind": "aab"[number % 3], "text": text, "note": note})
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            command(["place", str(base / "root"), "--location", f"far={base / 'far'}", "--copies", "2"])
+        assert shards(base / "far")
+        found[name] = base
+    return found
+
+
+@pytest.fixture
+def fresh(roots: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a format's root, with the same second location."""
+    numbers = itertools.count()
+
+    def made(name: str) -> Path:
+        return shutil.copytree(roots[name] / "root", tmp_path / f"root-{next(numbers)}")
+
+    return made
+
+
+@pytest.fixture
+def both(roots: dict[str, Path]) -> Iterator[Callable[[Path, str, str], None]]:
+    """Damages a root and its second location, which is put back after the test."""
+    kept = {path: path.read_bytes() for base in roots.values() for path in shards(base / "far")}
+
+    def spoil(root: Path, name: str, how: str) -> None:
+        damage(root, how)
+        damage(roots[name] / "far", how)
+
+    yield spoil
+    for path, data in kept.items():
+        path.write_bytes(data)
+
+
+detours: list[float] = []
+"""Of each loader that `batches` made: copies that it found wrong or missing."""
+
+
+def batches(root: Path, run: Path, at: Callable[[int], None] = lambda _step: None) -> list[Any]:
+    dataset = shardkit.open(root)
+    plan = dataset.plan(global_batch=12, seed=3, lanes=4)
+    found = []
+    with contextlib.closing(
+        dataset.loader(plan, rank=0, world=1, tensors=False, prefetch=0, run=run)
+    ) as loader:
+        for number, batch in enumerate(loader):
+            found.append(
+                (batch["samples"].tolist(), batch["value"].tolist(), list(batch["text"]), list(batch["note"]))
+            )
+            at(number)
+        stats = loader.stats()
+        detours.append(stats["remote_mismatches"] + stats["remote_missing"])
+    return found
+
+
+def events(run: Path) -> set[str]:
+    return {str(one.get("kind", one.get("event"))) for one in Ledger(run).event_documents()}
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_loader_reads_on_elsewhere(
+    roots: dict[str, Path], fresh: Callable[[str], Path], tmp_path: Path, name: str, how: str, when: str
+) -> None:
+    root = fresh(name)
+    expected = batches(roots[name] / "root", tmp_path / "whole")
+    assert len(expected) == ROWS // 12
+
+    def at(number: int) -> None:
+        if number == 2 and when == "while":
+            damage(root, how)
+
+    if when == "before":
+        damage(root, how)
+    assert batches(root, tmp_path / "disturbed", at) == expected
+    assert detours[-2] == 0
+    assert detours[-1] > 0 or when == "while"
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_both_are_bad_the_error_names_the_shard_and_what_to_run(
+    fresh: Callable[[str], Path], both: Callable[[Path, str, str], None], tmp_path: Path, name: str, how: str
+) -> None:
+    root = fresh(name)
+    names = [path.name for path in shards(root)]
+    both(root, name, how)
+    with pytest.raises((IntegrityError, NotFoundError)) as caught:
+        batches(root, tmp_path / "run")
+    assert any(one in str(caught.value) for one in names), caught.value
+    assert "shardkit " in str(caught.value)
+
+
+def trained(
+    directory: Path, root: Path, patch: pytest.MonkeyPatch, at: Callable[[int], None]
+) -> tuple[str, list[Any]]:
+    """(SHA-256 of the weights, losses) of a run of the bundled trainer in this process."""
+    patch.syspath_prepend(Path(__file__).parent)
+    import trainer_histogram
+
+    prepare = trainer_histogram.HistogramTask.prepare
+
+    def prepared(task: Any, cell: Any, seed: int) -> Any:
+        at(cell.step)
+        return prepare(task, cell, seed)
+
+    settings = {
+        "run.directory": directory, "run.steps": STEPS, "data.dataset": root, "data.global_batch": 12,
+        "data.lanes": 4, "data.seed": 5, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd",
+        "optimizer.lr": 1.0, "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
+        "schedule.kind": "linear", "schedule.final": 0.5, "checkpoint.every": 8, "log.every": 1,
+        "checkpoint.asynchronous": "false", "parallel.exact": "int64",
+    }  # fmt: skip
+    with patch.context() as inner:
+        inner.setattr(trainer_histogram.HistogramTask, "prepare", prepared)
+        done = train(load_configuration(None, [f"{key}={value}" for key, value in settings.items()]))
+    losses = [line["loss"] for line in read_lines(directory / "metrics" / "train.jsonl") if "loss" in line]
+    return done.parameters_sha256, losses
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("name", ["tar", "arrow"])
+def test_the_trainer_ends_with_the_same_losses(
+    roots: dict[str, Path],
+    fresh: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    expected = trained(tmp_path / "whole", roots[name] / "root", monkeypatch, lambda _step: None)
+    assert len(expected[1]) == STEPS
+    for how, first in (("flip", 0), ("zero", 2), ("truncate", 2), ("delete", 0)):
+        root, run, waiting = fresh(name), tmp_path / how, [how]
+        if first == 0:
+            damage(root, waiting.pop())
+
+        def at(step: int, root: Path = root, first: int = first, waiting: list[str] = waiting) -> None:
+            if step == first and waiting:
+                damage(root, waiting.pop())
+
+        assert trained(run, root, monkeypatch, at) == expected, (how, first)
+        assert first or events(run) & EVENTS, (how, events(run))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_the_trainer_names_the_shard_that_is_bad_everywhere(
+    fresh: Callable[[str], Path],
+    both: Callable[[Path, str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = fresh("tar")
+    names = [path.name for path in shards(root)]
+    both(root, "tar", "zero")
+    with pytest.raises(ShardkitError) as caught:
+        trained(tmp_path / "run", root, monkeypatch, lambda _step: None)
+    assert any(name in str(caught.value) for name in names), caught.value
+    assert "shardkit repair" in str(caught.value)
