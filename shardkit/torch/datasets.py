@@ -10,9 +10,9 @@ any number of workers::
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.dataset import Dataset
@@ -20,6 +20,9 @@ from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, Topology, check_state, find_topology
 from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
+
+from .loop_log import Loop, LoopLog
+from .sent_batches import Sent, SentBatch
 
 __all__ = ["PlanDataset", "dataset"]
 
@@ -39,9 +42,14 @@ def dataset(ds: Dataset, plan: Plan, **settings: Any) -> PlanDataset:
 class PlanDataset(IterableDataset[Batch]):
     """One epoch of a plan per loop, epoch after epoch; see `dataset`.
 
-    The cursor lies in shared memory, so that an epoch that worker processes finished is finished here too. DataLoader
-    asks its workers ahead: a loop that is left among the last batches of an epoch may count as finished. Where that
-    matters, say where to go on with `load_state_dict` or `set_epoch`.
+    Where a loop begins is decided in the training process when DataLoader starts its workers; what they do early or
+    late changes nothing. A loop that is left early begins its epoch again: that it was not finished is known by the
+    batches that have not arrived. Not known is which of those that have DataLoader has handed out, nor what a
+    `collate_fn` made of them: a loop that is left within the last ``num_workers · prefetch_factor`` steps of an epoch
+    may then count as finished. Where that matters, say where to go on with `load_state_dict` or `set_epoch`, before
+    the loop begins.
+
+    Without workers a second loop supersedes the first, as with ``ds.loader``.
     """
 
     def __init__(self, ds: Dataset, plan: Plan, **settings: Any) -> None:
@@ -59,42 +67,75 @@ class PlanDataset(IterableDataset[Batch]):
             "rank": topology.rank,
             "world": topology.world,
         }
-        self._cursor = _shared_number()  # step at which the next loop begins
+        self._log = LoopLog()
         self._own: tuple[int, int] | None = (
             None  # (step, end of its epoch) at which this process goes on alone
         )
         self._at: tuple[int, int] | None = None  # the same, of the loop under way
+        self._latest: Loop | None = None  # that this process has begun
         ds.loader(plan, **self._settings).close()  # refuses impossible settings here and not in a worker
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a process that is being started gets; a copy has loops of its own."""
+        kept = self.__dict__ | {"_at": None, "_latest": None}
+        return kept if get_spawning_popen() is not None else kept | {"_log": self._log.where()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        log = state["_log"]
+        self.__dict__ |= state | {"_log": LoopLog(log) if isinstance(log, int) else log}
 
     def __len__(self) -> int:
         """Steps of one epoch."""
         return self._plan.loop_steps
 
     def __iter__(self) -> Iterator[Any]:
-        """The steps of this worker, from the cursor to the end of the epoch."""
+        """The steps of this worker, from where the loop begins to the end of the epoch."""
         worker, workers = _worker()
-        start = int(self._cursor)
-        check_geometry(self._plan, start)
-        first, stop = self._own or (start + worker, self._plan.epoch_bounds(start)[1])
-        self._own, self._at = None, (first, stop)
-        return self._hand_out(first, stop, workers)
+        loop = self._log.begin(worker if get_worker_info() is not None else None)
+        check_geometry(self._plan, loop.start)
+        stop = self._plan.epoch_bounds(loop.start)[1]
+        first, parts = loop.start + worker, min(workers, stop - loop.start)
+        if self._own is not None:
+            (first, stop), parts = self._own, workers
+        self._own, self._at, self._latest = None, (first, stop), loop
+        steps = range(first, stop, workers)
+        if worker >= parts:
+            return iter(())
+        if not steps:
+            self._log.done(loop, worker, parts, stop, sends=False)
+            return iter(())
+        return _Part(loop, steps, self._hand_out(loop, steps, parts), self)
 
-    def _hand_out(self, first: int, stop: int, workers: int) -> Iterator[Any]:
-        if first < stop:
-            with self._ds.loader(self._plan, **self._settings, stride=workers) as loader:
-                loader.seek(first)
-                for batch in loader:
-                    self._at = (_step_of(batch) + workers, stop)
+    def is_latest(self, loop: Loop) -> bool:
+        """Whether this process has begun no other loop since."""
+        return self._latest == loop
+
+    def _hand_out(self, loop: Loop, steps: range, parts: int) -> Iterator[Any]:
+        worker, workers = _worker()
+        with self._ds.loader(self._plan, **self._settings, stride=workers) as loader:
+            loader.seek(steps.start)
+            for batch in loader:
+                step = _step_of(batch)
+                if step == steps[-1]:
+                    self._log.done(loop, worker, parts, steps.stop, sends=True)
+                self._at = step + workers, steps.stop
+                if get_worker_info() is None:
                     yield batch
-        self._cursor.fill_(stop)
+                else:
+                    sent = Sent(self._log.token, loop, worker, last=step == steps[-1])
+                    yield (
+                        SentBatch.of(batch, sent)
+                        if isinstance(batch, Batch)
+                        else ([SentBatch.of(batch[0], sent), *batch[1:]])
+                    )
 
     # ---- state
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next loop at an epoch; frameworks call this by name."""
-        here, length = int(self._cursor), self._plan.loop_steps
+        here, length = self._log.where(), self._plan.loop_steps
         if here // length != epoch:  # a resumed epoch goes on where it was
-            self._cursor.fill_(epoch * length)
+            self._log.move(epoch * length)
 
     def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
         """Where to go on.
@@ -106,7 +147,7 @@ class PlanDataset(IterableDataset[Batch]):
         if after is not None:
             return state | {"step": _step_of(after) + 1}
         if self._at is None:
-            return state | {"step": int(self._cursor)}
+            return state | {"step": self._log.where()}
         worker, workers = _worker()
         return state | {"step": self._at[0], "until": self._at[1], "worker": worker, "workers": workers}
 
@@ -119,23 +160,36 @@ class PlanDataset(IterableDataset[Batch]):
         step = check_state(state, self._plan, self._ds.manifest.id)
         workers = state.get("workers")
         if workers is None:
-            self._cursor.fill_(step)
+            self._log.move(step)
             return
         if workers != _worker()[1]:
             raise StateError(
                 f"this state is of one of {workers} workers, and {_worker()[1]} run here; take the state with "
                 "dataset.state_dict(after=batch) in the training process: it fits any number of workers"
             )
-        until = int(state["until"])
-        self._own = (step, until)
-        if step >= until:
-            self._cursor.fill_(until)  # should this epoch be over for all, the next begins there
+        self._own = step, int(state["until"])
 
 
-def _shared_number() -> torch.Tensor:
-    """(1,) int64 zero in memory that worker processes share; unnamed, freed with its last holder."""
-    number: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-    return number
+class _Part(Iterator[Any]):
+    """One worker's steps of a loop; all of them where there are no workers."""
+
+    def __init__(self, loop: Loop, steps: range, batches: Iterator[Any], data: PlanDataset) -> None:
+        self._loop, self._left, self._batches, self._data = loop, steps, batches, data
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            UsageError: this process has begun another loop over the dataset.
+        """
+        if self._left and not self._data.is_latest(self._loop):
+            raise UsageError(
+                f"this loop ended before step {self._left[0]}: another loop over this dataset has begun. A dataset has "
+                "one loop at a time; to look at a batch use ds.loader(plan).peek(), or a second dataset"
+            )
+        batch = next(self._batches)
+        self._left = self._left[1:]
+        return batch
 
 
 def _worker() -> tuple[int, int]:
