@@ -1,0 +1,97 @@
+"""Files that change under a running loader: every batch is right, or a typed error names the file; no signal ends it.
+
+Datasets of every format and kind of payload, on the local disk and through a cache, with the compiled modules and
+without. ``SHARDKIT_SEED`` makes other changes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.testing.drills import drill_count
+from shardkit_tools.adopting.adoption import adopt
+
+ROWS = 480
+READER = Path(__file__).with_name("changing_files_reader.py")
+FORMATS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4")]
+KINDS: dict[str, dict[str, str]] = {
+    "fixed": {"tokens": "int32[400]"},
+    "small": {"x": "uint8[300]", "label": "int64"},
+    "blobs": {"blob": "bytes"},
+    "text": {"text": "str"},
+    "ragged": {"values": "int32[*]"},
+}
+
+
+def _row(kind: str, n: int, chance: random.Random) -> dict[str, Any]:
+    if kind == "fixed":
+        return {"tokens": np.arange(n, n + 400, dtype=np.int32)}
+    if kind == "small":
+        return {"x": np.full(300, n % 251, np.uint8), "label": n}
+    if kind == "blobs":
+        return {"blob": chance.randbytes(chance.randrange(6000))}
+    if kind == "text":
+        return {"text": f"{n} " + "".join(chance.choices("abc äöü\n", k=chance.randrange(3000)))}
+    return {"values": np.arange(chance.randrange(900), dtype=np.int32) + n}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    base, chance, made = tmp_path_factory.mktemp("changing"), random.Random(5), []
+    for shard_format, compression in FORMATS:
+        for kind, schema in KINDS.items():
+            folder = base / f"{shard_format}-{compression}-{kind}"
+            with shardkit.create(str(folder / "root"), schema=schema, format=shard_format, compression=compression,
+                                 block_size="8KiB", shard_size="200KiB") as writer:  # fmt: skip
+                for n in range(ROWS):
+                    writer.add(_row(kind, n, chance))
+            made.append(folder)
+    folder = base / "adopted"
+    (folder / "tars").mkdir(parents=True)
+    for number in range(4):
+        with tarfile.open(folder / "tars" / f"part-{number:012d}.tar", "w") as tar:
+            for n in range(ROWS // 4):
+                for extension, data in (("bin", chance.randbytes(chance.randrange(6000))), ("txt", b"text %d" % n),
+                                        ("cls", b"%d" % (n % 7))):  # fmt: skip
+                    member = tarfile.TarInfo(f"{n:05d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    adopt([folder / "tars"], folder / "root", block_size="8KiB")
+    return [*made, folder]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("compiled", ["compiled", "plain"])
+@pytest.mark.parametrize("where", ["local", "cache"])
+def test_no_change_of_a_file_reaches_a_batch_or_ends_the_process(
+    folders: list[Path], where: str, compiled: str
+) -> None:
+    seed, changes = os.environ.get("SHARDKIT_SEED", "17"), max(drill_count(500), len(folders))
+    used = [folder for folder in folders if where == "local" or folder.name != "adopted"]
+    done = subprocess.run(
+        [sys.executable, str(READER), where, compiled, seed, str(changes), *map(str, used)],
+        capture_output=True, text=True, timeout=3600, check=False,
+    )  # fmt: skip
+    assert done.returncode >= 0, (
+        f"signal {-done.returncode} while reading {done.stdout.splitlines()[-1:]}\n{done.stderr}"
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    print(f"seed {seed}, {where}, {compiled}: {seen}")
+    assert (seen["wrong"], seen["unnamed"]) == (0, 0), done.stdout[-2000:]
+    assert seen["changes"] >= changes
+    assert seen["batches"] > 0
+    if where == "local":
+        assert seen["errors"] > 0
