@@ -75,10 +75,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.drill
 @pytest.mark.parametrize("compiled", ["compiled", "plain"])
 @pytest.mark.parametrize("where", ["local", "cache"])
+@pytest.mark.parametrize("turn", range(drill_count(20)))
 def test_no_change_of_a_file_reaches_a_batch_or_ends_the_process(
-    folders: list[Path], where: str, compiled: str
+    folders: list[Path], where: str, compiled: str, turn: int
 ) -> None:
-    seed, changes = os.environ.get("SHARDKIT_SEED", "17"), max(drill_count(500), len(folders))
+    """25 changes or more a turn."""
+    seed, changes = f"{os.environ.get('SHARDKIT_SEED', '17')}-{turn}", len(folders)
     used = [folder for folder in folders if where == "local" or folder.name != "adopted"]
     done = subprocess.run(
         [sys.executable, str(READER), where, compiled, seed, str(changes), *map(str, used)],
