@@ -284,7 +284,7 @@ def _two_epochs(data: Any, number: int, queue: Any) -> None:
     queue.put((number, [_steps(loader) for _ in range(2)]))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork"])
 def test_processes_that_are_no_workers_go_their_own_ways(ds: shardkit.Dataset, method: str) -> None:
     """Ranks that a launcher starts with one dataset in hand."""
     data = _data(ds, 7)
