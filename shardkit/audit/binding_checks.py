@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from shardkit.audit.checkpoint_records import CheckpointRecord, damaged_objects
+from shardkit.audit.checkpoint_records import STEP_NAME, CheckpointRecord, damaged_objects
 from shardkit.audit.result import Audit
 from shardkit.audit.run_record import RunRecord
 from shardkit.formats.digest import sha256_digest
@@ -17,7 +16,6 @@ from shardkit.ledger.ledger import read_file
 
 __all__ = ["check_bound_checkpoints", "check_bound_settings", "check_tensors"]
 
-_STEP_NAME: Final = re.compile(r"step-(\d{12})")
 _SHOWN: Final = 8
 _UNBOUND: Final = "not bound (0.1)"
 
@@ -55,15 +53,15 @@ def _contradictions(one: CheckpointRecord) -> Iterator[str]:
         if inner not in ("None", one.name):
             yield f"calls itself {inner}: it was renamed"
             break
-    match = _STEP_NAME.fullmatch(one.name)
+    match = STEP_NAME.fullmatch(one.name)
     if match and int(match[1]) != one.step:
         yield f"its name says step {int(match[1])}, it holds step {one.step}"
     for name, own in (("step", one.step), ("manifest", one.manifest), ("plan", one.plan)):
-        if name in one.loader and one.loader[name] != own:
+        if name in one.loader and own not in ("", -1) and one.loader[name] != own:
             yield f"its loader's {name} is {_short(one.loader[name])}, its own is {_short(own)}"
     if one.head is not None:
         end = one.head["steps"]["first"] + one.head["steps"]["size"]
-        if end != one.step:
+        if one.step >= 0 and end != one.step:
             yield f"holds the ledger's head of step {end}, and calls itself step {one.step}"
 
 
@@ -72,7 +70,7 @@ def _against_events(one: CheckpointRecord, events: list[dict[str, Any]]) -> Iter
     if not same:
         recorded = _short(events[-1].get("checkpoint"))
         yield f"is {_short(one.digest)}, and the ledger records {recorded} under this name: it was replaced"
-    elif same[-1].get("step") != one.step:
+    elif one.says_step and same[-1].get("step") != one.step:
         yield f"holds step {one.step}, and the ledger records it for step {same[-1].get('step')}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,10 @@ from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
 from shardkit.storage import Store, object_name, open_store
 
-__all__ = ["CheckpointRecord", "damaged_objects", "read_checkpoints"]
+__all__ = ["STEP_NAME", "CheckpointRecord", "damaged_objects", "read_checkpoints"]
 
+STEP_NAME: Final = re.compile(r"step-(\d{12})")
+"""Name of a checkpoint that says its step."""
 _MAX_REF: Final = 1 << 16
 _MAX_CHECKPOINT: Final = 1 << 30
 
@@ -25,7 +28,9 @@ class CheckpointRecord:
     Attributes:
         name: of its ref; `inner_names` are those that the ref and the manifest say of themselves.
         digest: "sha256:…" of its manifest.
-        step, manifest, plan, head: of its meta.
+        step, manifest, plan, head: of its meta; a writer of one's own need not say them: the step is then that of its
+            name or -1, the others are empty.
+        says_step: whether its meta does.
         loader: state of the loader that it holds.
         objects: SHA-256 in hex → bytes, of its tensors.
     """
@@ -35,6 +40,7 @@ class CheckpointRecord:
     manifest: str
     plan: str
     head: dict[str, Any] | None
+    says_step: bool = True
     digest: str = ""
     inner_names: tuple[str, ...] = ()
     loader: Mapping[str, Any] = field(default_factory=dict)
@@ -77,11 +83,14 @@ def _claim(store: Store, name: str) -> CheckpointRecord:
     ref, document = _read_checkpoint(store, name)
     meta = _decoded(document["meta"])
     head, loader = meta.get("ledger"), meta.get("loader")
+    short = name.removeprefix("checkpoints/").removesuffix(".json")
+    match = STEP_NAME.fullmatch(short)
     return CheckpointRecord(
-        name=name.removeprefix("checkpoints/").removesuffix(".json"),
-        step=int(meta["step"]),
-        manifest=str(meta.get("manifest")),
-        plan=str(meta.get("plan")),
+        name=short,
+        step=int(meta["step"]) if "step" in meta else int(match[1]) if match else -1,
+        says_step="step" in meta,
+        manifest=str(meta.get("manifest", "")),
+        plan=str(meta.get("plan", "")),
         head=_checked_head(head) if isinstance(head, dict) else None,
         digest=str(ref["checkpoint"]),
         inner_names=(str(ref.get("name")), str(document.get("name"))),

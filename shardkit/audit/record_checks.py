@@ -17,7 +17,7 @@ def check_checkpoints(record: RunRecord, audit: Audit) -> None:
     known = {(one["manifest"], one["plan"]) for one in record.plans}
     for one in record.checkpoints:
         fits: bool | None = None
-        if known and (one.manifest, one.plan) not in known:
+        if known and one.manifest and one.plan and (one.manifest, one.plan) not in known:
             fits = False
             record.add(
                 "violated", "checkpoint", one.name,

@@ -237,6 +237,9 @@ def test_checkpoints_of_a_loop_of_ones_own_are_bound(tmp_path: Path, texts: str)
     dataset, run = shardkit.open(texts), tmp_path / "run"
     plan = dataset.plan(global_batch=8, lanes=4)
 
+    def save_plainly(name: str) -> None:
+        save_state({"weights": torch.arange(5.0)}, storage_writer=CheckpointWriter(run, name))
+
     def save(step: int) -> None:
         meta = {"step": step, "loader": loader.state_dict(), "ledger": ledger_head(run, step),
                 "manifest": dataset.manifest.id, "plan": plan.digest}  # fmt: skip
@@ -245,6 +248,9 @@ def test_checkpoints_of_a_loop_of_ones_own_are_bound(tmp_path: Path, texts: str)
 
     with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
         for batch in loader:
+            if batch.step == 1:  # before the ledger has a step, and without a word about the run
+                save_plainly("step-000000000002")
+                save_plainly("best")
             if batch.step == 3:
                 save(4)
             if batch.step == 6:
@@ -254,7 +260,7 @@ def test_checkpoints_of_a_loop_of_ones_own_are_bound(tmp_path: Path, texts: str)
                 save(7)
                 break
     audit = audit_run(run)
-    assert (audit.verdict[:5], audit.bound_checkpoints) == ("clean", 2)
+    assert (audit.verdict[:5], audit.bound_checkpoints) == ("clean", 4)
     ref = run / "checkpoints" / "step-000000000004.json"
     for path in run.rglob("*.tensor"):
         path.chmod(0o644)
