@@ -91,12 +91,14 @@ class CheckpointWriter(StorageWriter):
         name: the checkpoint's name; names sort by age, so count with leading zeros. Else DCP's checkpoint_id.
         meta: plain data kept in the manifest (loader state, step, configuration).
         threads: concurrent writes per rank.
+        distrust: read the objects that are there already, and replace those that are damaged.
     """
 
     location: Store | str | os.PathLike[str]
     name: str | None = None
     meta: Mapping[str, object] = field(default_factory=dict)
     threads: int = 4
+    distrust: bool = False
     written_bytes: int = field(default=0, init=False)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -147,9 +149,22 @@ class CheckpointWriter(StorageWriter):
 
     def _put(self, store: Store, content: memoryview | bytes) -> Extent:
         digest = sha256_digest(content)
-        if store.put_new(object_name(digest, "tensor"), bytes(content)):
+        if self._put_object(store, object_name(digest, "tensor"), bytes(content)):
             self.written_bytes += len(content)
         return [parse_digest(digest), len(content), 0, len(content)]
+
+    def _put_object(self, store: Store, name: str, content: bytes) -> bool:
+        """Whether it was not there, or was damaged."""
+        if store.put_new(name, content):
+            return True
+        if not self.distrust:
+            return False
+        known = store.head(name)
+        same_size = known is not None and known.size == len(content)
+        if same_size and store.get(name, max_bytes=len(content)) == content:
+            return False
+        store.replace(name, content)
+        return True
 
     def _write_packs(self, store: Store, small: Sequence[tuple[WriteItem, memoryview]]) -> list[WriteResult]:
         """Small tensors, in packs of one top-level key each, so that the packs of a frozen model stay the same."""
@@ -179,7 +194,7 @@ class CheckpointWriter(StorageWriter):
         stored = {result.index: result.storage_data for rank in results for result in rank}
         body = dumps(_manifest(self.name, self.meta, metadata, stored))
         digest = sha256_digest(body)
-        store.put_new(object_name(digest, "checkpoint"), body)
+        self._put_object(store, object_name(digest, "checkpoint"), body)
         ref: dict[str, object] = {"checkpoint": digest, "name": self.name, "size": len(body)}
         ref["digest"] = sha256_digest(dumps(ref))
         if self.name in checkpoint_names(store):

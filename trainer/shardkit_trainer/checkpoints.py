@@ -64,6 +64,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: set[str] = set()
+        self._distrust = False  # something was damaged: what is saved must not build on objects that are
         self.last_saved_step = -1
         self.written_bytes = 0
 
@@ -154,7 +155,7 @@ class Checkpointer:
                 self._copied.set()
             if name in self._damaged and self._world.rank == 0:
                 self._store.delete(f"checkpoints/{name}.json")
-            writer = CheckpointWriter(self._store, name, meta)
+            writer = CheckpointWriter(self._store, name, meta, distrust=self._distrust)
             save_state(state, storage_writer=writer, process_group=group)
             self.written_bytes = writer.written_bytes
             if self._world.rank == 0:
@@ -193,6 +194,7 @@ class Checkpointer:
             meta, damage = self._load(strategy, store, name)
             if damage:
                 self._damaged |= set() if place else {name}
+                self._distrust |= not place
                 failures.append(f"{name}: {damage}")
                 self._event("checkpoint-damaged", name=name, store=store.url, error=damage)
                 continue
