@@ -15,9 +15,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = (
-    "shardkit/formats/span_hashes.c",
     "shardkit/formats/span_digests.c",
-    "shardkit/loader/row_copies.c",
+    "shardkit/loader/block_rows.c",
 )
 
 

@@ -4,7 +4,6 @@ schema         field types and schemas
 encoding       values to canonical payloads and back
 keys           names of samples inside a shard
 digest         SHA-256 and XXH3
-span_hashes    XXH3 of many places in memory at once; compiled, optional
 span_digests   SHA-256 of several buffers at once; compiled, optional
 canonical_json one text for one value
 compression    settings, checked zstd frames
@@ -37,7 +36,7 @@ from .digest import format_digest, parse_digest, sha256_digest, sha256_each, xxh
 from .index import BlockSpan, ShardIndex, block_starts
 from .keys import fit_key, is_key, max_key_bytes
 from .npy import npy_payload_offset
-from .reading import StoredBlock, Verify, read_block, verify_block
+from .reading import Verify, read_block, verify_block
 from .rebuilding import build_index
 from .row_block import JoinedPayloads, RowBlock
 from .rows import Row
@@ -65,7 +64,6 @@ __all__ = [
     "ShardIndex",
     "ShardWriter",
     "Sink",
-    "StoredBlock",
     "Texts",
     "VariableColumn",
     "Verify",

@@ -7,21 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
 
 span_digests: Any
-span_hashes: Any
-try:
-    from shardkit.formats import span_hashes
-except ImportError:  # not compiled where this was installed
-    span_hashes = None
 try:
     from shardkit.formats import span_digests
-except ImportError:  # or for a processor without the instructions
+except ImportError:  # not compiled where this was installed, or for a processor without the instructions
     span_digests = None
 
 __all__ = [
@@ -31,13 +24,11 @@ __all__ = [
     "sha256_digest",
     "sha256_each",
     "xxh3",
-    "xxh3_of_spans",
 ]
 
 DIGEST_PREFIX = "sha256:"
 """Stands before the hex digits of a digest in text."""
 
-_SHORT_BYTES = 240  # XXH3 hashes longer inputs in another way
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 
 
@@ -76,21 +67,3 @@ def parse_digest(text: object) -> str:
 def xxh3(data: bytes | bytearray | memoryview) -> int:
     """XXH3-64 of `data` with seed 0, as an unsigned 64-bit integer."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-def xxh3_of_spans(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[int] | None:
-    """XXH3-64 of spans of this process's memory, in one call during which other threads run.
-
-    Args:
-        addresses: (n,) where each begins; whoever calls has seen that the memory is there, and keeps it.
-        sizes: (n,) bytes of each.
-
-    Returns:
-        (n,) hashes; None where the compiled module is absent or a span has no more than 240 bytes: ask `xxh3` then.
-    """
-    if span_hashes is None or (len(sizes) and int(sizes.min()) <= _SHORT_BYTES):
-        return None
-    hashes = np.empty(len(addresses), dtype=np.uint64)
-    span_hashes.xxh3_spans(hashes, addresses, sizes)
-    found: list[int] = hashes.tolist()
-    return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from .arrow_reading import BatchReader
 from .arrow_schema import KEY_FIELD
 from .block import Block, Column, VariableColumn
 from .compression import decompress_frame
-from .digest import xxh3, xxh3_of_spans
+from .digest import xxh3
 from .index import BlockSpan, ShardIndex
 from .tar_blocks import tar_column
 
-__all__ = ["StoredBlock", "Verify", "are_intact", "read_block", "verify_block"]
+__all__ = ["Verify", "read_block", "verify_block"]
 
 Verify = Literal["fast", "strong"]
 """By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
@@ -61,39 +61,6 @@ def verify_block(
         f"block {block}: {name} mismatch (expected {expected}, got {got}); "
         "read another copy or repair the shard"
     )
-
-
-class StoredBlock(NamedTuple):
-    """The stored bytes of a block, not verified yet, as they lie in memory.
-
-    Attributes:
-        view: of the bytes; keeps them where they are.
-        address: of the first of them.
-        shard: its index.
-        block: number in the shard; it has one of this number.
-    """
-
-    view: memoryview
-    address: int
-    shard: ShardIndex
-    block: int
-
-
-def are_intact(blocks: Sequence[StoredBlock]) -> list[bool]:
-    """Whether each is the block that was written, by its size and XXH3.
-
-    What `verify_block` finds, for several blocks at once: other threads run while all of them are hashed.
-    """
-    spans = [one.shard.spans[one.block] for one in blocks]
-    sizes = [len(one.view) for one in blocks]
-    addresses = np.array([one.address for one in blocks], dtype=np.int64)
-    hashes = xxh3_of_spans(addresses, np.array(sizes, dtype=np.int64))
-    if hashes is None:
-        hashes = [xxh3(one.view) for one in blocks]
-    return [
-        size == span.size and found == span.xxh3
-        for span, size, found in zip(spans, sizes, hashes, strict=True)
-    ]
 
 
 def read_block(

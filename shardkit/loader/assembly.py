@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 
 from shardkit.formats import Schema
 from shardkit.loader.batch import Batch, to_tensors
-from shardkit.loader.gather import GatherColumns, RowAddresses
+from shardkit.loader.gather import GatherColumns, RowAddresses, own_rows_of
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
-from shardkit.loader.step_gather import GatherThreads, StepGather, own_rows_of
 from shardkit.plan import Plan
 
 __all__ = ["Assembler", "BegunStep", "StepBatches"]
@@ -70,45 +68,25 @@ class Assembler:
         tensors: bool,
         pin: bool,
         work: RowWork,
-        threads: GatherThreads,
-        step_bytes: int,
         counts: LoaderCounts,
     ) -> None:
-        self._threads, self._step_bytes = threads, step_bytes
         self._plan, self._schema, self._fields = plan, schema, list(fields)
         self._lanes, self._world, self._by_cell, self._tensors = list(lanes), world, by_cell, tensors
         self._work, self._counts, self._pin = work, counts, pin
-
-    def gather(
-        self, group: StepGroup, blocks: Sequence[GatherColumns], beside: Callable[[], None] | None = None
-    ) -> StepGather:
-        """Where the rows of a group lie, ready to be copied; `blocks` are those of `group.blocks`."""
-        rows = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
-        return StepGather(
-            rows.take,
-            group.borders.tolist(),
-            threads=self._threads,
-            step_bytes=self._step_bytes,
-            beside=beside,
-        )
 
     @property
     def ahead(self) -> int:
         """How many steps should be begun before one is finished."""
         return self._work.steps_ahead(self._plan.cell_size * len(self._lanes))
 
-    def begin(self, group: StepGroup, gather: StepGather) -> Iterator[BegunStep]:
-        """The steps of a group, in order; closes `gather` in the end, and needs the group's blocks no longer."""
-        with contextlib.closing(gather):
-            yield from self._begun(group, group.borders.tolist(), iter(gather))
-
-    def _begun(
-        self, group: StepGroup, borders: list[int], gathered: Iterator[dict[str, Any]]
-    ) -> Iterator[BegunStep]:
+    def begin(self, group: StepGroup, blocks: Sequence[GatherColumns]) -> Iterator[BegunStep]:
+        """The steps of a group, in order, out of the blocks of `group.blocks`."""
+        gathered = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
+        borders = group.borders.tolist()
         for offset, counts in enumerate(group.lane_counts.tolist()):
             step, first, last = group.numbers[offset], borders[offset], borders[offset + 1]
             started = time.perf_counter()
-            columns = next(gathered)
+            columns = gathered.take(first, last)
             self._counts.gather_s += time.perf_counter() - started
             # copies: a batch that is kept keeps no other step of its group
             samples, slots = group.samples[first:last].copy(), group.slots[first:last].copy()

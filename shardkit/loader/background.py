@@ -63,11 +63,6 @@ class Background(Generic[T]):
         """Finished items that wait."""
         return len(self._ready)
 
-    def peek(self) -> T | None:
-        """The item that is handed out next, if it is there already."""
-        with self._changed:
-            return self._ready[0] if self._ready else None
-
     @property
     def depth(self) -> int:
         """How many finished items may wait."""

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from shardkit.errors import IntegrityError
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import IntegrityError, ShardkitError
+from shardkit.formats import xxh3
+from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.gather import GatherColumns
-from shardkit.loader.placing import BlockPlacer
+from shardkit.loader.placing import BlockPlacer, StoredBlock
 from shardkit.loader.settings import Sources
 from shardkit.storage import BlockReader
+from shardkit.storage.blocks import LocalBlock
+from shardkit.storage.open_files import open_files
 from shardkit.telemetry.slow_blocks import BlockTimes
 
+block_rows: Any
+try:
+    from shardkit.loader import block_rows
+except ImportError:  # not compiled where this was installed
+    block_rows = None
+
 __all__ = ["BlockLoading"]
+
+_SHORT_BYTES = 240  # XXH3 hashes longer blocks in another way
 
 
 class BlockLoading:
     """Loads blocks by their numbers in the dataset; called by several threads at once.
 
-    Blocks that lie in local files as they are used are hashed together and not made into columns; all others, and
-    whatever is wrong, go through `BlockReader.read`, block by block.
+    Every block is read into private memory, hashed there, and its rows are copied from there. Blocks that lie in local
+    files as they are used are read together and not made into columns; all others, and whatever is wrong, go through
+    `BlockReader.read`, block by block.
 
     Args:
         sources: of the dataset.
         reader: of the blocks.
         fields: to be gathered.
+        memory: into which they are read.
         times: told how long each block took; of blocks that were loaded together, the mean.
 
     Attributes:
@@ -32,9 +51,14 @@ class BlockLoading:
     """
 
     def __init__(
-        self, sources: Sources, reader: BlockReader, fields: Sequence[str], times: BlockTimes | None
+        self,
+        sources: Sources,
+        reader: BlockReader,
+        fields: Sequence[str],
+        memory: BlockMemory,
+        times: BlockTimes | None,
     ) -> None:
-        self._sources, self._reader, self._times = sources, reader, times
+        self._sources, self._reader, self._memory, self._times = sources, reader, memory, times
         self._fields, self._place = fields, BlockPlacer(fields)
         self.verification_failures = 0
 
@@ -59,12 +83,56 @@ class BlockLoading:
         return found
 
     def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:
+        plain = [self._plain_block(shard, inside) for shard, inside in places]
+        read = iter(read_together([one for one in plain if one is not None], self._memory))
         found = []
-        stored_blocks = self._reader.verified_blocks(places, self._place.suits)
-        for (shard, inside), stored in zip(places, stored_blocks, strict=True):
-            one = None if stored is None else self._place(stored)
+        for (shard, inside), local in zip(places, plain, strict=True):
+            memory = None if local is None else next(read)
+            one = None
+            if memory is not None:
+                address = memory.__array_interface__["data"][0]
+                one = self._place(StoredBlock(memory.data, address, self._reader.index(shard), inside))
             if one is None:
-                block = self._reader.read(shard, inside, keys=False, fields=self._fields)
+                block = self._reader.read(
+                    shard, inside, keys=False, fields=self._fields, memory=self._memory.take
+                )
                 one = GatherColumns(block, self._fields)
             found.append(one)
         return found
+
+    def _plain_block(self, shard: int, inside: int) -> LocalBlock | None:
+        """Where a block lies whose stored bytes alone will do."""
+        if not self._place.suits(self._reader.index(shard)):
+            return None
+        return self._reader.local_block(shard, inside)
+
+
+def read_together(blocks: Sequence[LocalBlock], memory: BlockMemory) -> list[NDArray[np.uint8] | None]:
+    """The bytes of blocks that are what was written.
+
+    None wherever there is more to do or to say, a mismatch among it: `BlockReader.read` then says what is wrong, and
+    looks in other places.
+    """
+    into = [memory.take(block.size) for block in blocks]
+    try:
+        if block_rows is None or any(block.size <= _SHORT_BYTES for block in blocks):
+            states = bytes([_read_one(block, one) for block, one in zip(blocks, into, strict=True)])
+        else:
+            with open_files.borrowed([(block.path, block.file_size) for block in blocks]) as files:
+                offsets, sizes = (
+                    np.array([getattr(block, name) for block in blocks], np.int64)
+                    for name in ("offset", "size")
+                )
+                addresses = np.array([one.__array_interface__["data"][0] for one in into], np.int64)
+                hashes = np.array([block.xxh3 for block in blocks], np.uint64)
+                states = block_rows.load_blocks(np.array(files, np.int64), offsets, addresses, sizes, hashes)
+    except ShardkitError:
+        return [None] * len(blocks)
+    return [None if state else one for state, one in zip(states, into, strict=True)]
+
+
+def _read_one(block: LocalBlock, into: NDArray[np.uint8]) -> int:
+    with contextlib.suppress(ShardkitError):
+        open_files.read(block.path, block.file_size, block.offset, into.data)
+        return int(xxh3(into.data) != block.xxh3)
+    return 2

@@ -24,20 +24,20 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn, parse_decimals
 
-row_copies: Any
+block_rows: Any
 try:
-    from shardkit.loader import row_copies
+    from shardkit.loader import block_rows
 except ImportError:  # not compiled where this was installed: the same in numpy, whose copies others wait for
-    row_copies = None
+    block_rows = None
 
-__all__ = ["DECIMALS", "FREE_ITEMS", "GatherColumns", "RowAddresses", "is_only_copied"]
+__all__ = ["DECIMALS", "GatherColumns", "RowAddresses", "is_only_copied", "own_rows_of", "rows_of"]
 
 Int64s = NDArray[np.int64]
 
 _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
-FREE_ITEMS = 501
+_FREE_ITEMS = 501
 """numpy lets other threads run during an indexed copy only if it is of more than 500 items. A copy of fewer, which
 holds the interpreter for a tenth of a millisecond, costs the threads that verify blocks four fifths of their speed."""
 _MIN_PIECE = 128  # bytes; an item costs some nanoseconds beside its copy
@@ -50,7 +50,7 @@ _HOLD_BYTES = 1 << 15  # copies below this are too short to disturb anybody
 
 def is_only_copied(field: FieldType) -> bool:
     """Whether gathering a field is one copy of many rows, beside which other threads run."""
-    return field.item_bytes is not None or (row_copies is not None and field.kind != "json")
+    return field.item_bytes is not None or (block_rows is not None and field.kind != "json")
 
 
 class GatherColumns:
@@ -177,7 +177,7 @@ class RowAddresses:
             if field.kind not in ("scalar", "array"):
                 starts = _items(np.dtype(np.int64), addresses)
                 sizes = _items(np.dtype(np.int64), second[which] + offsets) - starts
-                by_address = field.kind == "ragged" or row_copies is not None
+                by_address = field.kind == "ragged" or block_rows is not None
                 # else a slice of the block's view is copied
                 addresses = third[which] + starts if by_address else starts
                 views = [one.views[position] for one in blocks]
@@ -222,9 +222,10 @@ class RowAddresses:
 
 def _few_digits(addresses: Int64s, sizes: Int64s, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """Values of decimals that fit int64 and `dtype`; None where one does not, or nothing is compiled."""
-    values = np.empty(len(addresses), np.int64)
-    if row_copies is None or not row_copies.decimals_at(values, addresses, sizes):
+    found = None if block_rows is None else block_rows.decimals_at(addresses, sizes)
+    if found is None:
         return None
+    values = np.frombuffer(found, np.int64)
     least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     if len(values) and not least <= int(values.min()) <= int(values.max()) <= most:
         return None
@@ -251,9 +252,9 @@ def _fixed(one: _FieldAddresses, first: int, last: int) -> NDArray[Any]:
     shape = (rows, *field.shape)
     if item == 0 or not rows:
         return np.empty(shape, dtype=dtype)
-    if row_copies is not None:
+    if block_rows is not None:
         out = np.empty(shape, dtype=dtype)
-        row_copies.copy_rows(out, one.addresses[first:last], item)
+        block_rows.copy_rows(out, one.addresses[first:last], item)
         return out
     pieces = _pieces_per_row(item, rows)
     if not pieces:
@@ -285,7 +286,7 @@ def _pieces_per_row(item: int, rows: int) -> int:
         return 1
     possible = [pieces for pieces in range(1, max(1, item // _MIN_PIECE) + 1) if item % pieces == 0]
     possible = [pieces for pieces in possible if item // pieces <= _MAX_ITEM]
-    return next((pieces for pieces in possible if pieces * rows >= FREE_ITEMS), max(possible, default=0))
+    return next((pieces for pieces in possible if pieces * rows >= _FREE_ITEMS), max(possible, default=0))
 
 
 @lru_cache(maxsize=64)
@@ -297,11 +298,11 @@ def _opaque(
     field: FieldType, views: Sequence[Any], which: Int64s, starts: Int64s, sizes: Int64s
 ) -> list[Any]:
     """bytes, str or parsed JSON of each row; one copy each, out of the block."""
-    if row_copies is not None:
+    if block_rows is not None:
         if field.kind == "str":
-            texts: list[str] = row_copies.texts_at(starts, sizes)
+            texts: list[str] = block_rows.texts_at(starts, sizes)
             return texts
-        found: list[bytes] = row_copies.bytes_at(starts, sizes)
+        found: list[bytes] = block_rows.bytes_at(starts, sizes)
         return found if field.kind == "bytes" else [json.loads(one) for one in found]
     spans = zip(which.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
     if field.kind == "bytes":
@@ -316,10 +317,27 @@ def _ragged(field: FieldType, addresses: Int64s, sizes: Int64s) -> tuple[NDArray
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=borders[1:])
     values = np.empty(int(borders[-1]) // dtype.itemsize, dtype=dtype)
-    if row_copies is not None:
-        row_copies.copy_spans(values, addresses, sizes)
+    if block_rows is not None:
+        block_rows.copy_rows(values, addresses, sizes)
         return values, borders // dtype.itemsize
     target = values.__array_interface__["data"][0]
     for start, address, size in zip(borders.tolist(), addresses.tolist(), sizes.tolist(), strict=False):
         ctypes.memmove(target + start, address, size)
     return values, borders // dtype.itemsize
+
+
+def rows_of(value: Any, first: int, last: int) -> Any:
+    """Rows of a column as `RowAddresses.take` gives it; of an array, a view."""
+    if isinstance(value, tuple):
+        values, borders = value
+        part = borders[first : last + 1]
+        return values[part[0] : part[-1]], part - part[0]
+    return value[first:last]
+
+
+def own_rows_of(value: Any, first: int, last: int) -> Any:
+    """The same in memory of their own: whoever keeps them keeps no other rows."""
+    found = rows_of(value, first, last)
+    if isinstance(found, tuple):
+        return found[0].copy(), found[1]
+    return found if isinstance(found, list) else found.copy()

@@ -21,15 +21,14 @@ from shardkit.loader.gather import is_only_copied
 from shardkit.loader.loop import Loop, Steps
 from shardkit.loader.machinery import Machinery
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
+from shardkit.loader.prefetcher import Prefetcher, PrefetchSettings
 from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.rebalancing import make_rebalancer
 from shardkit.loader.row_work import RowWork
-from shardkit.loader.scout import Scout, ScoutSettings
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.shares import own_fields, own_lanes
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.statistics import LoaderCounts
-from shardkit.loader.step_gather import GatherThreads
 from shardkit.loader.telemetry_sources import LoaderSource
 from shardkit.loader.transforms import RowFunction
 from shardkit.loader.watchdog import Watchdog
@@ -38,10 +37,8 @@ from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
 
-# A step of at most this size is gathered in the trainer's own `next`: a tenth of a millisecond of copying, or a
-# millisecond, most of which threads that gather beside it have done before.
-_INLINE_BYTES = 1 << 20
-_HELPED_INLINE_BYTES = 8 << 20
+# A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
+_INLINE_BYTES = 8 << 20
 _DEFAULT_PREFETCH = 4
 _AGREEMENT_S = 600.0
 
@@ -70,7 +67,6 @@ class Loader:
         self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self._machinery: Machinery | None = None
-        self._loops = 0  # that have begun
         self._told: set[str] = set()  # of what is said once
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
@@ -158,19 +154,16 @@ class Loader:
         """The steps of the loop that begins at `start`, read from now on if they were not before."""
         if self._ahead is None or self._is_forked():
             check_geometry(self.plan, start)
-            ready = self._close_pipeline(self._pipeline)
-            self._loops += 1
+            self._close_pipeline(self._pipeline)
             numbers = range(
                 start + self._config.offset, self.plan.epoch_bounds(start)[1], self._config.stride
             )
             lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
-            self._ahead = self._open_steps(numbers, lanes, LoaderCounts(), ready)
+            self._ahead = self._open_steps(numbers, lanes, LoaderCounts())
         return self._ahead
 
-    def _open_steps(
-        self, numbers: range, lanes: list[int], counts: LoaderCounts, ready: Scout | None = None
-    ) -> Steps:
-        return Steps(self._open_pipeline(numbers, lanes, counts, ready), numbers, lanes, counts)
+    def _open_steps(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Steps:
+        return Steps(self._open_pipeline(numbers, lanes, counts), numbers, lanes, counts)
 
     def _read_with(self, loop: Loop, lanes: list[int]) -> None:
         """A move of lanes begins the reading ahead anew."""
@@ -288,10 +281,7 @@ class Loader:
             weakref.finalize(self, self._machinery.close_unwatched)
         return self._machinery
 
-    def _open_pipeline(
-        self, numbers: range, lanes: list[int], counts: LoaderCounts, ready: Scout | None
-    ) -> Pipeline:
-        """Over `numbers`; `ready` is a scout that the loop before has sent ahead."""
+    def _open_pipeline(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Pipeline:
         plan, sources, config = self.plan, self._sources, self._config
         machinery = self._open_machinery()
         if machinery.remote is not None and numbers:
@@ -303,27 +293,12 @@ class Loader:
         watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
                             self._events, config.on_stall, self._told)  # fmt: skip
 
-        def scout(numbers: range) -> Scout:
-            limits = ScoutSettings(rows_per_step=rows, bytes_per_step=step_bytes, leased=watchdog.leased,
-                                   over_memory=watchdog.over_memory)  # fmt: skip
-            find = machinery.group_planner(plan, sources, lanes)
-            return Scout(find, machinery.window, numbers, lanes, limits)
-
-        def following() -> Scout:
-            first = plan.epoch_bounds(numbers[-1])[1]
-            return scout(range(first + config.offset, plan.epoch_bounds(first)[1], config.stride))
-
-        if ready is None or not ready.suits(numbers, lanes):
-            if ready is not None:
-                ready.release()
-            ready = scout(numbers)
+        limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, leased=watchdog.leased,
+                                  over_memory=watchdog.over_memory)  # fmt: skip
+        find = machinery.group_planner(plan, sources, lanes)
+        prefetcher = Prefetcher(find, machinery.window, numbers, limits, counts)
         settings = PipelineSettings(
-            prefetch=self._prefetch(step_bytes, work, machinery.gather_threads),
-            stall_s=config.stall_s,
-            report=watchdog,
-            # after a first loop there may be no other: a validation pass, a worker that lives for an epoch. Remote
-            # blocks are read ahead over the end of a loop by a reader of their own
-            following=following if numbers and self._loops > 1 and machinery.remote is None else None,
+            prefetch=self._prefetch(step_bytes, work), stall_s=config.stall_s, report=watchdog
         )
         assembler = Assembler(
             plan,
@@ -335,21 +310,19 @@ class Loader:
             tensors=self._tensors,
             pin=self._pins(),
             work=work,
-            threads=machinery.gather_threads,
-            step_bytes=step_bytes,
             counts=counts,
         )
-        return Pipeline(ready, assembler, machinery.window, settings=settings, counts=counts)
+        return Pipeline(prefetcher, assembler, machinery.window, settings=settings, counts=counts)
 
     def _pins(self) -> bool:
         """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         return bool(self._tensors and cuda is not None and cuda.is_initialized())
 
-    def _prefetch(self, step_bytes: int, work: RowWork, threads: GatherThreads) -> int:
+    def _prefetch(self, step_bytes: int, work: RowWork) -> int:
         if self._config.prefetch is not None:
             return (self._config.prefetch and self._prefetch_now) or self._config.prefetch
-        small = step_bytes <= (_HELPED_INLINE_BYTES if threads.number else _INLINE_BYTES)
+        small = step_bytes <= _INLINE_BYTES
         only_copied = all(is_only_copied(self._sources.schema[name]) for name in self._fields)
         return (
             0
@@ -361,12 +334,10 @@ class Loader:
         """Whether what is open is a parent process's."""
         return self._machinery is None or self._machinery.process != os.getpid()
 
-    def _close_pipeline(self, pipeline: Pipeline | None) -> Scout | None:
-        """End what runs; the scout that it has sent ahead, the caller's to use or to release."""
-        if pipeline is None or self._is_forked():
-            return None
-        pipeline.close()
-        return pipeline.take_next_scout()
+    def _close_pipeline(self, pipeline: Pipeline | None) -> None:
+        """End what runs."""
+        if pipeline is not None and not self._is_forked():
+            pipeline.close()
 
     def _leave_pipeline(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
@@ -377,8 +348,7 @@ class Loader:
         """Of the loop under way, and of the one that was read ahead."""
         ahead, self._ahead = self._ahead, None
         for pipeline in (self._pipeline, None if ahead is None else ahead.pipeline):
-            if (ready := self._close_pipeline(pipeline)) is not None:
-                ready.release()
+            self._close_pipeline(pipeline)
         self._leave_pipeline()
 
     # ---- state
@@ -472,8 +442,8 @@ class Loader:
                 "samples_per_s": counts.samples / elapsed if elapsed else 0.0,
                 "queued_groups": float(pipeline.queued_groups),
                 "queued_steps": float(pipeline.queued_steps),
-                "plan_blocked_s": pipeline.scout_waits.blocked_s,
-                "plan_starved_s": pipeline.scout_waits.starved_s,
+                "plan_blocked_s": pipeline.plan_waits.blocked_s,
+                "plan_starved_s": pipeline.plan_waits.starved_s,
                 "assembly_blocked_s": pipeline.assembly_waits.blocked_s,
                 "assembly_starved_s": pipeline.assembly_waits.starved_s,
             }

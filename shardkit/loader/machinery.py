@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from shardkit.ledger import Journal
 from shardkit.loader.block_loading import BlockLoading
+from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.events import EventLog
 from shardkit.loader.ranks import Topology
@@ -21,7 +22,6 @@ from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.step_gather import GatherThreads
 from shardkit.loader.substitutes import SubstituteDraw
 from shardkit.loader.transforms import RowFunction
 from shardkit.plan import Plan
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Machinery", "default_threads"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
-_MOST_GATHERING = 3  # beside the thread that asks: a few fill the memory's bandwidth
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
@@ -63,7 +62,8 @@ class Machinery:
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
-        load = self._load = BlockLoading(sources, reader, fields, self.times)
+        self._memory = BlockMemory(config.memory)
+        load = self._load = BlockLoading(sources, reader, fields, self._memory, self.times)
 
         raise_file_limit()
         if config.memory >= _ROOMY_BYTES:
@@ -81,10 +81,6 @@ class Machinery:
             page=mmap.PAGESIZE,
         )
         self._threads = threads
-        helping = min(threads - 1, _MOST_GATHERING)
-        self.gather_threads = GatherThreads(
-            ThreadPoolExecutor(helping, "shardkit-gather") if helping else None, helping
-        )
         self.workers: Executor | None = None
         if function.transform is not None or function.decoders:
             self.workers = open_workers(config.workers, threads, function)
@@ -132,8 +128,7 @@ class Machinery:
         if self.remote is not None:
             self.remote.close()
         self.window.close()
-        if self.gather_threads.pool is not None:
-            self.gather_threads.pool.shutdown()
+        self._memory.close()
         if self.workers is not None:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:

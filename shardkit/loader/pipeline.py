@@ -1,6 +1,6 @@
 """From steps to batches, ahead of the trainer and in order: plan → load → gather → transform.
 
-Three stages on at most two threads of their own beside the block loaders. The scout plans groups of steps and leases
+Two stages on at most two threads of their own beside the block loaders. The prefetcher plans groups of steps and leases
 their blocks; the assembler gathers a step at a time. Where gathering is all that a step needs and takes well below a
 millisecond, it runs in the trainer's own `next`: a copy into memory that this core has just freed costs less than
 handing it over, and no thread fights the trainer for the interpreter. Otherwise it runs ahead on a thread.
@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
+from shardkit.errors import UsageError
 from shardkit.loader.assembly import Assembler, BegunStep, StepBatches
 from shardkit.loader.background import Background, Waits
 from shardkit.loader.block_window import BlockWindow, Lease
 from shardkit.loader.gather import GatherColumns
+from shardkit.loader.prefetcher import Prefetcher
 from shardkit.loader.schedule import StepGroup
-from shardkit.loader.scout import Scout
 from shardkit.loader.statistics import LoaderCounts
-from shardkit.loader.step_gather import StepGather
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
@@ -38,20 +38,18 @@ class PipelineSettings:
         prefetch: how many finished steps may wait; 0 gathers in the trainer's own `next`.
         stall_s: the watchdog speaks after so many seconds without a batch.
         report: what it calls: (seconds, stage, the group that is waited for).
-        following: opens the scout of the loop after this one; None where that is not to be read ahead.
     """
 
     prefetch: int
     stall_s: float
     report: Callable[[float, str, StepGroup | None], None]
-    following: Callable[[], Scout] | None
 
 
 class Pipeline:
-    """One pass over the steps of a scout. The window outlives it.
+    """One pass over the steps of a prefetcher. The window outlives it.
 
     Args:
-        scout: finds and leases what the steps need; released in the end.
+        prefetcher: finds and leases what the steps need; released in the end.
         assemble: gathers and transforms one group, in step order.
         window: the blocks in memory.
         settings: see there.
@@ -60,30 +58,26 @@ class Pipeline:
 
     def __init__(
         self,
-        scout: Scout,
+        prefetcher: Prefetcher,
         assemble: Assembler,
         window: BlockWindow,
         *,
         settings: PipelineSettings,
         counts: LoaderCounts,
     ) -> None:
-        self._scout, self._assemble, self._window = scout, assemble, window
+        self._prefetcher, self._assemble, self._window = prefetcher, assemble, window
         self._settings, self._counts = settings, counts
-        scout.counts = counts
         self._process = os.getpid()
         self._stopping = threading.Event()
         self._started = time.perf_counter()
         self._ended: float | None = None
-        self._next_scout: Scout | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
-        self._preparing = threading.Lock()
-        self._prepared: tuple[StepGroup, StepGather] | None = None  # the group after it
-        self.scout_waits, self.assembly_waits = Waits(), Waits()
+        self.plan_waits, self.assembly_waits = Waits(), Waits()
         self._groups = Background(
-            self._leased_groups(),
+            iter(prefetcher),
             _GROUPS_AHEAD,
             name="shardkit-plan",
-            waits=self.scout_waits,
+            waits=self.plan_waits,
             on_stall=lambda waited: self._report(waited, "plan"),
             stall_s=settings.stall_s,
             stop=self._stop,
@@ -103,7 +97,16 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[StepBatches]:
         try:
-            yield from iter(lambda: next(self._output, None), None)
+            while True:
+                if self._process != os.getpid():
+                    raise UsageError(
+                        "this loop was begun in the parent process, and its threads and blocks are there; iterate "
+                        "over the loader again to begin one here"
+                    )
+                one = next(self._output, None)
+                if one is None:
+                    return
+                yield one
         finally:
             self.close()
 
@@ -142,38 +145,14 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
-        with self._preparing:
-            self._prepared = None
-        self._scout.release()  # what was dropped on the way
+        self._prefetcher.release()  # what was dropped on the way
         self._window.end_loop()
-
-    @property
-    def has_read_ahead(self) -> bool:
-        """Whether the first blocks of the loop after this one are leased."""
-        return self._next_scout is not None
-
-    def take_next_scout(self) -> Scout | None:
-        """The scout of the loop after this one, if there is one; the caller's from now on."""
-        found, self._next_scout = self._next_scout, None
-        return found
 
     def _stop(self) -> None:
         self._stopping.set()
-        self._scout.stop()
+        self._prefetcher.stop()
 
     # ---- stages
-
-    def _leased_groups(self) -> Iterator[tuple[StepGroup, Lease]]:
-        yield from self._scout
-        following = self._settings.following
-        if following is None or self._stopping.is_set():
-            return
-        # for the next loop, while the trainer works on the last steps of this one
-        with contextlib.suppress(Exception):  # whatever it is, the next loop meets it again, and raises it
-            ahead = following()
-            ahead.counts = self._counts
-            ahead.run_ahead(self._stopping.is_set)
-            self._next_scout = ahead
 
     def _steps(self) -> Iterator[StepBatches]:
         ahead = min(self._assemble.ahead, self._settings.prefetch)
@@ -214,30 +193,9 @@ class Pipeline:
             self._current = group
             try:
                 # no name for the blocks here: they must be gone with the lease, not with the next group
-                yield from self._assemble.begin(group, self._gather(group, lease))
+                yield from self._assemble.begin(group, self._loaded(lease))
             finally:
-                self._scout.done(lease)
-
-    def _gather(self, group: StepGroup, lease: Lease) -> StepGather:
-        with self._preparing:
-            if self._prepared is not None and self._prepared[0] is group:
-                gather = self._prepared[1]
-                self._prepared = None
-                return gather
-        return self._assemble.gather(group, self._loaded(lease), self._prepare_next)
-
-    def _prepare_next(self) -> None:
-        """Find where the rows of the group that comes next lie, if its blocks are there, before they are waited for."""
-        with self._preparing:
-            following = self._groups.peek()
-            if self._stopping.is_set() or self._prepared is not None or following is None:
-                return
-            group, lease = following
-            if lease.is_loaded():
-                # what is raised here is raised again where it is handed to the trainer
-                with contextlib.suppress(Exception):
-                    blocks = lease.wait(self._settings.stall_s, lambda _: None)
-                    self._prepared = group, self._assemble.gather(group, blocks, self._prepare_next)
+                self._prefetcher.done(lease)
 
     def _loaded(self, lease: Lease) -> list[GatherColumns]:
         started = time.perf_counter()

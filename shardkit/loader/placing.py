@@ -9,15 +9,32 @@ whatever it has not seen to be the same, it leaves to `read_block`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from shardkit.errors import FormatError
-from shardkit.formats import BlockSpan, Schema, ShardIndex, StoredBlock, fixed_places
+from shardkit.formats import BlockSpan, Schema, ShardIndex, fixed_places
 from shardkit.loader.gather import DECIMALS, GatherColumns
 
-__all__ = ["BlockPlacer"]
+__all__ = ["BlockPlacer", "StoredBlock"]
 
 _MOST_LAYOUTS = 64
+
+
+class StoredBlock(NamedTuple):
+    """The stored bytes of a block, verified, as they lie in memory.
+
+    Attributes:
+        view: of the bytes; keeps them where they are.
+        address: of the first of them.
+        shard: its index.
+        block: number in the shard; it has one of this number.
+    """
+
+    view: memoryview
+    address: int
+    shard: ShardIndex
+    block: int
 
 
 class BlockPlacer:

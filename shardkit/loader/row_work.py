@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import RunError
-from shardkit.loader.step_gather import rows_of
+from shardkit.loader.gather import rows_of
 from shardkit.loader.transforms import (
     BatchTransform,
     LazyGenerators,

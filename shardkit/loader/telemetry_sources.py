@@ -113,8 +113,8 @@ class LoaderSource:
 
 def _waits(pipeline: Pipeline) -> dict[str, float]:
     return {
-        "plan_blocked_s": pipeline.scout_waits.blocked_s,
-        "plan_starved_s": pipeline.scout_waits.starved_s,
+        "plan_blocked_s": pipeline.plan_waits.blocked_s,
+        "plan_starved_s": pipeline.plan_waits.starved_s,
         "assembly_blocked_s": pipeline.assembly_waits.blocked_s,
         "assembly_starved_s": pipeline.assembly_waits.starved_s,
     }

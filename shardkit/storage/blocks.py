@@ -8,14 +8,13 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.formats import Block, ShardIndex, StoredBlock, Verify, extension, read_block
-from shardkit.formats import reading as block_reading
+from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.storage.adopted import AdoptedStore, adopted_place
 from shardkit.storage.objects import object_name
@@ -24,7 +23,7 @@ from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
 
-__all__ = ["BlockReader"]
+__all__ = ["BlockReader", "LocalBlock"]
 
 
 class BlockSupply(Protocol):
@@ -32,6 +31,23 @@ class BlockSupply(Protocol):
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
         """The block's bytes, verified."""
+
+
+class LocalBlock(NamedTuple):
+    """Where a block lies in a local file, and what it hashes to."""
+
+    path: str
+    file_size: int
+    offset: int
+    size: int
+    xxh3: int
+
+
+TakeMemory: TypeAlias = Callable[[int], NDArray[np.uint8]]
+
+
+def _fresh(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
 
 
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
@@ -150,6 +166,7 @@ class BlockReader:
         *,
         keys: bool = True,
         fields: Sequence[str] | None = None,
+        memory: TakeMemory = _fresh,
     ) -> Block:
         """One verified block, in memory that nobody else writes to.
 
@@ -159,6 +176,7 @@ class BlockReader:
             verify: how, if not as this reader does.
             keys: as in `formats.read_block`.
             fields: as there.
+            memory: where the bytes of a local file go: gives so many bytes that nobody else writes to.
 
         Raises:
             IntegrityError: the bytes are not those that were written; names shard, block and store.
@@ -167,7 +185,7 @@ class BlockReader:
         """
         index = self.index(shard)
         try:
-            return self._read(shard, block, index, verify or self.verify, keys, fields)
+            return self._read(shard, block, index, verify or self.verify, keys, fields, memory)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
@@ -181,10 +199,16 @@ class BlockReader:
         verify: Verify,
         keys: bool,
         fields: Sequence[str] | None,
+        memory: TakeMemory,
     ) -> Block:
         try:
             return read_block(
-                self._stored(shard, block, index), index, block, verify=verify, keys=keys, fields=fields
+                self._stored(shard, block, index, memory),
+                index,
+                block,
+                verify=verify,
+                keys=keys,
+                fields=fields,
             )
         except (IntegrityError, NotFoundError) as error:
             was_open = self._forget_file(shard)
@@ -196,7 +220,7 @@ class BlockReader:
                 raise
         # another file may lie there by now: what a reader finds does not depend on when it opened it
         return read_block(
-            self._stored(shard, block, index), index, block, verify=verify, keys=keys, fields=fields
+            self._stored(shard, block, index, memory), index, block, verify=verify, keys=keys, fields=fields
         )
 
     def _where(self, shard: int, block: int) -> str:
@@ -279,67 +303,37 @@ class BlockReader:
         weakref.finalize(reader, _forget_files, reader._paths).atexit = False  # noqa: SLF001
         return reader
 
-    def verified_blocks(
-        self, places: Sequence[tuple[int, int]], wanted: Callable[[ShardIndex], bool]
-    ) -> list[StoredBlock | None]:
-        """The stored bytes of blocks, (shard, block in it) each, that are what was written.
+    def local_block(self, shard: int, block: int) -> LocalBlock | None:
+        """Where an uncompressed block lies in a local file; None where `read` has to find and verify it.
 
-        What `read` does, for those who need no column of them; of blocks that lie in local files without compression.
-
-        Args:
-            places: of the blocks.
-            wanted: whether the bytes alone are of use, by the shard's index; the others are not read.
-
-        Returns:
-            None wherever there is more to do or to say, a mismatch among it: `read` then says what is wrong, and looks
-            in other places.
+        For those who read and hash several at once into memory of their own, and need no column of them.
         """
-        found = [self._stored_in_file(shard, block, wanted) for shard, block in places]
-        intact = iter(block_reading.are_intact([one for one in found if one is not None]))
-        return [one if one is not None and next(intact) else None for one in found]
-
-    def _stored_in_file(
-        self, shard: int, block: int, wanted: Callable[[ShardIndex], bool]
-    ) -> StoredBlock | None:
         if self.verify != "fast":
             return None
         index = self.index(shard)
-        if index.compression != "none" or not 0 <= block < index.blocks or not wanted(index):
+        path = self._path(shard) if index.compression == "none" and 0 <= block < index.blocks else None
+        if path is None:
             return None
         span = index.spans[block]
-        try:
-            memory = self._from_file(shard, span.offset, span.size)
-        except ShardkitError:
-            return None
-        if memory is None:
-            return None
-        return StoredBlock(memory.data, memory.__array_interface__["data"][0], index, block)
+        return LocalBlock(path, int(self._table.size[shard]), span.offset, span.size, span.xxh3)
 
-    def _stored(self, shard: int, block: int, index: ShardIndex) -> memoryview:
-        span = index.spans[block]
-        try:
-            memory = self._from_file(shard, span.offset, span.size)
-        except StoreError:
-            if self.located(shard) is None:
-                raise
-            memory = None  # its disk is failing: there are other places
-        if memory is not None:
-            return memory.data
+    def _stored(self, shard: int, block: int, index: ShardIndex, memory: TakeMemory) -> memoryview:
+        span, path = index.spans[block], self._path(shard)
+        if path is not None:
+            found = memory(span.size).data
+            try:
+                open_files.read(path, int(self._table.size[shard]), span.offset, found)
+            except StoreError:
+                if self.located(shard) is None:
+                    raise  # else its disk is failing, and there are other places
+            else:
+                return found
         store = self.located(shard)
         if store is None:
             plain = self.repository_of(shard).store
             return memoryview(plain.get_range(self.shard_name(shard), span.offset, span.size))
         request = self.request(shard, block)
         return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
-
-    def _from_file(self, shard: int, offset: int, size: int) -> NDArray[np.uint8] | None:
-        """Bytes of a local shard in memory of their own, or None where the store has to be asked."""
-        path = self._path(shard)
-        if path is None:
-            return None
-        memory = np.empty(size, np.uint8)
-        open_files.read(path, int(self._table.size[shard]), offset, memory.data)
-        return memory
 
     def _path(self, shard: int) -> str | None:
         found = self._paths.get(shard)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.loader import gather
+from shardkit.loader import block_loading, gather
 
 
 @pytest.fixture(scope="module", params=["compiled", "in Python"])
@@ -17,8 +17,9 @@ def copies(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test of a file, with the compiled copies and without them."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in Python":
-            patch.setattr(gather, "row_copies", None)
-        elif gather.row_copies is None:
+            patch.setattr(gather, "block_rows", None)
+            patch.setattr(block_loading, "block_rows", None)
+        elif gather.block_rows is None:
             pytest.skip("the module is not compiled here")
         yield
 

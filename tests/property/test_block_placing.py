@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import FormatError
-from shardkit.formats import Row, Schema, StoredBlock, open_writer, read_block, reading
-from shardkit.formats.reading import are_intact
-from shardkit.loader import gather
+from shardkit.formats import Row, Schema, open_writer, read_block, reading, xxh3
+from shardkit.loader import block_loading, gather
+from shardkit.loader.block_loading import read_together
+from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit.loader.placing import BlockPlacer
+from shardkit.loader.placing import BlockPlacer, StoredBlock
+from shardkit.storage.blocks import LocalBlock
 
 FIELDS = {
     "image": "bytes",
@@ -92,7 +94,7 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
     chosen = [mixed[n] if data.draw(st.booleans()) else long_way[n] for n in range(len(sizes))]
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(gather, "row_copies", None)
+            patch.setattr(gather, "block_rows", None)
         schema = stored[0].shard.schema
         expected, found = (
             RowAddresses(schema, fields, blocks, which, row).take(0, len(which))
@@ -109,17 +111,31 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
             assert found[name] == expected[name]
 
 
-@pytest.mark.parametrize("format", ["arrow", "tar"])
-def test_every_flipped_byte_is_noticed_by_hashing_together(format: str) -> None:
-    stored = _stored(format, ["label", "small"], [3, 4, 2])
-    assert are_intact(stored) == [True, True, True]
-    view = stored[1].view
-    for place in range(len(view)):
-        view[place] ^= 1
-        assert are_intact(stored) == [True, False, True]
-        view[place] ^= 1
-    cut = stored[1]._replace(view=view[:-1])
-    assert are_intact([stored[0], cut, stored[2]]) == [True, False, True]
+@pytest.mark.parametrize("compiled", [True, False])
+def test_every_flipped_byte_is_noticed_by_reading_together(
+    tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(block_loading, "block_rows", None)
+    data = bytearray(np.random.default_rng(0).bytes(900))
+    path = tmp_path / "shard"
+    path.write_bytes(data)
+    blocks = [
+        LocalBlock(str(path), 900, first, 300, xxh3(data[first : first + 300])) for first in (0, 300, 600)
+    ]
+
+    def intact() -> list[bool]:
+        return [one is not None for one in read_together(blocks, BlockMemory(1 << 20))]
+
+    assert intact() == [True, True, True]
+    with path.open("r+b", buffering=0) as file:
+        for place in range(300, 600):
+            for byte in (data[place] ^ 1, data[place]):
+                file.seek(place)
+                file.write(bytes([byte]))
+                assert intact() == [True, byte == data[place], True]
+        file.truncate(700)
+    assert intact()[2] is False
 
 
 @pytest.mark.parametrize("text", [b"01", b"-0", b"+1", b" 1", b"1.", b"9223372036854775808", b"-", b"1" * 20])
@@ -167,13 +183,16 @@ def test_a_block_is_verified_once_whichever_way_it_goes(
         verified.append(block)
         verify_block(stored, index, block, **how)
 
-    def together(blocks: Any) -> list[bool]:
-        verified.extend(one.block for one in blocks)
-        return are_intact(blocks)
+    def together(blocks: Any, memory: Any) -> Any:
+        found = read_together(blocks, memory)
+        assert all(one is not None for one in found)
+        offsets = [span.offset for span in ds.reader.index(0).spans]
+        verified.extend(offsets.index(block.offset) for block in blocks)
+        return found
 
     verify_block = reading.verify_block
     monkeypatch.setattr(reading, "verify_block", verify)
-    monkeypatch.setattr(reading, "are_intact", together)
+    monkeypatch.setattr(block_loading, "read_together", together)
     schema = {name: FIELDS[name] for name in fields}
     with shardkit.create(tmp_path / "root", schema=schema, format=format, block_size="4KiB") as writer:
         for number in range(300):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats import digest
-from shardkit.loader import gather
+from shardkit.loader import block_loading, gather
 
-span_hashes: Any = pytest.importorskip("shardkit.formats.span_hashes")
-row_copies: Any = pytest.importorskip("shardkit.loader.row_copies")
+block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
 
 BYTES = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 TEXTS = ["", "a", "ü", "plain text", "ein Stück 文字 🙂", "x" * 5000, "x" * 4999 + "é", "\0", "\x7f\x80"]
@@ -33,28 +34,56 @@ def _spans(pieces: list[bytes]) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[A
     return kept, addresses, np.array([len(one) for one in pieces], dtype=np.int64)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """An open file that holds BYTES."""
+    path = tmp_path_factory.mktemp("file") / "bytes"
+    path.write_bytes(BYTES.tobytes())
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def _load(file: int, spans: list[tuple[int, int]], *way: int) -> tuple[bytes, list[bytes]]:
+    """(states, what was read) of spans of a file, each with the hash that it should have."""
+    into = [np.zeros(max(1, size), np.uint8) for _, size in spans]
+    hashes = [xxhash.xxh3_64_intdigest(BYTES[first : first + size].data) for first, size in spans]
+    columns = [
+        [file] * len(spans),
+        [first for first, _ in spans],
+        list(map(_address, into)),
+        [s for _, s in spans],
+    ]
+    arrays = [np.array(column, np.int64) for column in columns]
+    states = block_rows.load_blocks(*arrays, np.array(hashes, np.uint64), *way)
+    return states, [one.tobytes() for one in into]
+
+
+@settings(max_examples=200, deadline=None)
 @given(spans=st.lists(st.tuples(st.integers(0, 900), st.integers(241, 9000)), max_size=6))
-def test_hashes_are_those_of_the_package(spans: list[tuple[int, int]]) -> None:
-    addresses = np.array([_address(BYTES) + first for first, _ in spans], dtype=np.int64)
-    sizes = np.array([size for _, size in spans], dtype=np.int64)
-    expected = [xxhash.xxh3_64_intdigest(BYTES[first : first + size].data) for first, size in spans]
-    assert digest.xxh3_of_spans(addresses, sizes) == expected
+def test_blocks_are_read_and_hash_to_what_the_package_says(file: int, spans: list[tuple[int, int]]) -> None:
+    states, found = _load(file, spans)
+    assert states == bytes(len(spans))
+    assert found == [BYTES[first : first + size].tobytes() for first, size in spans]
 
 
-@pytest.mark.parametrize("way", range(span_hashes.ways()))
-def test_every_way_gives_the_hashes_of_the_package(way: int) -> None:
-    sizes = np.array([*range(241, 2400), 4096, 65_535, 65_536, 1 << 20])
-    hashes = np.zeros(len(sizes), dtype=np.uint64)
-    span_hashes.xxh3_spans(hashes, np.full(len(sizes), _address(BYTES)), sizes, way)
-    assert hashes.tolist() == [xxhash.xxh3_64_intdigest(BYTES[:size].data) for size in sizes.tolist()]
+@pytest.mark.parametrize("way", range(block_rows.ways()))
+def test_every_way_gives_the_hashes_of_the_package(file: int, way: int) -> None:
+    spans = [(0, size) for size in [*range(241, 2400), 4096, 65_535, 65_536, 1 << 20]]
+    assert _load(file, spans, way)[0] == bytes(len(spans))
 
 
-def test_short_spans_and_an_absent_module_are_left_to_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = np.array([_address(BYTES)]), np.array([_address(BYTES)] * 2)
-    assert digest.xxh3_of_spans(two, np.array([1000, 240])) is None
-    monkeypatch.setattr(digest, "span_hashes", None)
-    assert digest.xxh3_of_spans(one, np.array([1000])) is None
+def test_what_is_wrong_or_cannot_be_read_is_told_apart(file: int) -> None:
+    into, hashes = np.zeros(500, np.uint8), np.array([1], np.uint64)
+    one = [np.array([value], np.int64) for value in (file, 100, _address(into), 500)]
+    assert block_rows.load_blocks(*one, hashes) == b"\1"
+    assert into.tobytes() == BYTES[100:600].tobytes()
+    one[1][0] = len(BYTES) - 499
+    assert block_rows.load_blocks(*one, hashes) == b"\2"  # the file ends before
+    closed = os.dup(file)
+    os.close(closed)
+    one[0][0], one[1][0] = closed, 0
+    assert block_rows.load_blocks(*one, hashes) == b"\2"
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +92,7 @@ def test_rows_are_copied_from_anywhere(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([0, 1, 3, 8, 100, 4096, 40_000]))
     starts = data.draw(st.lists(st.integers(0, len(BYTES) - size), max_size=20))
     target = np.zeros((len(starts), size), dtype=np.uint8)
-    row_copies.copy_rows(target, np.array(starts, dtype=np.int64) + _address(BYTES), size)
+    block_rows.copy_rows(target, np.array(starts, dtype=np.int64) + _address(BYTES), size)
     np.testing.assert_array_equal(
         target, np.array([BYTES[one : one + size] for one in starts], np.uint8).reshape(len(starts), size)
     )
@@ -73,9 +102,9 @@ def test_rows_are_copied_from_anywhere(data: st.DataObject) -> None:
 @given(pieces=st.lists(st.binary(max_size=50) | st.integers(1, 70_000).map(bytes), max_size=12))
 def test_spans_are_copied_as_they_are(pieces: list[bytes]) -> None:
     _kept, addresses, sizes = _spans(pieces)
-    assert row_copies.bytes_at(addresses, sizes) == pieces
+    assert block_rows.bytes_at(addresses, sizes) == pieces
     target = np.zeros(int(sizes.sum()), dtype=np.uint8)
-    row_copies.copy_spans(target, addresses, sizes)
+    block_rows.copy_rows(target, addresses, sizes)
     assert target.tobytes() == b"".join(pieces)
 
 
@@ -83,7 +112,7 @@ def test_spans_are_copied_as_they_are(pieces: list[bytes]) -> None:
 @given(texts=st.lists(st.sampled_from(TEXTS) | st.text(max_size=40), max_size=12))
 def test_texts_are_decoded_whatever_they_hold(texts: list[str]) -> None:
     _kept, addresses, sizes = _spans([one.encode() for one in texts])
-    found = row_copies.texts_at(addresses, sizes)
+    found = block_rows.texts_at(addresses, sizes)
     assert found == texts
     for one, text in zip(
         found, texts, strict=True
@@ -96,7 +125,7 @@ def test_texts_are_decoded_whatever_they_hold(texts: list[str]) -> None:
 def test_text_that_is_not_utf8_is_refused() -> None:
     _kept, addresses, sizes = _spans([b"good", b"bad \xff"])
     with pytest.raises(UnicodeDecodeError):
-        row_copies.texts_at(addresses, sizes)
+        block_rows.texts_at(addresses, sizes)
 
 
 DECIMALS = st.integers(-(10**18) + 1, 10**18 - 1).map(lambda value: b"%d" % value)
@@ -113,24 +142,23 @@ def test_decimals_are_parsed_if_all_are_canonical_and_fit(
     if strange is not None:
         texts = [*texts[: strange[0]], strange[1], *texts[strange[0] :]]
     _kept, addresses, sizes = _spans(texts)
-    target = np.zeros(len(texts), np.int64)
-    assert row_copies.decimals_at(target, addresses, sizes) == (strange is None)
+    found = block_rows.decimals_at(addresses, sizes)
+    assert (found is not None) == (strange is None)
     if strange is None:
-        assert target.tolist() == [int(text) for text in texts]
+        assert np.frombuffer(found, np.int64).tolist() == [int(text) for text in texts]
 
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        ("decimals_at", (np.zeros(2, np.int64), np.zeros(1, np.int64), np.array([1]))),
-        ("decimals_at", (np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([1, 1]))),
+        ("decimals_at", (np.zeros(1, np.int64), np.array([1, 1]))),
+        ("decimals_at", (np.zeros(1, np.int64), np.array([-1]))),
         ("copy_rows", (np.zeros(9, np.uint8), np.zeros(1, np.int64), 8)),  # a target of another size
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(1, np.int64), -8)),
         ("copy_rows", (np.zeros(0, np.uint8), np.zeros(4, np.int64), 1 << 62)),  # whose product wraps around
-        ("copy_rows", (np.zeros(8, np.uint8), np.zeros(9, np.uint8)[1:], 8)),  # not aligned
-        ("copy_spans", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([9, -1]))),
-        ("copy_spans", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([1, 1]))),
-        ("copy_spans", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([8]))),
+        ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([9, -1]))),
+        ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([1, 1]))),
+        ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([8]))),
         ("bytes_at", (np.zeros(1, np.int64), np.array([-1]))),
         ("bytes_at", (np.zeros(1, np.int64), np.array([1, 1]))),
         ("texts_at", (np.zeros(1, np.int64), np.array([-1]))),
@@ -140,23 +168,25 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_read(
     function: str, arguments: tuple[Any, ...]
 ) -> None:
     with pytest.raises(ValueError, match=r"expected|target|size"):
-        getattr(row_copies, function)(*arguments)
+        getattr(block_rows, function)(*arguments)
 
 
-def test_hashing_refuses_what_does_not_fit() -> None:
-    hashes, addresses = np.zeros(1, np.uint64), np.array([_address(BYTES)])
-    for arguments in (
-        (hashes, addresses, np.array([240])),
-        (hashes, addresses, np.array([-1])),
-        (hashes, addresses, np.array([300, 300])),
-        (hashes[:0], addresses, np.array([300])),
-        (hashes, addresses, np.array([300]), span_hashes.ways()),
-        (hashes, addresses, np.array([300]), -1),
-    ):
-        with pytest.raises(ValueError, match="sizes above 240"):
-            span_hashes.xxh3_spans(*arguments)
+def test_loading_refuses_what_does_not_fit(file: int) -> None:
+    into = np.zeros(1000, np.uint8)
+
+    def load(size: int = 300, offset: int = 0, number: int = file, more: int = 0, *way: int) -> None:
+        one = [np.array([value], np.int64) for value in (number, offset, _address(into), size)]
+        one[3] = np.resize(one[3], 1 + more)
+        block_rows.load_blocks(*one, np.zeros(1, np.uint64), *way)
+
+    load()
+    for wrong in ((240,), (-1,), (300, -1), (300, 0, -1), (300, 0, 1 << 40), (300, 0, file, 1),
+                  (300, 0, file, 0, block_rows.ways()), (300, 0, file, 0, -1)):  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            load(*wrong)
+    addresses = np.array([_address(BYTES)])
     with pytest.raises((TypeError, BufferError)):
-        row_copies.copy_rows(bytes(8), addresses, 8)  # cannot be written to
+        block_rows.copy_rows(bytes(8), addresses, 8)  # cannot be written to
 
 
 @settings(max_examples=200, deadline=None)
@@ -183,6 +213,5 @@ def test_digests_refuse_what_is_no_buffer() -> None:
             digest.span_digests.sha256_each(wrong)
 
 
-def test_both_are_in_use_where_they_are_compiled() -> None:
-    assert gather.row_copies is row_copies
-    assert digest.span_hashes is span_hashes
+def test_it_is_in_use_where_it_is_compiled() -> None:
+    assert gather.block_rows is block_rows is block_loading.block_rows

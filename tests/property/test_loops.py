@@ -1,9 +1,7 @@
-"""The next loop's first blocks are read while one ends: the data are the same, and so are all promises about them."""
+"""Loops that follow each other give what each would give alone, and what they give was verified when it was read."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.formats import reading
+from shardkit.loader import block_loading
 
 ROWS, STEPS = 1200, 40  # of `root`
 
@@ -48,7 +47,7 @@ def test_loops_that_follow_each_other_are_those_of_loaders_of_their_own(root: Pa
     assert sorted(row for _, rows in together[3] for row in rows) == list(range(ROWS))
 
 
-def test_a_seek_after_a_loop_forgets_what_was_read_ahead(root: Path) -> None:
+def test_a_seek_after_a_loop_begins_there(root: Path) -> None:
     with _loader(root) as loader:
         first = _rows(loader)
         loader.seek(7)
@@ -66,13 +65,16 @@ def test_what_is_handed_out_was_verified_when_it_was_loaded(
         verified.append(index.block_sha256[block].tobytes())
         verify_block(stored, index, block, **how)
 
-    def together(blocks: Sequence[Any]) -> list[bool]:
-        verified.extend(one.shard.block_sha256[one.block].tobytes() for one in blocks)
-        return are_intact(blocks)
+    def together(blocks: Any, memory: Any) -> Any:
+        found = read_together(blocks, memory)
+        verified.extend(
+            repr(block).encode() for block, one in zip(blocks, found, strict=True) if one is not None
+        )
+        return found
 
-    verify_block, are_intact = reading.verify_block, reading.are_intact
+    verify_block, read_together = reading.verify_block, block_loading.read_together
     monkeypatch.setattr(reading, "verify_block", verify)
-    monkeypatch.setattr(reading, "are_intact", together)
+    monkeypatch.setattr(block_loading, "read_together", together)
     with _loader(root) as loader:
         for _ in range(3):
             _rows(loader)
@@ -100,29 +102,7 @@ def test_what_is_damaged_before_it_is_read_is_found(root: Path) -> None:
             _rows(loader)
 
 
-def test_what_was_read_ahead_is_for_the_loop_that_follows(root: Path) -> None:
-    third, lanes = range(2 * STEPS, 3 * STEPS), [0, 1, 2]
-    with _loader(root) as loader:
-        _rows(loader)
-        deadline = time.monotonic() + 60
-        for batch in loader:
-            while batch.step == 2 * STEPS - 1 and not loader.pipeline.has_read_ahead:
-                assert time.monotonic() < deadline, "nothing was read ahead"
-                time.sleep(0.01)
-        ahead = loader.pipeline.take_next_scout()
-        assert ahead.suits(third, lanes)
-        assert not ahead.suits(third[1:], lanes)
-        assert not ahead.suits(third, lanes[:2])
-        ahead.release()
-
-
-def test_nothing_is_read_ahead_after_a_first_loop(root: Path) -> None:
-    with _loader(root) as loader:
-        _rows(loader)
-        assert not loader.pipeline.has_read_ahead
-
-
-def test_a_loader_that_read_ahead_leaves_its_bound_and_no_thread(root: Path) -> None:
+def test_loops_keep_to_the_bound(root: Path) -> None:
     loader = _loader(root, memory=2 << 20)
     for _ in range(3):
         _rows(loader)

@@ -1,0 +1,44 @@
+"""Blocks read and hashed, rows copied out of them, while other threads run (block_rows.c)."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+def load_blocks(
+    files: Int64s,
+    offsets: Int64s,
+    addresses: Int64s,
+    sizes: Int64s,
+    hashes: NDArray[np.uint64],
+    way: int = ...,
+    /,
+) -> bytes:
+    """Read `sizes` (each above 240) bytes of open files to `addresses`; all (n,).
+
+    `way` is the widest that this processor knows unless a test says otherwise.
+
+    Returns:
+        (n,) 0 where the bytes have the XXH3-64 of `hashes`, 1 where they have another, 2 where they could not be read.
+    """
+
+def ways() -> int:
+    """In how many ways this processor can hash; all give the same hashes."""
+
+def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -> None:
+    """The row at each of (n,) addresses, of `sizes` bytes each or (n,), end to end into `target`, which they fill."""
+
+def bytes_at(addresses: Int64s, sizes: Int64s, /) -> list[bytes]:
+    """What lies at each address, (n,) and (n,)."""
+
+def texts_at(addresses: Int64s, sizes: Int64s, /) -> list[str]:
+    """The UTF-8 text at each address.
+
+    Raises:
+        UnicodeDecodeError: one is not.
+    """
+
+def decimals_at(addresses: Int64s, sizes: Int64s, /) -> bytes | None:
+    """Values of the canonical decimals at each address, (n,) int64; None where one is none of up to 18 digits."""
