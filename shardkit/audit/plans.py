@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
-from shardkit.plan import Plan, Population
+from shardkit.plan import EARLIER_WINDOW_BLOCKS, Plan, Population
 from shardkit.storage import parse_dataset_url
 
 __all__ = ["RunPlan", "find_plans", "open_recorded"]
@@ -140,6 +140,14 @@ def _configured_plan(
     for configuration in record.configurations():
         recipes = configured_settings(population, configuration)
         plans = [recipe.make() for recipe in recipes]
+        began = record.settings.get("plan")
+        if (
+            not configuration["data"].get("window_blocks")
+            and plans[0].digest != began == plans[0].earlier_digest
+        ):
+            window = {"window_blocks": EARLIER_WINDOW_BLOCKS}  # a run keeps what it began with
+            recipes = [replace(recipe, arguments=recipe.arguments | window) for recipe in recipes]
+            plans = [recipe.make() for recipe in recipes]
         made += [("run.json", recipe, plan) for recipe, plan in zip(recipes, plans, strict=True)]
         stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]
         record.stage_plans.append(

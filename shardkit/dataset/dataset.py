@@ -227,7 +227,7 @@ class Dataset:
         by_cell: bool = False,
         uneven: bool = False,
         rebalance: bool | Rebalancing = False,
-        memory: int | str = "2GiB",
+        memory: int | str | None = None,
         threads: int | None = None,
         prefetch: int | None = None,
         tensors: bool | None = None,
@@ -269,8 +269,8 @@ class Dataset:
             uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
             rebalance: move lanes away from slow ranks while the run goes on, through the process group's store; needs
                 `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
-            memory: bound for the blocks held in memory, for example ``"2GiB"``; passed only where the blocks of one
-                step exceed it (then fewer lanes or a smaller `window_blocks` of the plan help).
+            memory: bound for the blocks of this rank in memory, for example ``"512MiB"``; workers share it. By default
+                what the windows of its lanes need; less is refused. Passed only where the blocks of one step exceed it.
             threads: how many blocks are read and verified at once, and transforms run; by default as many as there are
                 processors, at most 8.
             prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is
@@ -296,16 +296,17 @@ class Dataset:
             offset: see `stride`.
 
         Raises:
-            ConfigurationError: an impossible rank, world or size, or lanes that do not divide evenly.
+            ConfigurationError: an impossible rank, world or size, less memory than the windows need, or lanes that do
+                not divide evenly.
             MissingDependency: a decoder needs a package that is not installed.
             StateError: ranks of the process group are about to read different things; names rank and difference.
         """
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
             rebalance=Rebalancing() if rebalance is True else rebalance or None,
-            memory=parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors, decode=decode or {},
-            transform=transform, batch_transform=batch_transform, workers=workers, on_error=on_error, stall_s=stall_s,
-            on_stall=on_stall, run=None if run is None else Path(run), stride=stride, offset=offset,
+            memory=None if memory is None else parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors,
+            decode=decode or {}, transform=transform, batch_transform=batch_transform, workers=workers,
+            on_error=on_error, stall_s=stall_s, on_stall=on_stall, run=None if run is None else Path(run), stride=stride, offset=offset,
             cache=None if cache is None else Path(cache),
             cache_size=None if cache_size is None else parse_size(cache_size),
             telemetry=TelemetrySettings() if telemetry is True else telemetry,
@@ -321,6 +322,7 @@ class Dataset:
             rows=self.rows,
             reader=self.reader,
             block_bytes=self._block_bytes,
+            mean_block_bytes=plan.population.mean_block_bytes,
             row_bytes=self._row_bytes,
             fetch=self.__getitem__,
         )

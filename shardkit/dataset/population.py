@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.plan import Population
@@ -28,4 +29,12 @@ def population_of(manifest: Manifest, table: ShardTable) -> Population:
         segment_rows=np.asarray(table.segment_selected, dtype=np.int64),
         shard_block_rows=np.maximum(scaled, 1).astype(np.int32),
         shard_bytes=np.asarray(table.size, dtype=np.int64),
+        mean_block_bytes=_mean_block_bytes(table, block_rows),
     )
+
+
+def _mean_block_bytes(table: ShardTable, block_rows: NDArray[np.int64]) -> int:
+    """Raw bytes of a block, of all that are stored: blocks restart at segment borders."""
+    of_segment = np.maximum(block_rows[np.asarray(table.segment_shard, dtype=np.int64)], 1)
+    blocks = int((-(-np.asarray(table.segment_rows, dtype=np.int64) // of_segment)).sum())
+    return int(np.asarray(table.raw_bytes).sum()) // max(1, blocks)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["count_of", "flag_of", "loader_knobs", "size_of"]
 
-_LEAST_MEMORY: Final = 1 << 20
 _LEAST_CACHE: Final = 16 << 20
 _MOST_PREFETCH: Final = 1024
 _FARTHEST: Final = 1000
@@ -27,7 +26,7 @@ def loader_knobs(loader: Loader) -> Mapping[str, Knob]:
     """The knobs of a loader whose machinery is open; they hold it weakly."""
     live = _Live(loader)
     knobs = {
-        "loader.memory": Knob(live.memory, live.set_memory, size_of(_LEAST_MEMORY), gradual=True),
+        "loader.memory": Knob(live.memory, live.set_memory, size_of(loader.memory_needed), gradual=True),
         "loader.prefetch": Knob(live.prefetch, live.set_prefetch, count_of(1, _MOST_PREFETCH), gradual=True),
     }
     remote = live.remote()
@@ -55,12 +54,12 @@ class _Live:
 
     def memory(self) -> int | None:
         loader = self._loader()
-        return None if loader is None or loader.machinery is None else loader.machinery.window.budget
+        return None if loader is None or loader.machinery is None else loader.machinery.memory
 
     def set_memory(self, num_bytes: int) -> None:
         loader = self._loader()
         if loader is not None and loader.machinery is not None:
-            loader.machinery.window.budget = num_bytes
+            loader.machinery.memory = num_bytes
 
     def prefetch(self) -> int | None:
         loader = self._loader()

@@ -20,6 +20,7 @@ from shardkit.loader.events import EventLog
 from shardkit.loader.gather import is_only_copied
 from shardkit.loader.loop import Loop, Steps
 from shardkit.loader.machinery import Machinery
+from shardkit.loader.memory_bound import memory_bound, memory_needed
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.prefetcher import Prefetcher, PrefetchSettings
 from shardkit.loader.ranks import Topology, find_topology
@@ -55,6 +56,7 @@ class Loader:
         self._sources, self._config = sources, config
         self.topology: Topology = find_topology(config.rank, config.world, mesh=config.mesh)
         self.lanes: list[int] = own_lanes(plan, self.topology, config)
+        self._memory = memory_bound(config, plan, len(self.lanes), sources)  # at the start
         self._fields = own_fields(sources.schema, config)
         self._tensors = "torch" in sys.modules if config.tensors is None else config.tensors
         if self._tensors:
@@ -272,7 +274,7 @@ class Loader:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
         if self._machinery is None or self._machinery.process != os.getpid():
             self._machinery = Machinery(self.plan, self._sources, self._config, self.topology, self._function,
-                                         self._fields, self.lanes, self._events)  # fmt: skip
+                                         self._fields, self.lanes, self._events, self._memory)  # fmt: skip
             if self._config.run is not None:  # whoever has no run does not wait for these imports
                 from shardkit.loader.run_watch import open_watch
 
@@ -287,6 +289,7 @@ class Loader:
         if machinery.remote is not None and numbers:
             machinery.remote.own(lanes)
             machinery.remote.start(numbers.start, machinery.window.is_loaded)
+        machinery.memory = max(machinery.memory, self.memory_needed)  # lanes may have come
         work = machinery.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
         step_bytes = rows * sources.row_bytes(self._fields)
@@ -410,6 +413,11 @@ class Loader:
     def machinery(self) -> Machinery | None:
         """What is open in this process."""
         return self._machinery
+
+    @property
+    def memory_needed(self) -> int:
+        """Bytes that the windows of this rank's lanes need."""
+        return memory_needed(self.plan, len(self.lanes), self._sources)
 
     @property
     def handed_out(self) -> int:

@@ -50,10 +50,11 @@ class Machinery:
         fields: Sequence[str],
         lanes: list[int],
         events: EventLog,
+        memory: int,
     ) -> None:
         self.process = os.getpid()
         self._config, self._function = config, function
-        self.remote = open_remote_blocks(plan, sources, config, lanes, events)
+        self.remote = open_remote_blocks(plan, sources, config, lanes, events, memory)
         reader, rows = (self.remote or sources).reader, sources.rows
 
         has_file = lru_cache(maxsize=1 << 16)(reader.has_file)
@@ -62,11 +63,11 @@ class Machinery:
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
-        self._memory = BlockMemory(config.memory)
+        self._memory = BlockMemory(memory)
         load = self._load = BlockLoading(sources, reader, fields, self._memory, self.times)
 
         raise_file_limit()
-        if config.memory >= _ROOMY_BYTES:
+        if memory >= _ROOMY_BYTES:
             _keep_freed_memory()
         threads = config.threads or default_threads()
         self.window = BlockWindow(
@@ -76,7 +77,7 @@ class Machinery:
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
                 near=lambda block: has_file(rows.shard_of_block(block)[0]),
             ),
-            config.memory,
+            memory,
             threads,
             page=mmap.PAGESIZE,
         )
@@ -89,6 +90,15 @@ class Machinery:
             world=topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
             meta={"history": plan.history(), "dataset": reader.urls},
         )  # fmt: skip
+
+    @property
+    def memory(self) -> int:
+        """Bytes that blocks may take."""
+        return self.window.budget
+
+    @memory.setter
+    def memory(self, num_bytes: int) -> None:
+        self.window.budget = self._memory.limit = num_bytes
 
     @property
     def verification_failures(self) -> int:

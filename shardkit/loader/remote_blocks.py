@@ -43,7 +43,13 @@ class RemoteBlocks:
     """
 
     def __init__(
-        self, plan: Plan, sources: Sources, config: LoaderConfig, lanes: list[int], events: EventLog
+        self,
+        plan: Plan,
+        sources: Sources,
+        config: LoaderConfig,
+        lanes: list[int],
+        events: EventLog,
+        memory: int,
     ) -> None:
         self._plan, self._rows, self._lanes, self._config = plan, sources.rows, lanes, config
         self._stores = [store for store in sources.reader.stores if isinstance(store, LocatedStore)]
@@ -51,7 +57,7 @@ class RemoteBlocks:
         cache = None if config.cache is None else BlockCache(
             config.cache, limit=config.cache_size or _default_limit(str(config.cache)), detours=detours
         )  # fmt: skip
-        ahead = min(_AHEAD_BYTES, config.memory // 4)
+        ahead = min(_AHEAD_BYTES, memory // 4)
         self._detours = detours
         self.supply = Supply(
             cache, ahead_bytes=ahead, threads=_AHEAD_THREADS, clock=int(plan.digest[:16], 16)
@@ -193,14 +199,14 @@ def _has(store: LocatedStore, name: str) -> bool:
 
 
 def open_remote_blocks(
-    plan: Plan, sources: Sources, config: LoaderConfig, lanes: list[int], events: EventLog
+    plan: Plan, sources: Sources, config: LoaderConfig, lanes: list[int], events: EventLog, memory: int
 ) -> RemoteBlocks | None:
     """What a loader needs beside its threads where blocks come over a network; None where all are local files."""
     remote = any(store.local_path("shardkit.json") is None for store in sources.reader.stores)
     several = any(isinstance(store, LocatedStore) for store in sources.reader.stores)
     if not remote and not several:
         return None
-    return RemoteBlocks(plan, sources, config, lanes, events)
+    return RemoteBlocks(plan, sources, config, lanes, events, memory)
 
 
 def _default_limit(path: str) -> int:

@@ -36,6 +36,7 @@ class Sources:
     rows: RowMap
     reader: BlockReader
     block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes by dataset-wide number
+    mean_block_bytes: int  # raw, of all blocks
     row_bytes: Callable[[Sequence[str]], int]  # typical bytes of these fields of a row
     fetch: Callable[[int], dict[str, Any]]  # one verified sample
 
@@ -52,7 +53,7 @@ class LoaderConfig:
     by_cell: bool = False
     uneven: bool = False
     rebalance: Rebalancing | None = None
-    memory: int = 2 << 30
+    memory: int | None = None  # of the rank; what its windows need where None
     threads: int | None = None
     prefetch: int | None = None
     tensors: bool | None = None

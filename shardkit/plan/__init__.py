@@ -13,5 +13,9 @@
 from .assignment import Assignment, assign, data_coordinates
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
+from .settings import EARLIER_WINDOW_BLOCKS
 
-__all__ = ["Assignment", "Plan", "Population", "assign", "cell_digest", "data_coordinates", "make_plan"]
+__all__ = [
+    "EARLIER_WINDOW_BLOCKS", "Assignment", "Plan", "Population", "assign", "cell_digest", "data_coordinates",
+    "make_plan",
+]  # fmt: skip

@@ -18,7 +18,7 @@ from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid, joined, rows_per_sequence
-from .settings import DEFAULT_WINDOW_BLOCKS, Settings, default_lanes
+from .settings import EARLIER_WINDOW_BLOCKS, Settings, default_lanes, default_window_blocks
 from .strata import stratum_rows
 from .weighted import WeightedGrid
 from .weights import WeightsLike, resolve_stages
@@ -52,9 +52,11 @@ class Plan:
         self.digest_0_1: str = self._hashed(None if parent is None else parent.digest_0_1, known)
         """What release 0.1 called the plan; see `superseded_digests`."""
 
-    def _hashed(self, parent: str | None, change: Mapping[str, object] | None) -> str:
+    def _hashed(
+        self, parent: str | None, change: Mapping[str, object] | None, settings: Settings | None = None
+    ) -> str:
         identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": self.population.identity}
-        identity["settings"] = self.settings.canonical()
+        identity["settings"] = (settings or self.settings).canonical()
         if parent is not None:
             identity["parent"], identity["change"] = parent, change
         return hashlib.sha256(dumps(identity)).hexdigest()
@@ -135,6 +137,22 @@ class Plan:
             return first, first + self.loop_steps
         first, last = self._leg.grid.bounds(step - self._leg.origin)
         return first + self._leg.origin, last + self._leg.origin
+
+    @property
+    def open_blocks(self) -> int:
+        """Blocks that a lane mixes rows of at a time, about: those of its windows (SPEC.md §4)."""
+        settings, size = self.settings, self.global_batch // self.lanes
+        strata = len(self.population.strata)
+        if strata <= 1:
+            return settings.window_blocks
+        # a stratum that is in few cells has a block at least, and at most two of them are open per slot
+        return max(settings.window_blocks, 2 * size) + min(strata, size)
+
+    @property
+    def earlier_digest(self) -> str:
+        """Of the same plan with the default window of version 0.1."""
+        settings = replace(self.settings, window_blocks=EARLIER_WINDOW_BLOCKS)
+        return self._hashed(None if self.parent is None else self.parent.digest, self._change, settings)
 
     @property
     def digest(self) -> str:
@@ -318,7 +336,7 @@ def make_plan(
     seed: int = 0,
     lanes: int | None = None,
     remainder: str = "drop",
-    window_blocks: int = DEFAULT_WINDOW_BLOCKS,
+    window_blocks: int | None = None,
     shuffle: str = "window",
     weights: WeightsLike | None = None,
     stages: Sequence[tuple[int, WeightsLike | None]] | None = None,
@@ -336,7 +354,8 @@ def make_plan(
         lanes: L, a divisor of B; see `default_lanes`.
         remainder: ``"drop"`` leaves fewer than B rows out of each epoch, in turn; ``"short"`` ends the epoch
             with them.
-        window_blocks: blocks that a lane keeps open, over all its strata.
+        window_blocks: blocks that a lane keeps open, over all its strata; by default as many as take about 256 MiB in
+            all lanes, from 4 to 16.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
         weights: glob over strata to the integer weight of each stratum that it matches, 1 for all others; rows
             then come round pass after pass, without an end.
@@ -357,12 +376,13 @@ def make_plan(
         raise PlanError(f"plan: epoch_steps is {epoch_steps}, expected it only with explicit weights")
     join = None if sequence is None else rows_per_sequence(sequence, row_tokens)
     units = population if join is None else joined(population, join)
+    lanes = default_lanes(units, global_batch) if lanes is None else lanes
     settings = Settings(
         global_batch=global_batch,
-        lanes=default_lanes(units, global_batch) if lanes is None else lanes,
+        lanes=lanes,
         seed=seed,
         remainder=remainder,
-        window_blocks=window_blocks,
+        window_blocks=default_window_blocks(population, lanes) if window_blocks is None else window_blocks,
         shuffle=shuffle,
         stages=resolved,
         epoch_steps=epoch_steps,

@@ -27,7 +27,8 @@ class Population:
         segment_stratum: int32[n], stratum of each segment.
         segment_rows: int64[n], selected rows of each segment; 0 is allowed.
         shard_block_rows: int32[S], rows of a whole block of each shard (scaled down where rows are selected).
-        shard_bytes: int64[S] or None, raw bytes of each shard, for reports and placement.
+        shard_bytes: int64[S] or None, bytes of each shard, for reports and placement.
+        mean_block_bytes: raw bytes of a block, for the default window; 0 where nobody knows.
     """
 
     identity: str
@@ -37,6 +38,7 @@ class Population:
     segment_rows: NDArray[np.int64]
     shard_block_rows: NDArray[np.int32]
     shard_bytes: NDArray[np.int64] | None = None
+    mean_block_bytes: int = 0
 
     def __post_init__(self) -> None:
         num = len(self.segment_shard)

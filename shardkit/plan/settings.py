@@ -12,18 +12,21 @@ from .population import Population
 from .rounding import divisors
 
 __all__ = [
-    "DEFAULT_WINDOW_BLOCKS",
+    "EARLIER_WINDOW_BLOCKS",
     "Settings",
     "check_range",
     "check_rows",
     "default_lanes",
+    "default_window_blocks",
     "few_lanes",
     "num_blocks",
 ]
 
-DEFAULT_WINDOW_BLOCKS = 16
-"""Blocks that a lane keeps open: 64 lanes of 16 blocks of 1 MiB are 1 GiB where one node works all lanes,
-half of the loader's default memory; the other half is for what comes next."""
+EARLIER_WINDOW_BLOCKS = 16
+"""What version 0.1 took where nobody said how many blocks a lane keeps open."""
+
+WINDOW_BYTES = 256 << 20  # of all lanes together, about
+LEAST_WINDOW, MOST_WINDOW = 4, 16  # blocks
 
 TARGET_LANES = 64
 LEAST_LANES = 8
@@ -38,7 +41,7 @@ class Settings:
     lanes: int
     seed: int = 0
     remainder: str = "drop"
-    window_blocks: int = DEFAULT_WINDOW_BLOCKS
+    window_blocks: int = EARLIER_WINDOW_BLOCKS
     shuffle: str = "window"
     stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
     epoch_steps: int | None = None
@@ -106,6 +109,16 @@ def few_lanes(population: Population, global_batch: int) -> str:
 def _nearest_lanes(global_batch: int, most: int) -> int:
     fit = [d for d in divisors(global_batch) if d <= most] or [1]
     return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
+
+
+def default_window_blocks(population: Population, lanes: int) -> int:
+    """Blocks that a lane keeps open, so that those of all lanes take about 256 MiB: from 4 to 16.
+
+    A function of manifest and lanes alone: a plan is the same on every machine, whatever memory a loader has.
+    """
+    _at_least("lanes", lanes, 1)
+    mean = population.mean_block_bytes
+    return MOST_WINDOW if not mean else max(LEAST_WINDOW, min(MOST_WINDOW, WINDOW_BYTES // (lanes * mean)))
 
 
 def check_rows(rows: int, settings: Settings) -> None:

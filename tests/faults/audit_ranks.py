@@ -65,7 +65,6 @@ def work(rank: int, told: dict[str, Any], barrier: Any) -> None:
             run=run,
             tensors=False,
             threads=1,
-            memory="8MiB",
         ) as loader:
             loader.seek(first)
             step = first

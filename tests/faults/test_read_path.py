@@ -377,7 +377,7 @@ def _copy(root: str, folder: Path) -> None:
 
 def _epoch(dataset: Any) -> list[tuple[list[int], bytes]]:
     plan = dataset.plan(global_batch=10, seed=3)
-    loader = dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", prefetch=0)
+    loader = dataset.loader(plan, rank=0, world=1, tensors=False, prefetch=0)
     with contextlib.closing(loader):
         return [(batch["samples"].tolist(), batch["x"].tobytes()) for batch in loader]
 

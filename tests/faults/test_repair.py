@@ -232,7 +232,7 @@ class TestAttested:
         # without hedging: a second request that overtakes the first would leave a bad copy unseen
         dataset = shardkit.open(root, settings=ReadSettings(hedge=False))
         plan = dataset.plan(global_batch=8)
-        loader = dataset.loader(plan, tensors=False, rank=0, world=1, run=tmp_path / "run", memory="1MiB")
+        loader = dataset.loader(plan, tensors=False, rank=0, world=1, run=tmp_path / "run")
         seen = [int(x) for batch in loader for x in batch["x"][:, 0]]
         assert loader.stats()["remote_healed"] == 0
         loader.close()

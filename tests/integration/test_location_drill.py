@@ -76,7 +76,7 @@ class Training:
         self.waits_s: list[float] = []
         self.stats: dict[str, float] = {}
         dataset = shardkit.open(root, settings=SETTINGS)
-        plan = dataset.plan(global_batch=16, seed=1, lanes=4)
+        plan = dataset.plan(global_batch=16, seed=1, lanes=4, window_blocks=2)
         self.loader: Any = dataset.loader(
             plan, rank=0, world=1, tensors=False, memory="1MiB", prefetch=0, run=run_folder
         )

@@ -53,7 +53,7 @@ def epoch(loader: Any) -> list[tuple[list[int], bytes]]:
 
 def open_loader(root: str, cache: Path | None, *, rank: int = 0, world: int = 1, **settings: Any) -> Any:
     dataset = shardkit.open(root, settings=SETTINGS)
-    plan = dataset.plan(global_batch=16, seed=1, lanes=4)
+    plan = dataset.plan(global_batch=16, seed=1, lanes=4, window_blocks=4)
     # So little memory that nothing stays in it from one epoch to the next.
     return dataset.loader(
         plan, rank=rank, world=world, tensors=False, memory="2MiB", prefetch=0, cache=cache, **settings

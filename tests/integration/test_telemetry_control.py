@@ -62,7 +62,7 @@ class Trainer:
 def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     dataset = shardkit.open(roots[0], locations={"mirror": roots[1]}, settings=SETTINGS)
-    plan = dataset.plan(global_batch=16, seed=1, lanes=4)
+    plan = dataset.plan(global_batch=16, seed=1, lanes=4, window_blocks=4)
     loader = dataset.loader(
         plan, tensors=False, memory="8MiB", prefetch=4, cache=tmp_path / "cache", cache_size="64MiB", run=run,
         telemetry=TelemetrySettings(interval_s=0.05),
@@ -112,6 +112,11 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
         (run / "control.toml").write_text("[locations.mirrors]\noff = true\n")
         trainer.until(lambda: bool(events("control_refused")))
         assert "nearest known: locations.mirror.off" in events("control_refused")[0]["reason"]
+
+        (run / "control.toml").write_text('[loader]\nmemory = "1MiB"\n')  # less than the windows need
+        trainer.until(lambda: len(events("control_refused")) >= 2)
+        assert f"at least {loader.memory_needed} bytes" in events("control_refused")[1]["reason"]
+        assert window.budget == 8 * MIB
     assert len(events("control")) == 2
     assert events("control")[0]["changes"]["locations.root.off"] == [False, True]
     # what was trained on is the plan's, whatever was changed

@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError, UsageError
+from shardkit.errors import (
+    ConfigurationError,
+    IntegrityError,
+    RunError,
+    StateError,
+    UsageError,
+)
 from shardkit.ledger import read_journal
 from shardkit.loader import Batch
 
@@ -267,34 +273,35 @@ def test_no_thread_is_left_behind(dataset: shardkit.Dataset) -> None:
     assert not set(threading.enumerate()) - before
 
 
-def test_a_tiny_memory_bound_is_kept_and_changes_nothing(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5)
-    wide = list(_stream(dataset.loader(plan, tensors=False)))
-    narrow = dataset.loader(plan, tensors=False, memory="1MiB")
-    assert list(_stream(narrow)) == wide
-    assert narrow.stats()["peak_bytes"] <= 1 << 20
+def test_the_least_memory_is_kept_to_and_changes_nothing(dataset: shardkit.Dataset) -> None:
+    plan = dataset.plan(global_batch=20, lanes=5, window_blocks=2)
+    wide = dataset.loader(plan, tensors=False, memory="1GiB")
+    expected = list(_stream(wide))
+    narrow = dataset.loader(plan, tensors=False, memory=wide.memory_needed)
+    assert list(_stream(narrow)) == expected
+    assert narrow.stats()["peak_bytes"] <= wide.memory_needed
 
 
 def test_a_step_that_needs_more_than_the_memory_bound_is_said_and_loaded(tmp_path: Path) -> None:
-    with shardkit.create(str(tmp_path / "data"), {"x": "int64[2048]"}, block_size="256KiB") as writer:
+    with shardkit.create(
+        str(tmp_path / "data"), {"x": "bytes"}, block_size="32KiB", shard_size="64KiB"
+    ) as writer:
         for number in range(256):
-            writer.add({"x": np.full(2048, number)})
+            writer.add({"x": number.to_bytes(2, "little") * (1_000_000 if number == 77 else 8000)})
     dataset = shardkit.open(tmp_path / "data")
-    plan = dataset.plan(global_batch=16, lanes=16)
+    plan = dataset.plan(global_batch=4, lanes=4, window_blocks=1)
     with (
-        dataset.loader(plan, rank=0, world=1, tensors=False, memory="1MiB", run=tmp_path / "run") as loader,
-        pytest.warns(RuntimeWarning, match=r"blocks of step 0 take [0-9.]+ MiB, memory=1.0 MiB"),
+        dataset.loader(plan, rank=0, world=1, tensors=False, run=tmp_path / "run") as loader,
+        pytest.warns(RuntimeWarning, match=r"blocks of step [0-9]+ take [0-9.]+ MiB, memory=1.0 MiB"),
     ):
-        seen = [int(x) for batch in loader for x in batch["x"][:, 0]]
+        seen = [int.from_bytes(x[:2], "little") for batch in loader for x in batch["x"]]
     assert sorted(seen) == list(range(256))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("over_memory") == 1
 
 
 @pytest.mark.parametrize("format", ["arrow", "tar"])
-def test_memory_below_the_windows_of_the_lanes_is_said_with_what_would_do(
-    tmp_path: Path, format: str
-) -> None:
+def test_memory_is_what_the_windows_need_and_less_is_refused(tmp_path: Path, format: str) -> None:
     with shardkit.create(
         str(tmp_path / "data"), {"x": "int64[128]"}, format=format, shard_size="1MiB", block_size="32KiB"
     ) as writer:
@@ -302,28 +309,23 @@ def test_memory_below_the_windows_of_the_lanes_is_said_with_what_would_do(
             writer.add({"x": np.full(128, number)})
     dataset = shardkit.open(tmp_path / "data")
     plan = dataset.plan(global_batch=16, lanes=8)
-
-    def read(loader: Any) -> None:
-        assert sorted(int(x) for batch in loader for x in batch["x"][:, 0]) == list(range(12800))
-
-    with dataset.loader(plan, tensors=False, memory="1MiB", run=tmp_path / "run") as loader:
-        with pytest.warns(
-            RuntimeWarning, match=r"memory='1MiB' is too little: .*8 lanes mix rows of 16 blocks"
-        ) as told:
-            read(loader)
-        read(loader)  # said once
-        stats = loader.stats()
-    assert len(told) == 1
-    assert stats["block_reloads"] > stats["block_loads"] / 2
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events].count("rereading") == 1
-    advice = re.search(r"give the loader memory='(\w+)'", str(told[0].message))
-    assert advice is not None
-    with dataset.loader(plan, tensors=False, memory=advice[1]) as loader:
-        read(loader)
-        stats = loader.stats()
+    with dataset.loader(plan, tensors=False) as loader:
+        for _ in range(2):
+            assert sorted(int(x) for batch in loader for x in batch["x"][:, 0]) == list(range(12800))
+        stats, needed = loader.stats(), loader.memory_needed
     assert stats["evictions"] > 0
+    assert stats["peak_bytes"] <= needed < dataset.manifest.raw_bytes / 2
     assert stats["block_reloads"] < stats["block_loads"] / 8
+    with pytest.raises(ConfigurationError, match="8 lanes mix rows of 16 blocks") as told:
+        dataset.loader(plan, tensors=False, memory="1MiB")
+    advice = re.search(r"pass at least (\d+)", str(told.value))
+    assert advice is not None
+    assert int(advice[1]) == needed
+    dataset.loader(plan, tensors=False, memory=needed).close()
+    with pytest.raises(ConfigurationError, match=f"for each of 2 workers.*pass at least {2 * needed}"):
+        dataset.loader(plan, tensors=False, memory=needed, stride=2)
+    with dataset.loader(plan, rank=0, world=2, tensors=False) as half:
+        assert half.memory_needed == pytest.approx(needed / 2, rel=0.01)
 
 
 def test_a_full_shuffle_that_does_not_fit_is_said_without_windows(tmp_path: Path) -> None:

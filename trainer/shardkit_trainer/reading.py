@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import shardkit
 from shardkit.loader import Rebalancing
+from shardkit.plan import EARLIER_WINDOW_BLOCKS
 from shardkit.storage import parse_dataset_url
 
 from .configuration import Configuration
@@ -49,6 +50,13 @@ class RunData:
         chosen = {"lanes": data.lanes, "weights": data.weights, "window_blocks": data.window_blocks}
         settings: dict[str, Any] = {name: value for name, value in chosen.items() if value}
         plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
+        if (
+            known is not None
+            and not data.window_blocks
+            and plan.digest != known["plan"] == plan.earlier_digest
+        ):
+            settings["window_blocks"] = EARLIER_WINDOW_BLOCKS  # a run keeps what it began with
+            plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
         self.steps: int = config.run.steps or config.run.epochs * (plan.steps_per_epoch or plan.loop_steps)
         self.plans = [plan]
         for stage in data.stages:
