@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-dev
 DEMO_STAMP := $(VENV)/.installed-demo
 COMPILED := hatch_build.py $(wildcard shardkit/*/*.c)
 
-.PHONY: demo test lint drills setup clean
+.PHONY: demo test lint sanitize drills setup clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,9 @@ test: $(STAMP)  ## the whole suite, fast tests first
 	$(BIN)/pytest -n $(JOBS) || { \
 		echo "--- what failed, once more and one at a time ---"; \
 		$(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none; }
+
+sanitize: $(STAMP)  ## the loader's compiled module with ASAN and UBSAN, under its property tests
+	@BIN="$(BIN)" sh tools/sanitize.sh
 
 drills: $(STAMP)  ## the long fault drills at their stated counts; results go to tools/bench/results/
 	SHARDKIT_DRILLS=full $(BIN)/pytest -n $(JOBS) -m drill

@@ -1,6 +1,6 @@
-"""Compiles three modules where there is a C compiler; without one shardkit installs, and runs, as well.
+"""Compiles two modules where there is a C compiler; without one shardkit installs, and runs, as well.
 
-They copy rows, hash blocks and make digests in calls during which other threads run. Without them numpy, xxhash and
+They read and hash blocks, copy rows and make digests in calls during which other threads run. Without them numpy, xxhash and
 hashlib do the same, and reading uncompressed samples takes up to twice as long.
 """
 

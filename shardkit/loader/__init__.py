@@ -10,12 +10,13 @@ pipeline      — plan → load → gather → transform, ahead of the trainer a
 background    — an iterator that runs ahead on a thread of its own
 schedule      — the near future of a rank as data (pure)
 block_window  — the blocks in memory, loaded ahead by deadline within a byte budget
-block_loading — blocks read and verified, some at a time
+block_loading — blocks read into private memory and verified, some at a time
+block_memory  — that memory, recycled
+memory_bound  — how much of it a rank's windows need
 placing       — where the rows of a block lie, without making columns of it
 gather        — rows of many blocks into one buffer per field
-row_copies    — the copies of a gather, compiled (optional)
-step_gather   — the steps of a group, gathered by several threads
-scout         — finds and leases what the next steps need, over the end of a loop too
+block_rows    — both, compiled (optional)
+prefetcher    — finds and leases what the next steps need
 assembly      — a group of steps cut into batches
 row_work      — decoding and transforms on threads or processes; rows that do not decode
 transforms    — user functions, their randomness, rows and columns
