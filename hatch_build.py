@@ -1,7 +1,7 @@
 """Compiles two modules where there is a C compiler; without one shardkit installs, and runs, as well.
 
-They read and hash blocks, copy rows and make digests in calls during which other threads run. Without them numpy, xxhash
-and hashlib do the same, and reading uncompressed samples takes up to twice as long.
+They read and hash blocks, copy rows and make digests in calls during which other threads run. Without them numpy,
+xxhash and hashlib do the same, and reading uncompressed samples takes up to twice as long.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 COMPILED = (
-    "shardkit.loader.row_copies", "shardkit.formats.span_hashes", "shardkit.formats.span_digests",
+    "shardkit.loader.block_rows", "shardkit.formats.span_digests",
 )  # fmt: skip
 SHARDS = (".tar", ".zst", ".arrow")
 
@@ -141,7 +141,7 @@ def open_loader(folder: Path, where: str) -> Any:
     ds = shardkit.open(root)
     plan = ds.plan(global_batch=16, lanes=2, window_blocks=3, seed=3)
     more: dict[str, Any] = {} if where == "local" else {"cache": folder / "cache", "cache_size": "64MiB"}
-    return ds.loader(plan, rank=0, world=1, tensors=False, threads=2, memory="1MiB", **more)
+    return ds.loader(plan, rank=0, world=1, tensors=False, threads=2, **more)
 
 
 def read(folder: Path, where: str, files: Files, truth: dict[int, bytes], seen: dict[str, int]) -> None:
