@@ -1,0 +1,183 @@
+"""Nothing public is lost by accident: the face is the frozen one, and what 0.1 had is there or accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from public_face import collect
+from public_face.__main__ import CHANGELOG, FROZEN, RELEASED, freeze, load
+from public_face.comparing import differences, report, unexplained
+
+if TYPE_CHECKING:
+    from public_face.comparing import Face
+
+AGAIN = (
+    "If it is meant: python -m public_face (writes tests/golden/public_face.json; commit it with the change)."
+)
+NAME_IT = (
+    "Name each in backquotes under Unreleased in CHANGELOG.md, and say why: `build --jobs` is gone, because …"
+)
+
+
+@pytest.fixture(scope="module")
+def today() -> tuple[Face, Face]:
+    return collect()
+
+
+def test_the_face_is_the_frozen_one(today: tuple[Face, Face]) -> None:
+    for frozen, found, what in zip(
+        load(FROZEN), today, ("public face", "words of the public face"), strict=True
+    ):
+        changed = differences(frozen, found)
+        assert not changed, f"the {what} is another:\n{report(changed)}\n{AGAIN}"
+
+
+def test_what_0_1_had_is_there_or_named_in_the_changelog(today: tuple[Face, Face]) -> None:
+    released, _ = load(RELEASED)
+    assert sum(map(len, released.values())) > 1500
+    silent = unexplained(differences(released, today[0]), CHANGELOG.read_text(encoding="utf-8"))
+    assert not silent, f"gone or changed since 0.1 without a word:\n{report(silent)}\n{NAME_IT}"
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("control", "loader.memory"), ("control", "locations.LOCATION.off"), ("control", "change.guard_s"),
+        ("commands", "rehearse"), ("commands", "rebuild"), ("commands", "tune"), ("commands", "simulate"),
+        ("commands", "bench --against"), ("commands", "audit RUN --sign"), ("commands", "build --dry-run"),
+        ("commands", "build --critical"), ("commands", "verify --level"), ("commands", "train OVERRIDES"),
+        ("python", "shardkit.Dataset.loader(fields=)"), ("python", "shardkit.Dataset.loader(lanes=)"),
+        ("python", "shardkit.Dataset.loader(stride=)"), ("python", "shardkit.loader.Loader.watch(module=)"),
+        ("python", "shardkit.loader.Loader.computed"), ("python", "shardkit.open(heal=)"),
+        ("python", "shardkit.audit.version_lineage"), ("python", "shardkit.audit.sign_statement"),
+        ("settings", "LoaderConfig.on_error"), ("settings", "Policy.critical"), ("settings", "Cluster.store.outage"),
+        ("trainer", "parallel.sync_every"), ("trainer", "parallel.reduction"), ("trainer", "data.stages[].from_step"),
+        ("stats", "remote_hedges_won"), ("stats", "moves"), ("telemetry", "control.changes"),
+        ("metrics", "shardkit_loader_steps_total"), ("metrics", "shardkit_anomalies kind=straggler"),
+        ("metrics", "shardkit_read_events_total kind=hedges"),
+        ("events", "control_taken_back"), ("events", "substitution"), ("ledger events", "masked"),
+        ("ledger events", "failover"), ("read events", "hedges"), ("errors", "StoreFullError"), ("exit codes", "5"),
+        ("extras", "s3"),
+    ],
+)  # fmt: skip
+def test_the_collection_sees(today: tuple[Face, Face], section: str, name: str) -> None:
+    assert name in today[0][section]
+
+
+def test_the_collection_sees_what_is_accepted(today: tuple[Face, Face]) -> None:
+    face = today[0]
+    assert "mask" in face["python"]["shardkit.Dataset.loader(on_error=)"]
+    assert "attested" in face["commands"]["verify --level"]
+    assert face["errors"]["StoreFullError"] == "kind 'store-full', is StoreError, ShardkitError, OSError"
+    assert face["trainer"]["data.global_batch range"] == "a whole number from 1 to 1,000,000,000"
+
+
+# ---- the comparison itself, on faces made up
+
+FACE: Face = {
+    "commands": {"build": "command", "build --jobs": "int, default 1", "build -j": "int, default 1"},
+    "python": {
+        "shardkit.create": "function", "shardkit.create(seed=)": "keyword, default 0",
+        "shardkit.loader.Loader": "class", "shardkit.loader.Loader.seek": "method",
+        "shardkit.loader.Loader.seek(step=)": "position 1, required",
+    },
+    "metrics": {"shardkit_step": "gauge"},
+    "stats": {"lanes": "number"},
+    "telemetry": {"loader.lanes": "number"},
+    "control": {"loader.memory": "key"},
+    "events": {"stall": "kind"},
+    "errors": {"StoreFullError": "kind 'store-full'"},
+    "exit codes": {"4": "DAMAGED"},
+    "trainer": {"run.steps": "int, default 0"},
+}  # fmt: skip
+EVERY = [(section, name) for section, names in FACE.items() for name in names]
+
+
+def without(*gone: tuple[str, str]) -> Face:
+    return {
+        s: {n: meaning for n, meaning in names.items() if (s, n) not in gone} for s, names in FACE.items()
+    }
+
+
+def changelog(text: str, before: str = "") -> str:
+    return f"# Changes\n\n## Unreleased\n\n- {text}\n\n## 0.1\n\n- First version. {before}\n"
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY)
+def test_a_removal_must_be_named(section: str, name: str) -> None:
+    found = differences(FACE, without((section, name)))
+    assert report(found) == f"- {section}: {name}: {FACE[section][name]}"
+    assert unexplained(found, changelog("Everything is better.")) == found
+    assert unexplained(found, changelog(f"{name} is gone.")) == found, "no backquotes"
+    assert unexplained(found, changelog(f"`{name}` is faster.")) == found, "said, but not that it is gone"
+    assert unexplained(found, changelog("Faster.", f"`{name}` is gone.")) == found, "another release's"
+    assert unexplained(found, changelog(f"`{name}` is gone: nobody used it.")) == []
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY)
+def test_another_meaning_must_be_named(section: str, name: str) -> None:
+    found = differences(FACE, FACE | {section: FACE[section] | {name: "other"}})
+    assert report(found) == f"~ {section}: {name}: {FACE[section][name]} → other"
+    assert unexplained(found, changelog("Everything is better.")) == found
+    assert unexplained(found, changelog(f"`{name}` means something else.")) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "text"),
+    [
+        ("commands", "build --jobs", "`merge --jobs` is gone"),
+        ("commands", "build --jobs", "`build` is gone"),
+        ("python", "shardkit.create(seed=)", "`create` is gone"),
+        ("python", "shardkit.loader.Loader.seek", "`Writer.seek` is gone"),
+        ("stats", "lanes", "`amend(lanes=)` is gone"),
+        ("errors", "StoreFullError", "`StoreError` is gone"),
+    ],
+)
+def test_the_name_of_another_thing_is_not_enough(section: str, name: str, text: str) -> None:
+    found = differences(FACE, without((section, name)))
+    assert unexplained(found, changelog(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "text"),
+    [
+        ("commands", "build --jobs", "`shardkit build --jobs` is removed"),
+        ("python", "shardkit.create(seed=)", "`create(…, seed=7)` was renamed"),
+        ("python", "shardkit.loader.Loader.seek", "`loader.seek` is gone"),
+        ("telemetry", "loader.lanes", "the counter `lanes` was dropped"),
+    ],
+)
+def test_names_may_be_written_as_people_write_them(section: str, name: str, text: str) -> None:
+    assert not unexplained(differences(FACE, without((section, name))), changelog(text))
+
+
+def test_what_goes_with_its_owner_is_named_by_it() -> None:
+    names = [("commands", name) for name in ("build", "build --jobs", "build -j")]
+    names += [("python", name) for name in FACE["python"] if "Loader" in name]
+    found = differences(FACE, without(*names))
+    assert len(found) == 6
+    assert unexplained(found, changelog("`build` and `Loader` are gone.")) == []
+
+
+def test_a_silent_removal_is_not_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, released = tmp_path / "face.json", tmp_path / "0.1.json"
+    assert freeze(FACE, {}, path, released, changelog("New.")) == 0
+    before = path.read_bytes()
+    assert freeze(without(("metrics", "shardkit_step")), {}, path, released, changelog("New.")) == 1
+    assert path.read_bytes() == before
+    assert "- metrics: shardkit_step: gauge" in capsys.readouterr().out
+
+    grown = FACE | {"stats": FACE["stats"] | {"moves": "number"}}
+    assert freeze(grown, {}, path, released, changelog("New."), check=True) == 1
+    assert path.read_bytes() == before
+    assert freeze(grown, {}, path, released, changelog("New.")) == 0
+    assert load(path)[0] == grown
+    assert "+ stats: moves: number" in capsys.readouterr().out
+
+    released.write_text(json.dumps({"face": {"stats": {"block_copies": "number"}}}))
+    assert freeze(grown, {}, path, released, changelog("New.")) == 1, "0.1 had it"
+    assert freeze(grown, {}, path, released, changelog("`block_copies` is gone.")) == 0

@@ -1,0 +1,63 @@
+"""Compare the public face with the frozen one, and freeze it again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+from public_face import collect
+from public_face.comparing import Face, differences, report, unexplained
+
+__all__ = ["CHANGELOG", "FROZEN", "RELEASED", "freeze", "load", "main"]
+
+_TOP: Final = Path(__file__).resolve().parents[2]
+CHANGELOG: Final = _TOP / "CHANGELOG.md"
+FROZEN: Final = _TOP / "tests" / "golden" / "public_face.json"
+RELEASED: Final = _TOP / "tests" / "golden" / "public_face_0.1.json"
+
+
+def load(path: Path) -> tuple[Face, Face]:
+    """Meanings and words of a frozen face; empty where there is none yet."""
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return document.get("face", {}), document.get("words", {})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the face, unless something went without a word in the changelog."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    given = parser.parse_args(arguments)
+    face, words = collect()
+    return freeze(face, words, FROZEN, RELEASED, CHANGELOG.read_text(encoding="utf-8"), check=given.check)
+
+
+def freeze(
+    face: Face, words: Face, path: Path, released: Path, changelog: str, *, check: bool = False
+) -> int:
+    """Compare with the frozen face and with 0.1's, then write; 1 where something is unexplained."""
+    old, old_words = load(path)
+    found = differences(old, face)
+    silent = unexplained(found, changelog)
+    silent += [
+        one for one in unexplained(differences(load(released)[0], face), changelog) if one not in silent
+    ]
+    print(report(found if old else []), end="\n" if found and old else "")
+    if silent:
+        print(f"{len(silent)} gone or changed without a word in CHANGELOG.md, Unreleased:\n{report(silent)}")
+        return 1
+    if check:
+        return int(bool(found or old_words != words))
+    document = {"face": face, "words": words}
+    path.write_text(
+        json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

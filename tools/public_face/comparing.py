@@ -1,0 +1,75 @@
+"""Faces as data: what differs, and what of it the changelog does not name."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Difference", "Face", "Names", "differences", "report", "unexplained"]
+
+Names: TypeAlias = dict[str, str]
+Face: TypeAlias = dict[str, Names]
+"""section → name → meaning, or words."""
+
+
+class Difference(NamedTuple):
+    """A name whose meaning differs; `before` or `after` is None where there is no such name."""
+
+    section: str
+    name: str
+    before: str | None
+    after: str | None
+
+    def __str__(self) -> str:
+        where = f"{self.section}: {self.name}"
+        if self.before is None:
+            return f"+ {where}: {self.after}"
+        if self.after is None:
+            return f"- {where}: {self.before}"
+        return f"~ {where}: {self.before} → {self.after}"
+
+
+def differences(before: Face, after: Face) -> list[Difference]:
+    """What differs, in order."""
+    found = []
+    for section in sorted({*before, *after}):
+        old, new = before.get(section, {}), after.get(section, {})
+        names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+        found += [Difference(section, name, old.get(name), new.get(name)) for name in names]
+    return found
+
+
+def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
+    """Removals and changes that the changelog's "Unreleased" does not name.
+
+    One text in backquotes must hold the name with what it belongs to: `build --jobs`, `create(seed=)`, `Loader.seek`; a
+    name that belongs to nothing stands alone. An entry that names a removal says that something is gone, removed,
+    renamed or dropped. What went with its owner (the options of a command) is named by naming that.
+    """
+    part = re.search(r"^## Unreleased$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    entries = re.split(r"^- ", part.group(1) if part else "", flags=re.MULTILINE)
+    spans = [(_words(span), entry) for entry in entries for span in re.findall(r"`([^`]+)`", entry)]
+    everything = [span for span, _ in spans]
+    removals = [span for span, entry in spans if re.search(r"\b(gone|removed|renamed|dropped)\b", entry)]
+    gone = {(one.section, one.name) for one in found if one.after is None}
+
+    def is_named(section: str, name: str) -> bool:
+        # counters of telemetry are those of `loader.stats()`, and may be named so
+        ways = [_words(name), _words(name.partition(".")[2])] if section == "telemetry" else [_words(name)]
+        for span in removals if (section, name) in gone else everything:
+            if any(needed == span or (len(needed) > 1 and needed <= span) for needed in ways):
+                return True
+        owner = re.sub(r"(\([^(]*\)|[ .][^ .(]*)$", "", name)
+        return owner != name and (section, owner) in gone and is_named(section, owner)
+
+    return [one for one in found if one.before is not None and not is_named(one.section, one.name)]
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name, the packages before it left out."""
+    return set(re.findall(r"[\w-]+", re.sub(r"\bshardkit\w*[. ]([a-z_]+\.)*(?=\w)", "", name).lower()))
+
+
+def report(lines: list[Difference]) -> str:
+    """As people read it."""
+    return "\n".join(map(str, lines))
