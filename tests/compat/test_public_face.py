@@ -148,6 +148,7 @@ def test_the_name_of_another_thing_is_not_enough(section: str, name: str, text: 
         ("commands", "build --jobs", "`shardkit build --jobs` is removed"),
         ("python", "shardkit.create(seed=)", "`create(…, seed=7)` was renamed"),
         ("python", "shardkit.loader.Loader.seek", "`loader.seek` is gone"),
+        ("python", "shardkit.loader.Loader.seek(step=)", "`seek(step=)` is gone"),
         ("telemetry", "loader.lanes", "the counter `lanes` was dropped"),
     ],
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 __all__ = ["Difference", "Face", "Names", "differences", "report", "unexplained"]
 
 Names: TypeAlias = dict[str, str]
 Face: TypeAlias = dict[str, Names]
 """section → name → meaning, or words."""
+
+
+_KNOWN_AS: Final = {"loaderconfig": "loader", "make_plan": "plan"}
 
 
 class Difference(NamedTuple):
@@ -54,8 +57,11 @@ def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
     gone = {(one.section, one.name) for one in found if one.after is None}
 
     def is_named(section: str, name: str) -> bool:
-        # counters of telemetry are those of `loader.stats()`, and may be named so
-        ways = [_words(name), _words(name.partition(".")[2])] if section == "telemetry" else [_words(name)]
+        ways = [_words(name)]
+        if section == "telemetry":  # its counters are those of `loader.stats()`
+            ways.append(_words(name.partition(".")[2]))
+        if name.endswith("=)"):  # `loader(memory=)` says enough
+            ways.append(_words(re.sub(r"\w+\.(?=\w+\()", "", name)))
         for span in removals if (section, name) in gone else everything:
             if any(needed == span or (len(needed) > 1 and needed <= span) for needed in ways):
                 return True
@@ -66,8 +72,9 @@ def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name, the packages before it left out."""
-    return set(re.findall(r"[\w-]+", re.sub(r"\bshardkit\w*[. ]([a-z_]+\.)*(?=\w)", "", name).lower()))
+    """The words of a name, the packages before it left out; users know some by a method of a dataset."""
+    plain = re.sub(r"\bshardkit\w*[. ]([a-z_]+\.)*(?=\w)", "", name).lower()
+    return {_KNOWN_AS.get(word, word) for word in re.findall(r"[\w-]+", plain)}
 
 
 def report(lines: list[Difference]) -> str:

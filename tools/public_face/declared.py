@@ -173,7 +173,7 @@ def settings() -> Names:
     found: Names = {}
     for package, name in SETTINGS:
         if (kind := find_dataclass(package, name)) is not None:
-            _walk_fields(kind, "plan.Settings" if package == "shardkit.plan" else name, found)
+            _walk_fields(kind, "plan" if package == "shardkit.plan" else name, found)
     return found
 
 
