@@ -83,15 +83,19 @@ class BlockLoading:
         return found
 
     def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:
-        plain = [self._plain_block(shard, inside) for shard, inside in places]
+        indexes = [self._reader.index(shard) for shard, _ in places]
+        plain = [
+            self._reader.local_block(shard, inside, index) if self._place.suits(index) else None
+            for (shard, inside), index in zip(places, indexes, strict=True)
+        ]
         read = iter(read_together([one for one in plain if one is not None], self._memory))
         found = []
-        for (shard, inside), local in zip(places, plain, strict=True):
+        for (shard, inside), index, local in zip(places, indexes, plain, strict=True):
             memory = None if local is None else next(read)
             one = None
             if memory is not None:
                 address = memory.__array_interface__["data"][0]
-                one = self._place(StoredBlock(memory.data, address, self._reader.index(shard), inside))
+                one = self._place(StoredBlock(memory.data, address, index, inside))
             if one is None:
                 block = self._reader.read(
                     shard, inside, keys=False, fields=self._fields, memory=self._memory.take
@@ -99,12 +103,6 @@ class BlockLoading:
                 one = GatherColumns(block, self._fields)
             found.append(one)
         return found
-
-    def _plain_block(self, shard: int, inside: int) -> LocalBlock | None:
-        """Where a block lies whose stored bytes alone will do."""
-        if not self._place.suits(self._reader.index(shard)):
-            return None
-        return self._reader.local_block(shard, inside)
 
 
 def read_together(blocks: Sequence[LocalBlock], memory: BlockMemory) -> list[NDArray[np.uint8] | None]:

@@ -303,14 +303,14 @@ class BlockReader:
         weakref.finalize(reader, _forget_files, reader._paths).atexit = False  # noqa: SLF001
         return reader
 
-    def local_block(self, shard: int, block: int) -> LocalBlock | None:
+    def local_block(self, shard: int, block: int, index: ShardIndex) -> LocalBlock | None:
         """Where an uncompressed block lies in a local file; None where `read` has to find and verify it.
 
-        For those who read and hash several at once into memory of their own, and need no column of them.
+        For those who read and hash several at once into memory of their own, and need no column of them; they have the
+        shard's index.
         """
         if self.verify != "fast":
             return None
-        index = self.index(shard)
         path = self._path(shard) if index.compression == "none" and 0 <= block < index.blocks else None
         if path is None:
             return None
