@@ -3,7 +3,9 @@
 ::
 
     opening        from a URL to a dataset; several as one
-    dataset        samples, views, plans, loaders
+    dataset        views, plans, loaders
+    samples        the samples of a version as Python values; tables: as Arrow
+    sample_numbers   which of them a caller means
     creating       the writer: samples in, one version out
     version_writing  from rows to a committed version, in one process
     part_files     named parts, durable until they are committed

@@ -195,6 +195,15 @@ class Writer:
         self._manifest: Manifest | None = None
         self._is_written = False
 
+    def __repr__(self) -> str:
+        if self._manifest is not None:
+            state = f"committed as {self._manifest.id[:19]}…, {self._manifest.selected:,} samples"
+        elif self._is_written and self._part is not None:
+            state = f"part {self._part[1]!r} is written"
+        else:
+            state = "closed" if self._spool is None else f"{len(self._spool):,} samples added"
+        return f"<shardkit writer for {self._repository.url}@{self._ref}: {state}>"
+
     def add(
         self, sample: Mapping[str, object], key: str | None = None, *, source: tuple[str, int] | None = None
     ) -> None:

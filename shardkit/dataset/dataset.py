@@ -12,11 +12,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.population import population_of
+from shardkit.dataset.population import check_plan, population_of
+from shardkit.dataset.sample_numbers import numbers_of
+from shardkit.dataset.samples import Samples
 from shardkit.dataset.selecting import select_rows
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.where import Where
-from shardkit.errors import NotFoundError, UsageError
+from shardkit.errors import UsageError
 from shardkit.formats import FixedColumn, Schema, Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Selection
@@ -30,7 +32,7 @@ __all__ = ["Dataset"]
 _log = logging.getLogger("shardkit.plan")
 
 
-class Dataset:
+class Dataset(Samples):
     """A version of a dataset: immutable, addressed by its manifest. Made by `shardkit.open`.
 
     Reading is lazy: nothing but the manifest and its pages has been read yet. Every sample that comes out of it was
@@ -90,40 +92,6 @@ class Dataset:
         fields = ", ".join(f"{name}: {kind}" for name, kind in self.schema.items())
         return f"<shardkit dataset {self.manifest.id[:19]}… {len(self):,} samples ({fields})>"
 
-    # ---- samples
-
-    def __getitem__(self, sample: int) -> dict[str, Any]:
-        """One sample as a dict of Python values and fresh arrays.
-
-        Raises:
-            NotFoundError: no such sample. (An IndexError for loops would hide a wrong number.)
-            IntegrityError: its block is damaged.
-        """
-        shard, block, inside, _ = self._locate_one(sample)
-        return dict(self.reader.read(shard, block).sample(inside))
-
-    def key(self, sample: int) -> str:
-        """The key of a sample as the source named it."""
-        shard, _, _, row = self._locate_one(sample)
-        return self.reader.index(shard).original_key(row)
-
-    def source(self, sample: int) -> tuple[str, int] | None:
-        """(source file, row in it) that a sample was built from, where the build recorded it."""
-        shard, _, _, row = self._locate_one(sample)
-        return self.reader.index(shard).source(row)
-
-    def _locate_one(self, sample: int) -> tuple[int, int, int, int]:
-        number = int(sample)
-        if number < 0:
-            number += len(self)
-        if not 0 <= number < len(self):
-            raise NotFoundError(
-                f"sample {sample} does not exist: this dataset has samples 0 to {len(self) - 1}"
-            )
-        where = self.rows.locate(np.array([number]))
-        shard, block = self.rows.shard_of_block(int(where.block[0]))
-        return shard, block, int(where.row_in_block[0]), int(where.row[0])
-
     # ---- views
 
     def select(
@@ -133,14 +101,16 @@ class Dataset:
 
         Args:
             where: a condition over scalar and str fields, such as ``"label < 5"``.
-            rows: sample numbers of *this* dataset, any order.
+            rows: sample numbers of *this* dataset, any order; negative ones count from the end.
         """
         if (where is None) == (rows is None):
             raise UsageError("select takes either where= or rows=")
         masks = (
             self._masks_where(where)
             if where is not None
-            else self._masks_rows(np.asarray(rows, dtype=np.int64))
+            else self._masks_rows(
+                numbers_of(list(rows) if isinstance(rows, tuple) else rows, len(self), "select(rows=…)")
+            )
         )
         manifest, table, selections = select_rows(
             self.manifest, self.table, masks, row_strata=self.row_strata
@@ -312,11 +282,7 @@ class Dataset:
             cache_size=None if cache_size is None else parse_size(cache_size),
             telemetry=TelemetrySettings() if telemetry is True else telemetry,
         )  # fmt: skip
-        if plan.population.identity != self.manifest.id:
-            raise UsageError(
-                f"this plan was made for manifest {plan.population.identity[:19]}…, the dataset is "
-                f"{self.manifest.id[:19]}…; make the plan with ds.plan(…) of the same dataset"
-            )
+        check_plan(plan, self.manifest.id)
         sources = Sources(
             manifest=self.manifest.id,
             schema=self.schema,

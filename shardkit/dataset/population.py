@@ -1,14 +1,15 @@
-"""What the plan needs to know of a dataset, as columns."""
+"""What the plan needs to know of a dataset, as columns; and whether a plan is that of a dataset."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.errors import UsageError
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.plan import Population
+from shardkit.plan import Plan, Population
 
-__all__ = ["population_of"]
+__all__ = ["check_plan", "population_of"]
 
 
 def population_of(manifest: Manifest, table: ShardTable) -> Population:
@@ -38,3 +39,22 @@ def _mean_block_bytes(table: ShardTable, block_rows: NDArray[np.int64]) -> int:
     of_segment = np.maximum(block_rows[np.asarray(table.segment_shard, dtype=np.int64)], 1)
     blocks = int((-(-np.asarray(table.segment_rows, dtype=np.int64) // of_segment)).sum())
     return int(np.asarray(table.raw_bytes).sum()) // max(1, blocks)
+
+
+def check_plan(plan: object, manifest_id: str) -> None:
+    """Refuse what is no plan of this version.
+
+    Raises:
+        UsageError: no plan at all, such as the size of a batch, or that of another version.
+    """
+    if not isinstance(plan, Plan):
+        batch = plan if isinstance(plan, int) and not isinstance(plan, bool) and plan > 0 else 512
+        raise UsageError(
+            f"ds.loader({plan!r:.60}): a loader takes a plan; make one first: "
+            f"ds.loader(ds.plan(global_batch={batch}, seed=0))"
+        )
+    if plan.population.identity != manifest_id:
+        raise UsageError(
+            f"this plan was made for manifest {plan.population.identity[:19]}…, the dataset is "
+            f"{manifest_id[:19]}…; make the plan with ds.plan(…) of the same dataset"
+        )

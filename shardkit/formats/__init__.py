@@ -18,6 +18,7 @@ arrow_message  bounds-checked reader of Arrow metadata
 arrow_schema   the Arrow schema of a shard
 arrow_writing  blocks of the arrow format, written
 arrow_reading  blocks of the arrow format, read
+arrow_batches  rows of blocks of either format as Arrow record batches
 block          a verified block: columns and samples
 texts          many short texts in one buffer
 index          the sidecar of a shard
@@ -28,7 +29,9 @@ whole_shard    find damage in a shard, check what lies around its blocks
 rebuilding     a shard's index from its bytes
 """
 
+from .arrow_batches import record_batch
 from .arrow_reading import FixedPlace, fixed_places
+from .arrow_schema import arrow_schema
 from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
@@ -67,6 +70,7 @@ __all__ = [
     "Texts",
     "VariableColumn",
     "Verify",
+    "arrow_schema",
     "block_starts",
     "build_index",
     "check_whole_shard",
@@ -85,6 +89,7 @@ __all__ = [
     "parse_digest",
     "raw_row_bytes",
     "read_block",
+    "record_batch",
     "sha256_digest",
     "sha256_each",
     "unpack_columns",

@@ -36,9 +36,9 @@ def arrow_type(kind: FieldType) -> Any:
     return item
 
 
-def arrow_schema(schema: Schema) -> Any:
-    """Key column, then the fields; the shardkit schema and format version are in its metadata."""
-    fields = [pa.field(KEY_FIELD, pa.large_string(), nullable=False)]
+def arrow_schema(schema: Schema, *, keys: bool = True) -> Any:
+    """Key column, where wanted, then the fields; the shardkit schema and format version are in its metadata."""
+    fields = [pa.field(KEY_FIELD, pa.large_string(), nullable=False)] if keys else []
     for name, kind in schema.items():
         metadata = {METADATA_KEY: b"json"} if kind.kind == "json" else None
         fields.append(pa.field(name, arrow_type(kind), nullable=False, metadata=metadata))

@@ -17,7 +17,7 @@ from .compression import zstd_level
 from .row_block import JoinedPayloads, PayloadColumn, RowBlock, sizes_of
 from .schema import FieldType, Schema
 
-__all__ = ["ArrowEncoder"]
+__all__ = ["ArrowEncoder", "arrow_array"]
 
 
 class _Chunks:
@@ -77,7 +77,7 @@ class ArrowEncoder:
         keys = _key_array(block.keys)
         arrays = [keys]
         for (name, kind), column in zip(self._kinds, block.columns, strict=True):
-            arrays.append(_to_array(kind, column, name))
+            arrays.append(arrow_array(kind, column, name))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         written = self._take()
         if not self._compresses:
@@ -125,8 +125,12 @@ def _joined(payloads: PayloadColumn) -> Any:
     )
 
 
-def _to_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
-    """One field of many rows, from its payloads joined once."""
+def arrow_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
+    """One field of many rows, from its payloads joined once; shares the memory of those that lie together.
+
+    Raises:
+        SampleError: a text is not UTF-8.
+    """
     if kind.kind in ("bytes", "str", "json"):
         array = _variable_array(arrow_type(kind), payloads)
         if kind.kind != "bytes":

@@ -103,6 +103,13 @@ class Loader:
         agree(distributed.get_rank(), distributed.get_world_size(), mine, lanes=self.plan.lanes,
               shared=self._config.mesh is not None, timeout_s=_AGREEMENT_S)  # fmt: skip
 
+    def __repr__(self) -> str:
+        rank, world, _ = self.topology
+        return (
+            f"<shardkit loader, rank {rank} of {world}: {len(self.lanes)} of {self.plan.lanes} lanes, "
+            f"{len(self):,} steps a loop, next is step {self._handed_out:,}; {self.plan}>"
+        )
+
     # ---- iteration
 
     def __len__(self) -> int:

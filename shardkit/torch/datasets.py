@@ -84,6 +84,13 @@ class PlanDataset(IterableDataset[Batch]):
         log = state["_log"]
         self.__dict__ |= state | {"_log": LoopLog(log) if isinstance(log, int) else log}
 
+    def __repr__(self) -> str:
+        rank, world = self._settings["rank"], self._settings["world"]
+        return (
+            f"<shardkit plan dataset, rank {rank} of {world}: {len(self):,} steps a loop, "
+            f"next begins at step {self._log.where():,}; {self._plan} over {self._ds}>"
+        )
+
     def __len__(self) -> int:
         """Steps of one epoch."""
         return self._plan.loop_steps
