@@ -104,7 +104,8 @@ def expected(take: Any, undisturbed: dict[bool, Any], tmp_path: Path) -> Any:
     def of(kind: str) -> dict[str, torch.Tensor]:
         exact = kind.startswith("exact")
         if exact not in undisturbed:
-            undisturbed[exact] = take(tmp_path / "undisturbed", "exact ddp" if exact else "ddp", 1, {})
+            kind = "exact ddp" if exact else "ddp"
+            undisturbed[exact] = take(tmp_path / f"undisturbed {kind}", kind, 1, {})
         found: dict[str, torch.Tensor] = undisturbed[exact]
         return found
 
@@ -232,10 +233,11 @@ def sequence(seed: int) -> tuple[str, int, dict[str, Any], int]:
     replacements = int(random.integers(0, 3))
     how = str(random.choice(["in turn", "in turn", "together", "saving"]))
     if how == "saving":
-        script["die"] = [
-            [one, str(random.choice(["put", "finish", "prune"])), int(random.integers(1, 3))]
-            for one in victims
-        ]
+        # rank 0 alone publishes and prunes, the next one when it is gone; somebody has to be left
+        die.clear()
+        for place, one in enumerate(sorted(victims[: max(1, ranks + replacements - 2)])):
+            stage = str(random.choice(["put", "finish", "prune"]))
+            die.append([one if stage == "put" else place, stage, int(random.integers(1, 3))])
     elif how == "together" and ranks > 2:
         die += [[one, str(random.choice(stages)), first + int(random.integers(2))] for one in victims[1:]]
     elif replacements:
@@ -265,4 +267,5 @@ def test_random_deaths_leave_no_trace(tmp_path: Path, take: Any, expected: Any) 
         found = take(run, kind, ranks, script, restarts=replacements,
                      **{"checkpoint.every": every, "checkpoint.asynchronous": seed % 3 > 0})  # fmt: skip
         check(run, kind, found, expected(kind))
+        assert len(groups(run)) > 1, "nobody has died"
         shutil.rmtree(run)
