@@ -93,6 +93,11 @@ class Loop(Iterator[Any]):
             "the next batch without leaving the loop call loader.peek()"
         )
 
+    def close(self) -> None:
+        """Leave the loop here: nothing is read for it any more; may be called twice."""
+        self.ended_by = self.ended_by or "it was closed"
+        self.steps.pipeline.close()
+
     @property
     def is_under_way(self) -> bool:
         """Whether it has a batch to hand out."""
