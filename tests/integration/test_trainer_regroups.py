@@ -168,6 +168,17 @@ def test_a_state_that_is_laid_out_for_another_group_is_refused(tmp_path: Path, t
             assert ("Start the run again" in text) is torch_cannot_tell
 
 
+@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+def test_the_record_of_a_step_outlives_the_rank_that_writes_it(
+    tmp_path: Path, take: Any, expected: Any, kind: str
+) -> None:
+    """It dies between the checkpoint after a step and the step's record, with a part of zero1's state."""
+    run = tmp_path / "run"
+    found = take(run, kind, 2, {"die": [[0, "prune", 2]]}, **{"checkpoint.asynchronous": False})
+    check(run, kind, found, expected(kind))
+    assert [e["step"] for e in read_lines(run / "events.jsonl") if e["event"] == "start"] == [0, 10]
+
+
 @pytest.mark.parametrize("kind", ["ddp", "zero3"])
 def test_a_step_that_is_taken_again_leaves_no_trace_in_buffers(tmp_path: Path, take: Any, kind: str) -> None:
     """A model that counts its passes, one in each step, when a rank dies between the passes and the update."""

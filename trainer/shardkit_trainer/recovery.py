@@ -41,12 +41,12 @@ class Carried:
 
     Attributes:
         progress: what it goes on from; None where a part of the state is gone.
-        reached: steps that any of its ranks has taken; −1 where all are new.
+        furthest: of its ranks, the one that has taken the most steps; None where all are new.
         unsent: (ranks that are gone, of how many) whose share of what compression had not sent is lost.
     """
 
     progress: Progress | None
-    reached: int
+    furthest: Progress | None
     unsent: tuple[int, int] = (0, 0)
 
 
@@ -81,7 +81,7 @@ def carry_over(world: World, kept: Kept | None, strategy: Strategy) -> Carried:
     own = kept.holdings if kept else Holdings({})
     told = world.exchange({"progress": asdict(kept.progress) if kept else None, **own.described()})
     known = [Progress(**one["progress"]) if one["progress"] else None for one in told]
-    reached = max((one.step for one in known if one is not None), default=-1)
+    furthest = max((one for one in known if one is not None), key=lambda one: one.step, default=None)
     shapes: dict[Key, Sequence[int]] = {key: shape for one in told for key, shape in one["shapes"].items()}
     target = strategy.loading_state({key: {"shape": shape} for key, shape in shapes.items()})
     for step in sorted({one.step for one in known if one is not None}, reverse=True):
@@ -91,8 +91,8 @@ def carry_over(world: World, kept: Kept | None, strategy: Strategy) -> Carried:
             hand_out(world, sources, own, target)
             progress = next(one for one in known if one is not None and one.step == step)
             strategy.after_load(progress.updates)
-            return Carried(progress, reached, gone)
-    return Carried(None, reached)
+            return Carried(progress, furthest, gone)
+    return Carried(None, furthest)
 
 
 def _boxes_of(told: Mapping[str, Any], key: Key) -> list[Box]:

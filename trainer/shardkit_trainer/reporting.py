@@ -70,7 +70,7 @@ class Reporter:
 
     def catch_up(self, record: Mapping[str, Any]) -> None:
         """The latest step that was taken: whoever led may have died before it was written."""
-        if self._metrics is not None and record and last_record(self._path).get("step") != record["step"]:
+        if self._metrics is not None and last_record(self._path).get("step") != record["step"]:
             self._metrics.write(record)
 
     def _show(self, done: int, record: Mapping[str, Any]) -> None:

@@ -212,12 +212,14 @@ class _Run:
         if (at := carried.progress) is not None:
             self.step, self.stepper.skipped, self.stepper.loss_scale = at.step, at.skipped, at.loss_scale
             self._open_loader()
-            self.reporter.catch_up(at.record if at.record.get("step") == at.step - 1 else {})
             self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
             if carried.unsent[0]:
                 self.directory.event("unsent-lost", step=self.step, ranks=carried.unsent)
         else:
-            self._resume(strategy, carried.reached)
+            at = carried.furthest
+            self._resume(strategy, at.step if at is not None else -1)
+        if at is not None and at.record.get("step") == self.step - 1:
+            self.reporter.catch_up(at.record)
         check_layout(self.world, strategy)
 
     def _resume(self, strategy: Strategy, reached: int) -> None:
