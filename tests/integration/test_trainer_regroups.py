@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,34 @@ def test_the_record_of_a_step_outlives_the_rank_that_writes_it(
     found = take(run, kind, 2, {"die": [[0, "prune", 2]]}, **{"checkpoint.asynchronous": False})
     check(run, kind, found, expected(kind))
     assert [e["step"] for e in read_lines(run / "events.jsonl") if e["event"] == "start"] == [0, 10]
+
+
+SHRINK_AND_GROW = {"die": [[1, "compute", 7]], "late": [[3, 1, 9]], "wait": [[10, 2]]}
+
+
+@pytest.mark.parametrize("kind", ["exact ddp", "exact zero2"])
+def test_stages_are_kept_when_ranks_die_and_join(tmp_path: Path, take: Any, kind: str) -> None:
+    """A rank dies in the second stage; zero2 goes back into the first one for it."""
+    staged = {"data.stages": "[{from_step = 6, global_batch = 48}]", "checkpoint.asynchronous": False}
+    run = tmp_path / "run"
+    expected = take(tmp_path / "undisturbed", "exact ddp", 1, {}, **staged)
+    check(run, kind, take(run, kind, 3, SHRINK_AND_GROW, restarts=1, **staged), expected)
+    assert groups(run) == [3, 2, 3]
+    assert [record["samples"] for record in read_steps(run)] == [BATCH] * 6 + [2 * BATCH] * 10
+
+
+@pytest.mark.parametrize("kind", ["exact ddp", "exact zero2"])
+def test_lanes_move_in_every_group_and_leave_no_trace(
+    tmp_path: Path, take: Any, expected: Any, kind: str
+) -> None:
+    """Process 0 is slow: its lanes move in the group of three, in that of two, and in the next one of three."""
+    run = tmp_path / "run"
+    moving = {"parallel.rebalance": True, "parallel.rebalance_every": 2, "checkpoint.asynchronous": False}
+    script = {**SHRINK_AND_GROW, "cost": [[0, 40], *([process, 10] for process in (1, 2, 3))]}
+    check(run, kind, take(run, kind, 3, script, restarts=1, **moving), expected(kind))
+    assert groups(run) == [3, 2, 3]
+    events = [e for e in read_lines(run / "events.jsonl") if e["event"] in {"start", "rebalance"}]
+    assert [one for one, _ in groupby(e["event"] for e in events)] == ["start", "rebalance"] * 3, events
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero3"])

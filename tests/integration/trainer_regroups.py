@@ -8,7 +8,7 @@ A process dies by SIGKILL as soon as it enters that stage of that step, or of a 
 ``gather`` lies inside of an update of zero1; ``put``, ``finish`` and ``prune`` are the n-th write, publishing and
 pruning of checkpoints. At a ``wait`` step ranks stand still until the supervisor has announced that group. A
 ``late`` process starts when the first rank of that group has come to that step. ``"nan": [[step, lane], …]`` are
-cells without a finite loss.
+cells without a finite loss; ``"cost": [[process, ms], …]`` is what rebalancing hears of that process's cells.
 """
 
 from __future__ import annotations
@@ -150,6 +150,9 @@ def follow(script: Mapping[str, Any], process: int) -> None:
     waits = dict(script.get("wait", ()))
     report, gather = World.report, World.gather_slices
     kill_inside = import_module("trainer_histogram").kill_inside
+    for who, cost_ms in script.get("cost", ()):
+        if who == process:
+            import_module("trainer_histogram").tell_cost(cost_ms / 1000)
     for stage, count in deaths:
         if stage in {"put", "finish", "prune"}:
             kill_inside(stage, count)
