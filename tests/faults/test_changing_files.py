@@ -80,6 +80,8 @@ def test_no_change_of_a_file_reaches_a_batch_or_ends_the_process(
     folders: list[Path], where: str, compiled: str, turn: int
 ) -> None:
     """25 changes or more a turn."""
+    if compiled == "compiled":
+        pytest.importorskip("shardkit.loader.block_rows")
     seed, changes = f"{os.environ.get('SHARDKIT_SEED', '17')}-{turn}", len(folders)
     used = [folder for folder in folders if where == "local" or folder.name != "adopted"]
     done = subprocess.run(
