@@ -24,7 +24,9 @@ PACK_BYTES = 32 << 20  # what is sent at once, where a single box is not larger
 ALIGNMENT = 16  # bytes: any dtype can be viewed at such a place of a pack
 
 State = Mapping[str, Mapping[str, Tensor]]
-Key = str  # part of the state and name, joined by a dot: as checkpoints name it
+"""Part of the state ("model", "optimizer", …) → name → what this rank holds of the tensor."""
+Key = str
+"""Part of the state and name, joined by a dot: as checkpoints name it."""
 
 
 class Box(NamedTuple):
