@@ -269,7 +269,8 @@ class Repository:
             set_tags: Tag → manifest id; a tag that exists can only be given the id that it has.
             message: Why.
             author: Who, as they want to be named.
-            expected: Ref → manifest id (None: no such ref) that must hold when the commit lands.
+            expected: Ref → manifest id (None: no such ref) that must hold when the commit lands, unless the ref stands
+                where it is to go already.
             withdraw: Tag → the manifest id that it names: the tag is removed, its name never used again, and the log
                 keeps record of it. For versions that were erased, and nothing else.
 

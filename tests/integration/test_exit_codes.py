@@ -78,7 +78,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     "place": {"success": "{copy} --location mirror={out} --copies 2", "usage": "{copy} --copies none",
               "damaged": "{bad} --location mirror={out} --copies 2"},
-    "replicate": {"success": "{placed}", "usage": "{placed} --jobs none", "damaged": "{bad_placed}",
+    "replicate": {"success": "{placed}", "usage": "{placed} --jobs none", "damaged": "{lost}",
                   "no": "{lagging} --dry-run"},
     "scrub": {"usage": "{data} --time-box soon"},
     "repair": {"usage": "{data} --level deep"},
@@ -176,13 +176,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     assert ended("build", str(home / "photos"), str(home / "tarred")) == 0
     tars.mkdir()
     shutil.copy(next((home / "tarred" / "objects").rglob("*.tar")), tars / "a.tar")
-    for name in ("placed", "lagging"):
+    for name in ("placed", "lagging", "lost"):
         shutil.copytree(digits, home / name)
         placing = ["--location", f"mirror={home / name}-mirror", "--copies", "2"]
         assert ended("place", str(home / name), *placing) == 0
     next((home / "lagging-mirror" / "objects").rglob("*.tar")).unlink()
-    for name, whole in (("bad", digits), ("bad_placed", home / "placed")):
-        head = max((Path(shutil.copytree(whole, home / name)) / "log").iterdir())
+    shutil.copytree(digits, home / "bad")
+    for name in ("bad", "lost", "lost-mirror"):
+        head = max((home / name / "log").iterdir())
         head.chmod(0o644)
         head.write_bytes(head.read_bytes().replace(b'"author"', b'"writer"'))
     config = home / "run.toml"
