@@ -10,6 +10,7 @@ import io
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "flip": _flip,
-    "zero": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
-    "truncate": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 3]) and None,
+    "zero": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "truncate": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 3]),
     "delete": lambda path: path.unlink(),
 }
 
@@ -67,7 +68,12 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         base = tmp_path_factory.mktemp(name)
         schema = {"value": "int64", "kind": "str", "text": "str", "note": "json"}
         with shardkit.create(
-            base / "root", schema, stratify="kind", shard_size="8KiB", block_size="512B", **layout
+            base / "root",
+            schema,
+            stratify="kind",
+            shard_size="8KiB",
+            block_size="512B",
+            **layout,  # type: ignore[arg-type]
         ) as writer:
             for number in range(ROWS):
                 text = "wörter und mehr " * (number % 5 + 1)
@@ -170,9 +176,8 @@ def trained(
 ) -> tuple[str, list[Any]]:
     """(SHA-256 of the weights, losses) of a run of the bundled trainer in this process."""
     patch.syspath_prepend(Path(__file__).parent)
-    import trainer_histogram
-
-    prepare = trainer_histogram.HistogramTask.prepare
+    task_kind: Any = import_module("trainer_histogram").HistogramTask
+    prepare = task_kind.prepare
 
     def prepared(task: Any, cell: Any, seed: int) -> Any:
         at(cell.step)
@@ -186,7 +191,7 @@ def trained(
         "checkpoint.asynchronous": "false", "parallel.exact": "int64",
     }  # fmt: skip
     with patch.context() as inner:
-        inner.setattr(trainer_histogram.HistogramTask, "prepare", prepared)
+        inner.setattr(task_kind, "prepare", prepared)
         done = train(load_configuration(None, [f"{key}={value}" for key, value in settings.items()]))
     losses = [line["loss"] for line in read_lines(directory / "metrics" / "train.jsonl") if "loss" in line]
     return done.parameters_sha256, losses
