@@ -118,7 +118,7 @@ def test_a_bad_source(
     make(tmp_path / "source")
     before = state(root)
     capsys.readouterr()
-    assert command("build", tmp_path / "source", root) == 1
+    assert command("build", tmp_path / "source", root, "--ref", "other") == 1
     captured = capsys.readouterr()
     assert message in captured.err
     assert len(captured.err.splitlines()) == 1
