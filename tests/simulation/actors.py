@@ -1,0 +1,308 @@
+"""Who works in the world: the product's own commands, and the misfortunes.
+
+Each piece of work may be killed between any two requests and is then begun again from the start, as a person or a
+scheduler would. It may fail with the product's typed errors, since requests fail; anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+import shardkit
+from shardkit.dataset.removing import erase, remove, resume_erasures
+from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
+from shardkit.storage import Repository
+from shardkit.storage.collecting.collecting import collect
+from shardkit.storage.policy import LocationRecord
+from shardkit.storage.repairing import repair, scrub
+from shardkit.storage.replicating.placing import Change, place
+from shardkit.storage.replicating.replicating import replicate
+from tests.simulation.buckets import Bucket
+from tests.simulation.world import ROOT, SCHEMA, URLS, Violated, World, add_rows, check_rows
+
+__all__ = ["MISFORTUNES", "WORK"]
+
+DAY: Final = 86_400
+
+
+def build(world: World) -> None:
+    """A new version in place of what a ref names."""
+    ref = world.scheduler.random.choice(["main", "side"])
+    rows = world.take_rows(6)
+    with shardkit.create(
+        ROOT, SCHEMA, format="arrow", stratify="kind", shard_size=800, block_size=200, ref=ref
+    ) as writer:
+        add_rows(writer, rows)
+    _promise(world, writer.manifest.id, frozenset(rows))
+
+
+def append(world: World) -> None:
+    """More rows behind those of main."""
+    rows = world.take_rows(4)
+    base = shardkit.open(ROOT).manifest.id
+    with shardkit.create(
+        ROOT, SCHEMA, format="arrow", stratify="kind", shard_size=800, block_size=200, append=True
+    ) as writer:
+        add_rows(writer, rows)
+    if writer.manifest.parent == base and base in world.promised:
+        _promise(world, writer.manifest.id, world.promised[base] | frozenset(rows))
+
+
+def select(world: World) -> None:
+    """A version of some rows."""
+    dataset = shardkit.open(ROOT)
+    keep = np.arange(0, len(dataset), 2, dtype=np.int64)
+    view = dataset.select(rows=keep)
+    masks = {}
+    for shard in range(len(view.table)):
+        masks[shard] = np.zeros(int(view.table.rows[shard]), dtype=np.bool_)
+        masks[shard][view.rows.rows_of_shard(shard)] = True
+    manifest, table, selections = select_rows(
+        dataset.manifest,
+        dataset.table,
+        masks,
+        row_strata=dataset.row_strata,
+        build={"select": {"rows": "even"}},
+    )
+    repository = Repository.open(ROOT)
+    put_selected(repository, manifest, table, selections)
+    _commit(world, repository, {"even": manifest.id}, {})
+
+
+def tag(world: World) -> None:
+    """A name for good."""
+    repository = Repository.open(ROOT)
+    name = f"t{world.scheduler.random.randrange(3)}"
+    if name not in repository.tags:
+        _commit(world, repository, {}, {name: repository.resolve("main")})
+
+
+def remove_rows(world: World) -> None:
+    """Versions without some rows."""
+    dataset = shardkit.open(ROOT)
+    removal = remove(ROOT, rows=[0, len(dataset) - 1], reason="asked for")
+    assert removal.samples == 2
+
+
+def erase_rows(world: World) -> None:
+    """Rows gone for good."""
+    number = shardkit.open(ROOT)[1]["n"]
+    erase(ROOT, keys=[f"row-{number}"], reason="asked for")
+    world.erased.add(number)
+
+
+def replicate_all(_: World) -> None:
+    """Copies to where they belong."""
+    replicate(Repository.open(ROOT))
+
+
+def scrub_some(_: World) -> None:
+    """Copies are looked at and healed."""
+    scrub(ROOT, depth="read", heal=True)
+
+
+def repair_all(_: World) -> None:
+    """What is bad is made good."""
+    repair(ROOT, level="read")
+
+
+def collect_garbage(world: World) -> None:
+    """What nobody needs goes, in two rounds."""
+    for _ in range(2):
+        collect(
+            Repository.open(ROOT),
+            delete=True,
+            grace_s=DAY,
+            history_s=DAY,
+            clock=lambda: world.scheduler.now,
+        )
+        world.scheduler.sleep(1.5 * DAY)
+
+
+def move(world: World) -> None:
+    """A location gives away what it has, and gets it back."""
+    name = world.scheduler.random.choice(["east", "west"])
+    weight = world.scheduler.random.choice([50, 100, 200])
+    change = Change(locations=(LocationRecord(name, URLS[name], name, weight=weight),))
+    place(Repository.open(ROOT), change, grace_s=DAY, clock=lambda: world.scheduler.now)
+    world.scheduler.sleep(2 * DAY)
+    place(Repository.open(ROOT), Change(), grace_s=DAY, clock=lambda: world.scheduler.now)
+
+
+def read(world: World) -> None:
+    """Everything that a ref names, a few times."""
+    for _ in range(2):
+        dataset = shardkit.open(ROOT)
+        promised = world.promised.get(dataset.manifest.id)
+        with contextlib.suppress(ShardkitError):  # versions may be erased or collected while they are read
+            found = check_rows(dataset)
+            if promised is not None and found != promised:
+                raise Violated(f"{dataset.manifest.id} has rows {sorted(found)}, expected {sorted(promised)}")
+        world.scheduler.sleep(60.0)
+
+
+def _commit(world: World, repository: Repository, refs: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    try:
+        entry = repository.commit(refs, tags, message="simulated")
+    except CommitUnknown:
+        return
+    world.acknowledge(entry.n, entry.txn)
+
+
+def _promise(world: World, manifest: str, rows: frozenset[int]) -> None:
+    if world.promised.setdefault(manifest, rows) != rows:
+        raise Violated(f"{manifest} has two meanings")
+
+
+WORK: Final[tuple[Callable[[World], None], ...]] = (
+    build,
+    append,
+    append,
+    select,
+    tag,
+    remove_rows,
+    erase_rows,
+    replicate_all,
+    scrub_some,
+    repair_all,
+    collect_garbage,
+    collect_garbage,
+    move,
+    read,
+    read,
+)
+"""What actors do, the frequent more often."""
+
+
+# ---- misfortunes
+
+
+def rot(world: World) -> None:
+    """A copy of which another good one exists is no more what it was: flipped, cut, emptied or gone."""
+    scheduler = world.scheduler
+    scheduler.sleep(scheduler.random.random() * 20)
+    found = [
+        (bucket, name)
+        for bucket in world.buckets.values()
+        for name in sorted(bucket.objects)
+        if name.startswith("objects/") and world.is_good(bucket, name) and len(world.copies(name)) > 1
+    ]
+    if found:
+        bucket, name = found[scheduler.random.randrange(len(found))]
+        data = bucket.objects[name].data
+        kind = scheduler.random.randrange(1 if bucket.keeps_checksums else 4)
+        scheduler.trace.append(
+            f"misfortune: {('gone', 'flipped', 'cut', 'emptied')[kind]}: {bucket.name}/{name}"
+        )
+        at = scheduler.random.randrange(len(data))
+        if bucket is world.disk:
+            world.damaged.add(name)
+        bucket.damage(name, (None, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], data[:at], b"")[kind])
+
+
+def outage(world: World) -> None:
+    """A location does not answer for a while."""
+    with _trouble(world, world.scheduler.random.choice(["root", "east", "west"])) as bucket:
+        bucket.is_down = True
+        world.scheduler.sleep(world.scheduler.random.choice([1.0, 30.0, 2_000.0]))
+
+
+def full(world: World) -> None:
+    """A location takes no put for a while."""
+    with _trouble(world, world.scheduler.random.choice(["root", "east", "west"])) as bucket:
+        bucket.is_full = True
+        world.scheduler.sleep(30.0)
+
+
+def jump(world: World) -> None:
+    """The clocks of everybody are ahead, all at once."""
+    world.scheduler.sleep(world.scheduler.random.random() * 10)
+    world.scheduler.trace.append("misfortune: the clock jumps")
+    world.scheduler.now += world.scheduler.random.choice([3_600.0, 2.0 * DAY, 40.0 * DAY])
+
+
+def power_cut(world: World) -> None:
+    """All processes die, and what the disk was not asked to keep may be lost."""
+    world.scheduler.sleep(world.scheduler.random.random() * 15)
+    world.scheduler.trace.append("misfortune: the power is cut")
+    world.cut_power()
+
+
+@contextlib.contextmanager
+def _trouble(world: World, name: str) -> Iterator[Bucket]:
+    bucket: Bucket = world.buckets[name]
+    world.scheduler.sleep(world.scheduler.random.random() * 10)
+    world.scheduler.trace.append(f"misfortune: trouble of {name} begins")
+    try:
+        yield bucket
+    finally:
+        bucket.is_down = bucket.is_full = False
+        world.scheduler.trace.append(f"misfortune: trouble of {name} ends")
+
+
+MISFORTUNES: Final[tuple[Callable[[World], None], ...]] = (rot, rot, outage, full, jump, power_cut, power_cut)
+"""What befalls the world."""
+
+
+# ---- the end
+
+
+def settle(world: World) -> None:
+    """Faults have stopped: what the product promises for that is carried out and checked.
+
+    Raises:
+        Violated: it does not hold.
+    """
+    clock = world.scheduler
+    with contextlib.suppress(IntegrityError):  # damage stops an erasure; it must not go on over it
+        resume_erasures(ROOT)
+    mended = repair(ROOT, level="read")
+    if mended.lost or mended.unchecked:
+        raise Violated(f"repair did not heal: {[*mended.lost, *mended.unchecked][:3]}")
+    resume_erasures(ROOT)
+    copied = replicate(Repository.open(ROOT))
+    if copied.exit_code:
+        raise Violated(f"replicate did not reach the policy: {copied.to_json()}")
+    for _ in range(3):
+        with contextlib.suppress(UsageError):  # a collection that was killed is taken over in the next round
+            collect(
+                Repository.open(ROOT),
+                delete=True,
+                grace_s=DAY,
+                history_s=0,
+                take_over_s=0,
+                clock=lambda: clock.now,
+            )
+        clock.now += 2 * DAY
+    place(Repository.open(ROOT), Change(), grace_s=0, clock=lambda: clock.now)
+    check_policy(world)
+    if left := world.rows_left(world.erased):
+        raise Violated(f"{left[0]} still has rows that were erased")
+    for ref in world.head():
+        dataset = shardkit.open(f"{ROOT}/@{ref}" if ref == "" else f"{ROOT}@{ref}")
+        found = check_rows(dataset)
+        promised = world.promised.get(dataset.manifest.id, found)
+        if found != promised:
+            raise Violated(f"{ref} has rows {sorted(found)}, expected {sorted(promised)}")
+
+
+def check_policy(world: World) -> None:
+    """Every object has its copies, nothing else is left.
+
+    Raises:
+        Violated: one has not, or something is.
+    """
+    needed = world.needed()
+    for name in sorted(needed):
+        copies = world.copies(name)
+        if "root" not in copies or len(copies) < 2:
+            raise Violated(f"{name} is good in {copies} only, the policy asks for the root and another")
+    for bucket in world.buckets.values():
+        for name in sorted(bucket.objects):
+            if name.startswith("objects/") and name not in needed and not name.endswith(".parity"):
+                raise Violated(f"{bucket.name}/{name} is needed by nobody and was not collected")

@@ -1,0 +1,230 @@
+"""Faults in the product that the simulation must find: a guard, a check or an order taken out of the real code.
+
+``python -m tests.simulation.run --mutation NAME`` looks for the first seed that finds one. `FOUND_BY` is what
+``--mutations`` found. Those of the others are not searched for yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+from shardkit.dataset import erasing, erasing_copies, store_survey
+from shardkit.errors import StoreError
+from shardkit.formats import reading
+from shardkit.storage import commit_log, file_operations, inventory, object_access
+from shardkit.storage.changes import Changes
+from shardkit.storage.collecting import collecting, marking
+from shardkit.storage.commits import Commits
+from shardkit.storage.log import entry_name
+from shardkit.storage.objects import object_name
+from shardkit.storage.reading import located_store, read_path
+from shardkit.storage.remote import object_store
+from shardkit.storage.repairing import healing, repairing
+from shardkit.storage.replicating import copying, dropping, needed, placing, replicating
+from shardkit.storage.repository import Repository
+from shardkit.storage.staging import LocalStage
+
+__all__ = ["FOUND_BY", "MUTATIONS", "mutated"]
+
+Patch = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _replaced(place: Any, name: str, value: Any) -> Patch:
+    return lambda: mock.patch.object(place, name, value)
+
+
+def _both(one: Any, other: Any, name: str, value: Any) -> Patch:
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        with mock.patch.object(one, name, value), mock.patch.object(other, name, value):
+            yield
+
+    return patched
+
+
+def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
+    """A lost answer counts as success."""
+    try:
+        return bool(self._store.put_new(entry_name(entry.n), entry.to_bytes()))
+    except StoreError:
+        return True
+
+
+def _any_entry_is_ours(self: Any, entry: Any) -> bool:
+    """What is read back after an error is not compared with the transaction."""
+    try:
+        return bool(self._store.put_new(entry_name(entry.n), entry.to_bytes()))
+    except StoreError as error:
+        return self._read_back(entry, error) is not None
+
+
+def _put_over(self: Any, name: str, data: bytes) -> bool:
+    """Put-if-absent is a plain put."""
+    self._try(name, "write", lambda client: client.put(name, data, write_id=None))
+    return True
+
+
+def _unchecked_get(self: Any, digest: str, extension: str, size: int | None, max_bytes: int) -> bytes:
+    """An object is taken as it comes."""
+    name = object_name(digest, extension)
+    return bytes(self._store.get(name, max_bytes=max_bytes if size is None else size))
+
+
+def _unchecked_copy(
+    name: str, sources: Any, target: Any, *, pace: Any, moved: Any = None, bad_copy: Any = None
+) -> int:
+    """A copy gets its name without a look at its bytes."""
+    for source in sources:
+        if source.name != target.name:
+            data = source.store.get(name, max_bytes=object_access.MAX_OBJECT_BYTES)
+            if not target.store.put_new(name, data):
+                target.store.replace(name, data)
+            return len(data)
+    raise StoreError(name)
+
+
+def _root_alone(self: Any, repository: Any) -> None:
+    """Erasing believes what the root says of its versions, damaged or not."""
+    with mock.patch.object(Repository, "open", return_value=repository):
+        _SURVEY(self, repository)
+    self._named = frozenset()
+
+
+_SURVEY: Final = store_survey.StoreSurvey.__init__
+_COMMIT: Final = erasing._commit
+
+
+def _delete_first(repository: Any, plan: Any, report: Any) -> None:
+    """Objects are deleted before the commit that lets go of them."""
+    for name in report.objects:
+        repository.store.delete(name)
+    erasing_copies.delete_from_copies(repository, report.objects, set(), [])
+    _COMMIT(repository, plan, report)
+
+
+def _publish_unsynced(self: Any, folder: Any, name: str, *, replace: bool) -> bool:
+    """A file gets its name before its bytes are durable."""
+    with mock.patch.object(file_operations.active(), "fsync", _nothing):
+        return bool(_PUBLISH(self, folder, name, replace=replace))
+
+
+_PUBLISH: Final = LocalStage.publish_into
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _marked(kind: str) -> Patch:
+    """Garbage is found as if no version needed a kind of objects."""
+
+    def mark_live(*given: Any) -> set[str]:
+        return {name for name in marking.mark_live(*given) if not name.endswith(kind)}
+
+    return _replaced(collecting, "mark_live", mark_live)
+
+
+def _marked_by_main(*given: Any) -> set[str]:
+    """Only what main needs is alive."""
+    main = given[0].resolve("main")
+    return {name for _, one in inventory.walk_versions(given[0], [main]) for name, _ in one.names()}
+
+
+def _needs(kind: str) -> Patch:
+    """Replication forgets a kind of objects."""
+
+    def find_needed(*given: Any) -> dict[str, Any]:
+        return {name: one for name, one in needed.find_needed(*given).items() if not name.endswith(kind)}
+
+    return _replaced(replicating, "find_needed", find_needed)
+
+
+def _placed(kind: str) -> Patch:
+    """Repair does not look at a kind of objects."""
+    real = repairing.placed
+    return _replaced(
+        repairing, "placed", lambda *given: (one for one in real(*given) if not one[1].endswith(kind))
+    )
+
+
+def _unannounced(self: Any, put_list: Any) -> str | None:
+    """Garbage is deleted without a word in the log."""
+    return None if put_list(self.head()) is None else "nobody"
+
+
+def _last_one_wins(self: Any, _base: Any, head: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """A commit moves its refs whatever became of them meanwhile."""
+    refs = {**(head.refs if head else {}), **self.refs}
+    return {name: to for name, to in refs.items() if to}, {**(head.tags if head else {}), **self.tags}
+
+
+@contextlib.contextmanager
+def _blocks_unchecked() -> Iterator[None]:
+    """Neither the read path nor the format compares a block with its digest."""
+
+    def want(*given: Any, **named: Any) -> Any:
+        return read_path.Want(*given, **named)._replace(check=_always)
+
+    with (
+        mock.patch.object(located_store, "Want", want),
+        mock.patch.object(reading, "verify_block", _nothing),
+    ):
+        yield
+
+
+def _moved_at_once(table: Any, found: Any, wanted: Any, copies: Any, pace: Any) -> Any:
+    """Surplus copies go without a look at those that stay."""
+    done = dropping.Drops()
+    for location, name in copies:
+        found.stores[location].store.delete(name)
+        done.objects += 1
+    return done
+
+
+MUTATIONS: Final[dict[str, Patch]] = {
+    "a lost answer counts as a commit": _replaced(commit_log.CommitLog, "append", _answer_taken_for_granted),
+    "any entry counts as ours": _replaced(commit_log.CommitLog, "append", _any_entry_is_ours),
+    "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
+    "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
+    "an object's digest is not checked": _replaced(object_access.ObjectAccess, "get", _unchecked_get),
+    "a copy is not checked": _both(copying, healing, "copy_object", _unchecked_copy),
+    "blocks are not checked": _blocks_unchecked,
+    "surplus goes without a look at what stays": _replaced(placing, "drop_surplus", _moved_at_once),
+    "commits do not look at collections": _replaced(Commits, "_check_not_collected", _nothing),
+    "collections are not announced": _replaced(Repository, "begin_collection", _unannounced),
+    "only main is alive": _replaced(collecting, "mark_live", _marked_by_main),
+    "selections are garbage": _marked(".selection"),
+    "indexes are garbage": _marked(".index"),
+    "erasing trusts the root's versions": _replaced(store_survey.StoreSurvey, "__init__", _root_alone),
+    "erasing deletes before it commits": _replaced(erasing, "_commit", _delete_first),
+    "erasing forgets the copies": _replaced(erasing, "delete_from_copies", _nothing),
+    "files are named before they are synced": _replaced(LocalStage, "publish_into", _publish_unsynced),
+    "the last commit wins": _replaced(Changes, "apply", _last_one_wins),
+    "repair passes over indexes": _placed(".index"),
+    "replication forgets pages": _needs(".page"),
+}
+"""What is taken out → how."""
+
+FOUND_BY: Final[dict[str, int]] = {
+    "put-if-absent puts over": 20,
+    "only main is alive": 2,
+    "selections are garbage": 8,
+    "indexes are garbage": 0,
+    "erasing deletes before it commits": 0,
+    "the last commit wins": 0,
+}
+"""Mutation → the first seed that finds it."""
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """The product with one fault in it."""
+    with MUTATIONS[name]():
+        yield
