@@ -27,7 +27,7 @@ class BlockSource:
 
     Attributes:
         load: reads and verifies some blocks; called on the window's threads.
-        size_of: upper bound of the bytes that a block takes, known before it is loaded.
+        size_of: upper bound of the bytes that a block takes, known before it is loaded; of a near one, those bytes.
         loaded_size_of: the bytes that it does take, once it is loaded.
         near: whether the block is read without waiting for a network: some are then loaded together.
     """
@@ -155,8 +155,9 @@ class BlockWindow:
         self._changed = threading.Condition()
         self._leases = 0
         self._loop = 0
-        self._dropped: set[int] = set()  # after this loop has used them
-        self.loop_loads = self.loop_reloads = 0  # that this loop has asked for
+        self._dropped: dict[int, int] = {}  # after this loop has used them: bytes it had loaded by then
+        self._loop_bytes = 0
+        self.count_anew()
         self._bytes = 0
         self._closed = False
         self.loading: dict[int, float] = {}  # block → when its load began
@@ -210,7 +211,7 @@ class BlockWindow:
                 self._changed.wait()
                 self._make_room(need)
             self._leases += 1
-            self._count(missing)
+            self._count(missing, need)
             for block, entry in zip(missing, self._submit(missing, sizes), strict=True):
                 entry.pins = 1
                 self._entries[block] = entry
@@ -237,11 +238,18 @@ class BlockWindow:
     def _whole_pages(self, size: int) -> int:
         return -(-size // self._page) * self._page
 
-    def _count(self, missing: Sequence[int]) -> None:
-        again = len(self._dropped.intersection(missing))
-        self.counts.block_reloads += again
-        self.loop_reloads += again
+    def count_anew(self) -> None:
+        """From here on, what this loop asks for."""
+        self.loop_loads = self.loop_reloads = 0
+        self.loop_soon_again = 0  # of these what twice the budget would have kept
+
+    def _count(self, missing: Sequence[int], need: int) -> None:
+        dropped_at = [self._dropped[block] for block in missing if block in self._dropped]
+        self.counts.block_reloads += len(dropped_at)
+        self.loop_reloads += len(dropped_at)
+        self.loop_soon_again += sum(self._loop_bytes - at < self._budget for at in dropped_at)
         self.loop_loads += len(missing)
+        self._loop_bytes += need
 
     def wake(self) -> None:
         """Let a waiting `lease` look whether it was stopped."""
@@ -307,7 +315,7 @@ class BlockWindow:
                 dropped.append((block, entry))
         for block, entry in dropped:
             if entry.used_in == self._loop:
-                self._dropped.add(block)
+                self._dropped[block] = self._loop_bytes
             self._remove(block, entry)
             self.counts.evictions += 1
 
@@ -322,7 +330,8 @@ class BlockWindow:
         with self._changed:
             self._loop += 1
             self._dropped.clear()
-            self.loop_loads = self.loop_reloads = 0
+            self._loop_bytes = 0
+            self.count_anew()
 
     def mean_block(self) -> float:
         """Bytes of a block, of those that are there."""

@@ -59,7 +59,7 @@ class _Live:
     def set_memory(self, num_bytes: int) -> None:
         loader = self._loader()
         if loader is not None and loader.machinery is not None:
-            loader.machinery.memory = num_bytes
+            loader.machinery.is_bounded, loader.machinery.memory = True, num_bytes
 
     def prefetch(self) -> int | None:
         loader = self._loader()

@@ -301,10 +301,10 @@ class Loader:
         rows = max(1, plan.cell_size * len(lanes))
         step_bytes = rows * sources.row_bytes(self._fields)
         watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
-                            self._events, config.on_stall, self._told)  # fmt: skip
+                            self._events, config.on_stall, self._told, machinery.make_room)  # fmt: skip
 
-        limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, leased=watchdog.leased,
-                                  over_memory=watchdog.over_memory)  # fmt: skip
+        limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, make_room=machinery.make_room,
+                                  over_memory=watchdog.over_memory, leased=watchdog.leased)  # fmt: skip
         find = machinery.group_planner(plan, sources, lanes)
         prefetcher = Prefetcher(find, machinery.window, numbers, limits, counts)
         settings = PipelineSettings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardkit.errors import ShardkitError
 from shardkit.ledger import Journal
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory
@@ -54,10 +56,18 @@ class Machinery:
     ) -> None:
         self.process = os.getpid()
         self._config, self._function = config, function
+        self.is_bounded = config.memory is not None  # by who made the loader, or later by control.toml
         self.remote = open_remote_blocks(plan, sources, config, lanes, events, memory)
         reader, rows = (self.remote or sources).reader, sources.rows
 
         has_file = lru_cache(maxsize=1 << 16)(reader.has_file)
+
+        def size_of(block: int) -> int:
+            shard, inside = rows.shard_of_block(block)
+            with contextlib.suppress(ShardkitError):  # loading the block says what is wrong
+                if has_file(shard):
+                    return reader.raw_size(shard, inside)
+            return sources.block_bytes(block)
 
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
@@ -73,7 +83,7 @@ class Machinery:
         self.window = BlockWindow(
             BlockSource(
                 load=load,
-                size_of=lru_cache(maxsize=1 << 16)(sources.block_bytes),
+                size_of=lru_cache(maxsize=1 << 16)(size_of),
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
                 near=lambda block: has_file(rows.shard_of_block(block)[0]),
             ),
@@ -99,6 +109,12 @@ class Machinery:
     @memory.setter
     def memory(self, num_bytes: int) -> None:
         self.window.budget = self._memory.limit = num_bytes
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Have room for so many bytes, and half as many beside them; False where somebody set a bound."""
+        if not self.is_bounded:
+            self.memory = max(self.memory, num_bytes * 3 // 2)
+        return not self.is_bounded
 
     @property
     def verification_failures(self) -> int:

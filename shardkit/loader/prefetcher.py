@@ -25,12 +25,14 @@ class PrefetchSettings:
 
     Attributes:
         rows_per_step, bytes_per_step: of this rank.
+        make_room: asked to have room for the bytes of a step that is planned alone, before it is leased.
         over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
         leased: called after every lease.
     """
 
     rows_per_step: int
     bytes_per_step: int
+    make_room: Callable[[int], bool]
     over_memory: Callable[[int, int], None]
     leased: Callable[[], None]
 
@@ -91,6 +93,8 @@ class Prefetcher:
                 size = max(1, math.floor(size * _growth(missing, at_once)))
             else:
                 break
+        if size == 1:
+            settings.make_room(needed)
         if needed > window.budget:
             settings.over_memory(group.numbers[0], needed)
         return group, missing, most

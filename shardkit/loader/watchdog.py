@@ -24,6 +24,7 @@ OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
 """Takes what a stall waits for: rank, lane, shard, stage."""
 
 
+_LOADS_BEFORE_ROOM = 16
 _LOADS_BEFORE_TELLING = 256  # blocks; of fewer nothing can be said
 _ROOM_OF_WINDOWS = 1.5  # times what lanes mix at once: windows overlap where one ends and the next begins
 
@@ -42,6 +43,7 @@ class Watchdog:
         events: gets one record per report.
         on_stall: gets the same facts; a warning is shown where there is none.
         told: what a loader says once, and has said; of all its loops.
+        make_room: asked for room for so many bytes; False where a bound forbids it.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class Watchdog:
         events: EventLog,
         on_stall: OnStall | None,
         told: set[str],
+        make_room: Callable[[int], bool],
     ) -> None:
         self._topology, self._plan, self._rows, self._reader = topology, plan, rows, reader
         self._window, self._work, self._events, self._on_stall = window, work, events, on_stall
-        self._lanes, self._told = len(lanes), told
+        self._lanes, self._told, self._make_room = len(lanes), told, make_room
 
     def __call__(self, waited: float, stage: str, group: StepGroup | None) -> None:
         """Report a wait of `waited` seconds in `stage` of `group`."""
@@ -94,15 +97,24 @@ class Watchdog:
         )
 
     def leased(self) -> None:
-        """Where a loop loads mostly blocks that it had already: said once; it reads many times what it needs."""
-        window = self._window
-        again, loads = window.loop_reloads, window.loop_loads
-        if "rereading" in self._told or loads < _LOADS_BEFORE_TELLING or 2 * again < loads:
+        """Where a loop loads mostly blocks that it had already, it reads many times what it needs.
+
+        Windows that nobody bounded get more room. Else it is said, once.
+        """
+        window, settings = self._window, self._plan.settings
+        full, loads = settings.shuffle == "full", window.loop_loads
+        again = window.loop_reloads if full else window.loop_soon_again
+        if "rereading" in self._told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
+            return
+        budget = window.budget
+        if not full and self._make_room(budget):
+            window.count_anew()
+            return
+        if loads < _LOADS_BEFORE_TELLING:
             return
         self._told.add("rereading")
-        settings, budget = self._plan.settings, window.budget
         self._events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
-        if settings.shuffle == "full":
+        if full:
             advice = (
                 'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
             )

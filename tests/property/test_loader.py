@@ -291,7 +291,7 @@ def test_a_step_that_needs_more_than_the_memory_bound_is_said_and_loaded(tmp_pat
     dataset = shardkit.open(tmp_path / "data")
     plan = dataset.plan(global_batch=4, lanes=4, window_blocks=1)
     with (
-        dataset.loader(plan, rank=0, world=1, tensors=False, run=tmp_path / "run") as loader,
+        dataset.loader(plan, rank=0, world=1, tensors=False, run=tmp_path / "run", memory="1MiB") as loader,
         pytest.warns(RuntimeWarning, match=r"blocks of step [0-9]+ take [0-9.]+ MiB, memory=1.0 MiB"),
     ):
         seen = [int.from_bytes(x[:2], "little") for batch in loader for x in batch["x"]]
