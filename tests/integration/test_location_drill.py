@@ -49,7 +49,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     output = capsys.readouterr()
     for canary in (SECRET_KEY, ACCESS_KEY):
         assert canary not in output.out + output.err
-    return code, output.out + output.err
+    return code, output.out if "--json" in arguments else output.out + output.err
 
 
 def make(prefix: str, capsys: pytest.CaptureFixture[str], rows: int, *policy: str) -> str:

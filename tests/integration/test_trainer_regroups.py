@@ -145,7 +145,6 @@ def test_a_rank_of_three_dies_and_is_replaced(
     assert second["repeats"] >= (0 if whole else 2)
 
 
-@pytest.mark.xfail(strict=False, reason="open: swapped places were not refused when this was last run")
 def test_a_state_that_is_laid_out_for_another_group_is_refused(tmp_path: Path, take: Any) -> None:
     """Torch takes meshes of equal names for one: it gives a rank that has moved the place that it had."""
     swap_places = import_module("trainer_regroups").swap_places

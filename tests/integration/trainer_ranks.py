@@ -32,7 +32,6 @@ from shardkit_trainer.distributed import World, join_world, leave_world
 from shardkit_trainer.run_directory import read_lines
 from shardkit_trainer.strategies import make_strategy
 from shardkit_trainer.tasks import Inputs, Task, make_task, mix
-from shardkit_trainer.training import parameters_sha256
 
 LANES, CELL, CONTEXT, VOCABULARY = 6, 2, 12, 40
 
@@ -171,7 +170,7 @@ def hybrid(world: World) -> dict[str, Any]:
     checkpointer(world, "hybrid").save(1, strategy, {"updates": 0}, wait=True)
     plain, _ = made(world, "zero1", "off")
     assert checkpointer(world, "hybrid").load_newest(plain) is not None
-    same = parameters_sha256(plain) == parameters_sha256(strategy)
+    same = plain.parameters_sha256() == strategy.parameters_sha256()
     return {"error": max(worst, abs(norm - true_norm) / true_norm), "share": share, "same": same}
 
 
@@ -211,7 +210,7 @@ def exact_hashes(world: World) -> dict[str, str]:
             strategy, task = made(world, strategy_name, exact, **{"model.dropout": 0.1})
             for number in range(4):
                 step(strategy, task, world, number, lane_share(world, number), 0.01)
-            hashes[f"{strategy_name}/{exact}"] = parameters_sha256(strategy)
+            hashes[f"{strategy_name}/{exact}"] = strategy.parameters_sha256()
     return hashes
 
 
@@ -256,7 +255,7 @@ def load(world: World) -> dict[str, Any]:
                 step(strategy, task, world, number, lane_share(world, number), 0.01)
             key = f"{source}/{source_exact} -> {target}/{exact}"
             if "int64" in exact and "int64" in source_exact:
-                distances[key] = 0.0 if parameters_sha256(strategy) == parameters_sha256(straight) else 1.0
+                distances[key] = 0.0 if strategy.parameters_sha256() == straight.parameters_sha256() else 1.0
             else:
                 found = strategy.whole_parameters()
                 distances[key] = max(float((found[n] - whole[n]).abs().max()) for n in whole)
@@ -290,7 +289,7 @@ def fallback(world: World) -> dict[str, Any]:
     for number in range(3):
         step(strategy, task, world, number, lane_share(world, number), 0.01)
         if number == 1:
-            whole = parameters_sha256(strategy)
+            whole = strategy.parameters_sha256()
         keeper.save(number + 1, strategy, {"updates": number + 1}, wait=number == 0)
     keeper.wait()
     store = open_store(Path(sys.argv[1]).parent / "damaged")
@@ -305,7 +304,7 @@ def fallback(world: World) -> dict[str, Any]:
     meta = checkpointer(world, "damaged", events).load_newest(other)
     assert meta is not None
     return {
-        "meta": meta["updates"], "equal": parameters_sha256(other) == whole, "names": checkpoint_names(store),
+        "meta": meta["updates"], "equal": other.parameters_sha256() == whole, "names": checkpoint_names(store),
         "events": [e["event"] for e in events],
     }  # fmt: skip
 
@@ -332,7 +331,7 @@ def reductions(world: World) -> list[dict[str, float]]:
         moved = world.bytes_moved - before
         evaluation = [task.prepare(cell(number, lane), 0) for number in range(4) for lane in range(LANES)]
         total = sum(float(task.loss(task.model, one.tensors)[0].detach()) for one in evaluation)
-        whole = parameters_sha256(strategy)
+        whole = strategy.parameters_sha256()
         same = len({row[0] for row in world.gather_integers([int(whole[:15], 16)])}) == 1
         found.append({"loss": total / sum(one.valid for one in evaluation), "bytes": moved, "same": same})
     return found
@@ -408,12 +407,12 @@ def local_steps(world: World) -> dict[str, Any]:
             torch.autograd.backward(loss / max(1, strategy.divisor(own, 0)))
         strategy.update(0.1)
         strategy.clear()
-        rows = world.gather_integers([int(parameters_sha256(strategy)[:15], 16)])
+        rows = world.gather_integers([int(strategy.parameters_sha256()[:15], 16)])
         same.append(len({row[0] for row in rows}) == 1)
     checkpointer(world, f"local-{world.size}").save(8, strategy, {"updates": 8}, wait=True)
     other, _ = made(world, "ddp", "off", **settings)
     assert checkpointer(world, f"local-{world.size}").load_newest(other) is not None
-    return {"same": same, "loaded": parameters_sha256(other) == parameters_sha256(strategy)}
+    return {"same": same, "loaded": other.parameters_sha256() == strategy.parameters_sha256()}
 
 
 def parts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -191,6 +191,7 @@ def swap_places(rank: int, folder: str, torch_cannot_tell: bool) -> None:
         world = World(place, 2, torch.device("cpu"), under, owned=True)
         if torch_cannot_tell:
             world.number = 0
+            world.owned = False  # what torch has derived from the first mesh stays
         strategy = make_strategy(NetworkTask(), config, world, LANES)
         found = ""
         try:
@@ -199,3 +200,5 @@ def swap_places(rank: int, folder: str, torch_cannot_tell: bool) -> None:
             found = str(error)
         Path(f"{folder}/{turn}-{place}").write_text(found)
         leave_world(world)
+        if not world.owned:
+            dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,6 +193,16 @@ class Strategy:
         for name, value in self.module.state_dict().items():
             whole[name] = value.full_tensor() if isinstance(value, DTensor) else value.detach()
         return whole
+
+    def parameters_sha256(self) -> str:
+        """SHA-256 over the bytes of all parameters and buffers, in name order; collective."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.whole_parameters().items()):
+            digest.update(name.encode() + b"\0")
+            digest.update(
+                tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        return digest.hexdigest()
 
     def local_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps: parameters, gradients (while they live), optimizer."""

@@ -7,7 +7,6 @@ ranks, takes the same steps.
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 import signal
 import threading
@@ -16,8 +15,6 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import torch
 
 from shardkit.ledger import ledger_head
 
@@ -38,7 +35,7 @@ from .strategies import make_strategy
 from .strategy import Strategy
 from .tasks import Task, make_task
 
-__all__ = ["Summary", "parameters_sha256", "train"]
+__all__ = ["Summary", "train"]
 
 Part = TypeVar("Part", RunDirectory, Reporter, ProfilerWindow)
 
@@ -301,7 +298,7 @@ class _Run:
         if not stopped and self.config.evaluation.dataset:
             self._evaluate()
         if self.config.parallel.exact != "off":
-            self.summary.parameters_sha256 = parameters_sha256(self.strategy)
+            self.summary.parameters_sha256 = self.strategy.parameters_sha256()
         self.summary.step, self.summary.finished = self.step, not stopped
         self.directory.event(
             "stop" if stopped else "end", step=self.step, loss=self.summary.loss,
@@ -351,12 +348,3 @@ class _Run:
             record["accuracy"] = result.right / max(1, result.targets)
         self.reporter.step(record)
         self.profiler.step()
-
-
-def parameters_sha256(strategy: Strategy) -> str:
-    """SHA-256 over the bytes of all parameters and buffers, in name order (collective)."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(strategy.whole_parameters().items()):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
