@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shardkit.testing.fault_proxy import FaultProxy
-from shardkit.testing.servers import Unavailable, moto, s3_environment
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.object_stores import Unavailable, moto, s3_environment
 
 # Correctness tests must not depend on timing, and their machines are shared.
 settings.register_profile(

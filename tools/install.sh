@@ -28,4 +28,4 @@ fi
 # the local version suffix of the CPU build satisfies the plain pin of constraints.txt
 "$VENV/bin/pip" install -q -c constraints.txt -e ".[$extra]"
 # servers that the tests of stores start, each with packages of its own; what cannot be had is skipped by its tests
-[ "$extra" != dev ] || "$VENV/bin/python" -m shardkit.testing.server_environments
+[ "$extra" != dev ] || "$VENV/bin/python" tests/servers/environments.py

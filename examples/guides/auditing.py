@@ -24,7 +24,7 @@ import json
 from pathlib import Path
 
 import shardkit as sk
-from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+from guide_shell import shardkit, workplace
 
 STEPS = 20
 

@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 import shardkit as sk
-from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+from guide_shell import shardkit, workplace
 
 
 def make_dataset() -> None:

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shardkit as sk
-from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+from guide_shell import shardkit, workplace
 
 STEPS, FEATURES, LANES = 60, 8, 12
 

@@ -31,8 +31,8 @@ import numpy as np
 from PIL import Image
 
 import shardkit as sk
-from shardkit.testing.servers import moto, s3_environment
-from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+from guide_shell import shardkit, workplace
+from tests.servers.object_stores import moto, s3_environment
 
 SIZE = 32
 

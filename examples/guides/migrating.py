@@ -41,7 +41,7 @@ from pathlib import Path
 import numpy as np
 
 import shardkit as sk
-from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+from guide_shell import shardkit, workplace
 
 COUNT = 300
 

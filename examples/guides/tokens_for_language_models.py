@@ -31,7 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import shardkit as sk
-from shardkit_tools.demonstration.guide_shell import shardkit, workplace
+from guide_shell import shardkit, workplace
 
 LENGTH = 64
 

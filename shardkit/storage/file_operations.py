@@ -1,6 +1,6 @@
 """Every system call by which shardkit reads or changes a local root, in one place.
 
-One owner makes two proofs possible: the crash-state enumerator (`shardkit.testing.crash_states`) records the
+One owner makes two proofs possible: the crash-state enumerator (`tests/faults/crash_states.py`) records the
 calls of the real code and replays what a power cut could leave of them, and the fault drills make any single
 call fail. Both substitute the object that `active` returns; nothing else in shardkit opens, writes, links or
 removes a store's files.

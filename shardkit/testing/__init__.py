@@ -1,12 +1,6 @@
-"""Conformance suites for stores and formats, models to test against, and faults on demand; for tests, yours included.
+"""Conformance suites for stores and formats: what a new one must pass before it is used.
 
-store_conformance, format_conformance   what every store and every format must keep
-format_hostile                          shards that lie
-memory_store                            a perfect store in memory;  shard_tables, populations: datasets made up
-plan_model                              the plan by brute force
-block_sources                           blocks that hold nothing
-crash_states, faulty_operations         every state that a power cut may leave; calls that fail
-fault_proxy, servers, google_server     a network that misbehaves; object stores on this machine
-telemetry_series                        records of runs that never were
-drills                                  how often long drills repeat
+A test class that inherits `StoreConformance` or `FormatConformance` and says what to test is the whole of it.
+`memory_store` is a perfect store to test against. Servers, faults and models that only shardkit's own tests use are
+in `tests`.
 """

@@ -28,8 +28,8 @@ import shardkit_tools
 from shardkit.audit import audit_run
 from shardkit.dataset import commit_parts
 from shardkit.storage import Repository
-from shardkit.testing.fault_proxy import FaultProxy
 from shardkit_tools.main import run
+from tests.servers.fault_proxy import FaultProxy
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())

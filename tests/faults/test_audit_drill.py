@@ -16,7 +16,7 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.ledger import ledger_head
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 SCRIPT = Path(__file__).with_name("audit_ranks.py")
 LANES, EVERY = 12, 20

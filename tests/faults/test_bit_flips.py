@@ -15,7 +15,7 @@ import shardkit
 from shardkit.dataset.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.storage import Repository
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 FORMATS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd")]
 SCHEMA = {

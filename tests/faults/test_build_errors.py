@@ -16,8 +16,8 @@ import pytest
 from shardkit.dataset.verify import verify
 from shardkit.storage import Repository
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit_tools.main import run
+from tests.faults.faulty_operations import FaultyOperations
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 

@@ -21,12 +21,12 @@ import shardkit_tools
 from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
 from shardkit.storage import Repository, parse_object_name
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.drills import drill_count
-from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit_tools.building import build_run, passes
 from shardkit_tools.building.job_folder import write_record
 from shardkit_tools.importers import folder as folder_importer
 from shardkit_tools.importers import source_files
+from tests.drills import drill_count
+from tests.faults.faulty_operations import FaultyOperations
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 

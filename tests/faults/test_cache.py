@@ -28,9 +28,9 @@ from shardkit.storage.cache.filesystems import filesystem_of, is_network
 from shardkit.storage.file_operations import substituted
 from shardkit.storage.reading import BlockRequest, LocatedStore, Location, ReadSettings, block_name
 from shardkit.storage.remote.cache_client import CacheClient
-from shardkit.testing.drills import drill_count
-from shardkit.testing.faulty_operations import CHANGES, READS, FaultyOperations
 from shardkit.testing.memory_store import MemoryStore
+from tests.drills import drill_count
+from tests.faults.faulty_operations import CHANGES, READS, FaultyOperations
 
 MIB = 1 << 20
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.testing.drills import drill_count
 from shardkit_tools.adopting.adoption import adopt
+from tests.drills import drill_count
 
 ROWS = 480
 READER = Path(__file__).with_name("changing_files_reader.py")

@@ -17,9 +17,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.storage import LocalStore
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.crash_states import RecordingOperations, crash_states, write_state
-from shardkit.testing.drills import drill_count
-from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit.torch import (
     CheckpointReader,
     CheckpointWriter,
@@ -28,6 +25,9 @@ from shardkit.torch import (
     prune_checkpoints,
     read_checkpoint_manifest,
 )
+from tests.drills import drill_count
+from tests.faults.crash_states import RecordingOperations, crash_states, write_state
+from tests.faults.faulty_operations import FaultyOperations
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

@@ -16,7 +16,7 @@ import pytest
 
 from shardkit.errors import CommitConflict
 from shardkit.storage import LogEntry, Repository
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 WRITERS = 16
 

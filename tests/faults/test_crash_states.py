@@ -12,7 +12,7 @@ import pytest
 from shardkit.errors import NotFoundError, ShardkitError, StoreError
 from shardkit.storage import LocalStore, Repository, parse_object_name
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.crash_states import CrashState, RecordingOperations, crash_states, write_state
+from tests.faults.crash_states import CrashState, RecordingOperations, crash_states, write_state
 
 
 class Present(NamedTuple):

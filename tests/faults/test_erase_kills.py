@@ -15,7 +15,7 @@ import pytest
 import shardkit
 from shardkit.dataset.verify import verify
 from shardkit.storage import Repository
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 GONE = (3, 17, 28)
 
@@ -24,7 +24,7 @@ DRIVER = """
 import json, shutil, sys
 from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.killed_operations import KilledOperations, run_in_child as child
+from tests.faults.killed_operations import KilledOperations, run_in_child as child
 
 original, folder, keys = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 

@@ -21,7 +21,7 @@ from shardkit.storage.inventory import take_inventory
 from shardkit.storage.policy import LocationRecord, read_table
 from shardkit.storage.replicating import find_needed, place
 from shardkit.storage.replicating.placing import Change
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 COMMITTERS = 8
 VERSIONS = 6

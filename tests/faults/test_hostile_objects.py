@@ -27,7 +27,7 @@ from shardkit.storage import (
     put_manifest,
     put_selection,
 )
-from shardkit.testing.shard_tables import made_up_digest, made_up_table
+from tests.property.shard_tables import made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"x": "int64"})
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -18,9 +18,9 @@ from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, ShardIndex, open_writer, read_block
 from shardkit.formats.arrow_message import read_batch_header
 from shardkit.formats.compression import compress_frame, decompress_frame
-from shardkit.testing.drills import drill_count
 from shardkit.testing.format_conformance import example_samples, stored_block, write_shard
-from shardkit.testing.format_hostile import SCHEMA, rehashed
+from tests.drills import drill_count
+from tests.faults.format_hostile import SCHEMA, rehashed
 
 PAIRS = ["arrow:none", "arrow:zstd", "arrow:lz4", "tar:none", "tar:zstd"]
 
@@ -33,7 +33,7 @@ def test_mutants_are_refused_or_read_as_others_read_them(pair: str) -> None:
     command = [
         sys.executable,
         "-m",
-        "shardkit.testing.format_hostile",
+        "tests.faults.format_hostile",
         "--pair",
         pair,
         "--seed",

@@ -16,7 +16,7 @@ import pytest
 
 from shardkit.storage import LocalStore, Repository, parse_object_name
 from shardkit.storage.temporaries import temporary_name
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 WRITER = """
 import sys

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 ROWS, BATCH, LANES, EPOCHS = 1000, 40, 8, 2
 Row = tuple[int, int, int, int, int]  # step, place in the grid, sample, what was read, what augmentation drew

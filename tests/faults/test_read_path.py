@@ -22,8 +22,8 @@ from shardkit.errors import IntegrityError, NotFoundError, StoreError
 from shardkit.storage import LocalStore, Repository, open_store
 from shardkit.storage.reading import Attestation, BlockRequest, LocatedStore, Location, ReadSettings
 from shardkit.storage.remote import ObjectStore, Patience, parse_address
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
 from shardkit.testing.memory_store import MemoryStore
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
 
 BUCKET = "shards"
 BUCKETS = (BUCKET,)

@@ -15,10 +15,10 @@ import pytest
 
 from shardkit.errors import CommitUnknown, StoreError
 from shardkit.storage import Repository
-from shardkit.testing.drills import drill_count
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.google_server import google_environment, google_server
-from shardkit.testing.servers import Unavailable, localstack, s3_environment
+from tests.drills import drill_count
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
+from tests.servers.google import google_environment, google_server
+from tests.servers.object_stores import Unavailable, localstack, s3_environment
 
 BUCKET = "shards"
 WRITERS = 16

@@ -31,10 +31,10 @@ from shardkit.storage.reading import Attestation, ReadSettings
 from shardkit.storage.repairing import Records, check_copy, read_looks, repair, scrub
 from shardkit.storage.replicating.pacing import Pace
 from shardkit.storage.utc import utc_text
-from shardkit.testing.faulty_operations import FaultyOperations
 from shardkit.testing.memory_store import MemoryStore
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
 from shardkit_tools.main import run
+from tests.faults.faulty_operations import FaultyOperations
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
 ROWS = 160
 

@@ -17,7 +17,7 @@ from shardkit.errors import FormatError
 from shardkit.storage import Repository, parse_object_name
 from shardkit.storage.parity import encode_sets, find_records
 from shardkit.storage.repairing import read_looks, repair, scrub
-from shardkit.testing.drills import drill_count
+from tests.drills import drill_count
 
 WORKER = """
 import sys

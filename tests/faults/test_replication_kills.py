@@ -24,8 +24,8 @@ from shardkit.storage.policy import LocationRecord, Policy, read_table
 from shardkit.storage.replicating import find_needed, look, place, replicate
 from shardkit.storage.replicating.needed import live_versions
 from shardkit.storage.replicating.placing import Change
-from shardkit.testing.drills import drill_count
-from shardkit.testing.faulty_operations import FaultyOperations
+from tests.drills import drill_count
+from tests.faults.faulty_operations import FaultyOperations
 
 # One process forks a child per kill, so that the interpreter starts once. A child dies at its n-th change, from 1.
 DRIVER = """
@@ -38,7 +38,7 @@ from shardkit.storage.file_operations import substituted
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.replicating import place, replicate
 from shardkit.storage.replicating.placing import Change
-from shardkit.testing.killed_operations import KilledOperations, run_in_child
+from tests.faults.killed_operations import KilledOperations, run_in_child
 
 def build(root, folder):
     with shardkit.create(root, {"value": "int64"}, ref="new", shard_size="512B", block_size="128B") as writer:

@@ -23,7 +23,7 @@ from shardkit.errors import (
 )
 from shardkit.storage import LocalStore, Repository, parse_object_name
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.faulty_operations import CHANGES, READS, FaultyOperations
+from tests.faults.faulty_operations import CHANGES, READS, FaultyOperations
 
 SHARD = bytes(range(256)) * 40
 MANIFEST = b"a manifest"

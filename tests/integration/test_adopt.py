@@ -30,10 +30,10 @@ from shardkit.dataset.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
 from shardkit.formats import read_block, xxh3
 from shardkit.storage import Repository
-from shardkit.testing.drills import drill_count
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.main import make_app
+from tests.drills import drill_count
 
 
 def sample(tar: int, row: int) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from shardkit.dataset.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
 from shardkit.storage import open_store
 from shardkit.storage.reading import ReadSettings
-from shardkit.testing.drills import drill_count
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_environment
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.importers.source_files import list_source
 from shardkit_tools.main import run
+from tests.drills import drill_count
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_environment
 
 BUCKET = "their-tars"
 BUCKETS = (BUCKET,)

@@ -27,12 +27,12 @@ from shardkit.errors import RunError, ShardkitError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import Repository, open_store
 from shardkit.storage.collecting.marking import objects_of_builds
-from shardkit.testing.servers import Unavailable, moto, s3_environment
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job_directory import abandoned_jobs
 from shardkit_tools.importers import ImportOptions, line_ranges, open_source
 from shardkit_tools.main import run
+from tests.servers.object_stores import Unavailable, moto, s3_environment
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 TASK_BYTES = 2**20

@@ -12,8 +12,8 @@ import pytest
 
 import shardkit
 from shardkit.storage import open_store
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
 from shardkit_tools.main import run
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
 BUCKET = "copies"
 BUCKETS = (BUCKET,)

@@ -19,10 +19,10 @@ import shardkit
 from shardkit.storage import open_store
 from shardkit.storage.reading import ReadSettings
 from shardkit.storage.repairing import read_looks
-from shardkit.testing.drills import drill_count
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, Unavailable, localstack
 from shardkit_tools.main import run
+from tests.drills import drill_count
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack
 
 NEAR, FAR = "near", "far"
 ROWS = 600 * min(16, drill_count(100))  # 3,000 samples, or 9,600

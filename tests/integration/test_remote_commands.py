@@ -17,8 +17,8 @@ import pytest
 import shardkit
 from shardkit.storage.cache import BlockCache
 from shardkit.storage.reading import BlockRequest, block_name
-from shardkit.testing.servers import SECRET_KEY, s3_environment
 from shardkit_tools.main import run
+from tests.servers.object_stores import SECRET_KEY, s3_environment
 
 BUCKET = "shards"
 BUCKETS = (BUCKET,)

@@ -21,8 +21,8 @@ import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.storage.cache import BlockCache
 from shardkit.storage.reading import ReadSettings
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
 BUCKET = "shards"
 BUCKETS = (BUCKET,)

@@ -20,7 +20,7 @@ from shardkit.storage.policy import LocationRecord
 from shardkit.storage.reading import ReadSettings
 from shardkit.storage.replicating import place
 from shardkit.storage.replicating.placing import Change
-from shardkit.testing.google_server import GoogleServer, google_environment, google_server
+from tests.servers.google import GoogleServer, google_environment, google_server
 
 BUCKET = "shards"
 ROWS = 6_000

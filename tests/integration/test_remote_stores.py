@@ -21,8 +21,9 @@ from shardkit.storage import LocalStore, Repository, Store, open_store
 from shardkit.storage.remote import ObjectStore, Patience, parse_address, probe
 from shardkit.storage.remote.clients import google_options
 from shardkit.storage.remote.probe import WRITERS
-from shardkit.testing.google_server import TOKEN, GoogleServer, google_environment, google_server
-from shardkit.testing.servers import (
+from shardkit.testing.store_conformance import StoreConformance
+from tests.servers.google import TOKEN, GoogleServer, google_environment, google_server
+from tests.servers.object_stores import (
     ACCESS_KEY,
     AZURE_ACCOUNT,
     AZURE_KEY,
@@ -35,8 +36,7 @@ from shardkit.testing.servers import (
     rclone,
     s3_environment,
 )
-from shardkit.testing.sftp_server import sftp
-from shardkit.testing.store_conformance import StoreConformance
+from tests.servers.sftp import sftp
 
 BUCKET = "shards"
 
@@ -168,7 +168,7 @@ class TestGoogle(StoreConformance):
 
     def test_a_server_that_ignores_the_condition_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Shows that the server's own check is what the other tests rest on."""
-        monkeypatch.setattr("shardkit.testing.google_server._check_generation", lambda request, found: None)
+        monkeypatch.setattr("tests.servers.google._check_generation", lambda request, found: None)
         url = f"gs://{BUCKET}/{uuid.uuid4().hex}"
         with pytest.raises(StoreError, match=r"put-if-absent does not hold.*single_writer=True"):
             Repository.create(url)

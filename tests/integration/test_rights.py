@@ -19,9 +19,9 @@ import shardkit
 from shardkit.storage import Repository, open_store
 from shardkit.storage.collecting import collect
 from shardkit.storage.reading import ReadSettings
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY
 from shardkit_tools.main import run
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY
 
 ROOT, COPY = "the-root", "the-copy"
 BUCKETS = (

@@ -14,7 +14,7 @@ import pytest
 import shardkit
 from shardkit.storage.reading import ReadSettings
 from shardkit.telemetry import TelemetrySettings, read_events
-from shardkit.testing.servers import Unavailable, moto, s3_environment
+from tests.servers.object_stores import Unavailable, moto, s3_environment
 
 BUCKET = "shards"
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2, hedge=True)

@@ -12,7 +12,7 @@ from shardkit.storage.policy import LocationRecord
 from shardkit.storage.replicating import place
 from shardkit.storage.replicating.placing import Change
 from shardkit.telemetry import Record, RunTelemetry, summarise
-from shardkit.testing.telemetry_series import made_series
+from tests.unit.telemetry_series import made_series
 
 
 def test_the_lag_is_what_copies_lack(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info  # noqa: E402
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import UsageError  # noqa: E402
-from shardkit.testing.drills import drill_count  # noqa: E402
+from tests.drills import drill_count  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
-from shardkit.testing.drills import drill_count
 from shardkit.torch import CheckpointReader, checkpoint_names
 from shardkit_trainer.run_directory import read_lines
+from tests.drills import drill_count
 
 STEPS, BATCH, LANES, EVERY = 40, 24, 6, 3
 

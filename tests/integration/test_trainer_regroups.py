@@ -18,11 +18,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardkit.audit import audit_run
-from shardkit.testing.drills import drill_count
 from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer import supervisor
 from shardkit_trainer.configuration import load_configuration
 from shardkit_trainer.run_directory import read_lines, read_steps
+from tests.drills import drill_count
 
 STEPS, BATCH, LANES = 16, 24, 8
 KINDS: dict[str, dict[str, Any]] = {

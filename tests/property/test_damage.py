@@ -16,8 +16,8 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.schema import Schema
 from shardkit.manifest import ShardTable, compose, merge
 from shardkit.storage import Repository, load_manifest, put_manifest, put_selection
-from shardkit.testing.drills import drill_count
-from shardkit.testing.shard_tables import made_up_records
+from tests.drills import drill_count
+from tests.property.shard_tables import made_up_records
 
 SCHEMA = Schema.parse({"image": "bytes", "label": "int64"})
 

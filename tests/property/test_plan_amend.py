@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import PlanError
 from shardkit.plan import Plan, Population, make_plan
-from shardkit.testing.populations import populations
+from tests.property.populations import populations
 
 few = settings(max_examples=15, deadline=None)
 shapes = st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.integers(1, 9))

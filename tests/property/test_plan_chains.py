@@ -19,7 +19,7 @@ from shardkit.errors import PlanError, StateError
 from shardkit.loader.state import check_state
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.deck import WindowDeck
-from shardkit.testing.populations import populations
+from tests.property.populations import populations
 
 some = settings(max_examples=60, deadline=None)
 shapes = st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 8))

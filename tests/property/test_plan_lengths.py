@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardkit.errors import PlanError
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.report import describe_plan
-from shardkit.testing.populations import populations
+from tests.property.populations import populations
 
 few = settings(max_examples=30, deadline=None)
 

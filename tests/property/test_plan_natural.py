@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from shardkit.errors import PlanError
 from shardkit.plan import Plan, Population, cell_digest, make_plan
-from shardkit.testing.plan_model import NaturalModel
-from shardkit.testing.populations import grids, populations
+from tests.property.plan_model import NaturalModel
+from tests.property.populations import grids, populations
 
 few = settings(max_examples=40, deadline=None)
 many = settings(max_examples=80, deadline=None)

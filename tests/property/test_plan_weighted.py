@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.plan import Plan, Population, make_plan
-from shardkit.testing.populations import grids, populations
+from tests.property.populations import grids, populations
 
 few = settings(max_examples=15, deadline=None)
 

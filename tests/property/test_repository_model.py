@@ -17,7 +17,7 @@ from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, StoreE
 from shardkit.formats.digest import sha256_digest
 from shardkit.storage import Repository
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.faulty_operations import FaultyOperations
+from tests.faults.faulty_operations import FaultyOperations
 
 CONTENTS = [b"", b"one", b"two", b"three"]
 REFS = st.sampled_from(["main", "val", "Train.1"])

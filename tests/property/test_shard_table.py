@@ -28,7 +28,7 @@ from shardkit.manifest import (
     unpack_page,
 )
 from shardkit.manifest.shard_table import SEGMENT_COLUMNS, SHARD_COLUMNS
-from shardkit.testing.shard_tables import made_up_digest, made_up_records, made_up_table
+from tests.property.shard_tables import made_up_digest, made_up_records, made_up_table
 
 SCHEMA = Schema.parse({"x": "int64"})
 seeds = st.integers(0, 10_000)

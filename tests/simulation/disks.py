@@ -1,6 +1,6 @@
 """A disk in memory, with what a power cut may leave of it.
 
-The weakest rules that POSIX allows, as in `shardkit.testing.crash_states`: bytes written since a file's last fsync
+The weakest rules that POSIX allows, as in `tests.faults.crash_states`: bytes written since a file's last fsync
 may be lost, and changes of a directory since its last fsync may each be there or not.
 """
 

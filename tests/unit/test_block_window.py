@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from shardkit.loader.block_window import BlockWindow
+from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.gather import GatherColumns
-from shardkit.testing.block_sources import LoadedBlock, block_source
+
+
+class LoadedBlock(GatherColumns):
+    """Stands for a block that was loaded: says which, and can be asked whether it is still there."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+
+
+def block_source(**chosen: Any) -> BlockSource:
+    """Blocks of one byte, of this machine, unless `chosen` otherwise."""
+    facts: dict[str, Any] = {
+        "load": lambda blocks: [LoadedBlock(block) for block in blocks],
+        "size_of": lambda block: 1,
+        "loaded_size_of": lambda block: 1,
+        "near": lambda block: True,
+    }
+    return BlockSource(**(facts | chosen))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

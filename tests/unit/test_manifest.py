@@ -14,7 +14,7 @@ from shardkit.errors import FormatError, SchemaError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.schema import Schema
 from shardkit.manifest import Manifest, Stratum, check_against, compose, merge
-from shardkit.testing.shard_tables import made_up_digest, made_up_table
+from tests.property.shard_tables import made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"image": "bytes", "label": "int64"})
 TABLE = made_up_table(5, 6, 3, selected=True)

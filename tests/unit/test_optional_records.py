@@ -14,7 +14,7 @@ from shardkit.manifest import Lookup, LookupPiece, Manifest, compose
 from shardkit.storage import Repository, find_part
 from shardkit.storage.locations import Location, location_name, put_location
 from shardkit.storage.log import LogEntry, check_succession
-from shardkit.testing.shard_tables import made_up_digest, made_up_table
+from tests.property.shard_tables import made_up_digest, made_up_table
 
 
 def manifest() -> Manifest:

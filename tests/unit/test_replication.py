@@ -27,7 +27,7 @@ from shardkit.storage.replicating import (
 )
 from shardkit.storage.replicating.needed import live_versions
 from shardkit.storage.replicating.placing import Change, undo
-from shardkit.testing.faulty_operations import FaultyOperations
+from tests.faults.faulty_operations import FaultyOperations
 
 
 @pytest.mark.parametrize(

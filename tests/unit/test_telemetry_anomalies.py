@@ -8,7 +8,7 @@ import pytest
 
 from shardkit.telemetry import Anomaly, Record, find_anomalies, find_bottleneck
 from shardkit.telemetry.watching import AnomalyWatch
-from shardkit.testing.telemetry_series import made_series
+from tests.unit.telemetry_series import made_series
 
 # A rank that takes 10 steps of 200 ms every two seconds, two cells each.
 STEADY = {

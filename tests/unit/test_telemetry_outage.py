@@ -9,12 +9,12 @@ import pytest
 
 from shardkit.errors import ConfigurationError
 from shardkit.telemetry import Record, RunTelemetry
-from shardkit.testing.telemetry_series import made_series
 from shardkit_tools.observing.archive import parse_since
 from shardkit_tools.observing.outage import outage_cost
 from shardkit_trainer.configuration import LogConfig
 from shardkit_trainer.metering import StageMeter
 from shardkit_trainer.reporting import Timeline
+from tests.unit.telemetry_series import made_series
 
 # Ten steps every two seconds.
 STEADY = {"loader.steps": 10.0, "loader.samples": 320.0, "reads.bytes_from_root": 1_000.0}

@@ -9,7 +9,7 @@ import pytest
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from shardkit.telemetry.charts import chart_series, lane_history, lane_moves
 from shardkit.telemetry.slow_blocks import BlockTimes
-from shardkit.testing.telemetry_series import made_series
+from tests.unit.telemetry_series import made_series
 
 STEADY = {
     "loader.steps": 10.0, "loader.samples": 320.0, "loader.cells": 20.0, "loader.consumer_wait_s": 0.5,

@@ -17,8 +17,8 @@ from shardkit.errors import ShardkitError
 from shardkit.storage.reading import ReadSettings
 from shardkit.storage.remote import backoff, object_store, waiting
 from shardkit.storage.remote.waiting import Waits
-from shardkit.testing.servers import ACCESS_KEY, SECRET_KEY, s3_environment
 from shardkit_tools.main import run
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
 
 class Clock:

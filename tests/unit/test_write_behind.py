@@ -15,7 +15,7 @@ from shardkit.dataset.write_behind import WriteBehind
 from shardkit.errors import StoreError, StoreFullError
 from shardkit.storage import Repository
 from shardkit.storage.file_operations import substituted
-from shardkit.testing.faulty_operations import FaultyOperations
+from tests.faults.faulty_operations import FaultyOperations
 
 
 class Sink:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.storage import open_store
-from shardkit.testing.servers import moto, s3_environment
+from tests.servers.object_stores import moto, s3_environment
 
 BUCKET = "bench"
 PASSES = ("ReadTask", "ShardRows")

@@ -31,8 +31,8 @@ from typing import Any
 import shardkit
 from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit.storage.remote import ObjectStore, parse_address
-from shardkit.testing.fault_proxy import Fault, FaultProxy, Request
-from shardkit.testing.servers import localstack, s3_environment
+from tests.servers.fault_proxy import Fault, FaultProxy, Request
+from tests.servers.object_stores import localstack, s3_environment
 
 MIB = 1 << 20
 OBJECT_BYTES = 64 * MIB

@@ -34,7 +34,7 @@ from shardkit.storage import Repository
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.replicating import place, replicate
 from shardkit.storage.replicating.placing import Change
-from shardkit.testing.servers import localstack, s3_environment
+from tests.servers.object_stores import localstack, s3_environment
 
 PIECE = 8 << 20
 ROW_BYTES = 64 << 10

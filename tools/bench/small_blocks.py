@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import shardkit
-from shardkit.testing.google_server import GoogleServer, google_environment, google_server
+from tests.servers.google import GoogleServer, google_environment, google_server
 
 ROWS = 24_000
 CASES = (("2MiB", None), ("64MiB", None), ("4MiB", "1GiB"), ("4MiB", "4MiB"))

@@ -28,9 +28,9 @@ import numpy as np
 
 import shardkit
 from shardkit.storage import open_store
-from shardkit.testing.fault_proxy import Fault, FaultProxy
-from shardkit.testing.servers import moto, s3_environment
 from shardkit_trainer.run_directory import read_lines, read_steps
+from tests.servers.fault_proxy import Fault, FaultProxy
+from tests.servers.object_stores import moto, s3_environment
 
 RANKS = Path(__file__).with_name("trainer_ranks.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -3,5 +3,4 @@
 stdlib_text  — the standard library's own source text as samples with their top-level package
 narration    — how the demo speaks: headings, commands as typed, their output
 chapters     — what it shows, in order
-guide_shell  — what the programs under examples/guides share
 """

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (what an overridden call does is said in FileOperations)
 """File operations of which chosen calls fail, as a disk that is full, failing, or mounted read-only makes them fail."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Packages of test servers that need an interpreter of their own, set up once in a cache folder.
 
-``python -m shardkit.testing.server_environments`` sets up all of them: `make setup` does, so that no test waits for a
+``python tests/servers/environments.py`` sets up all of them: `make setup` does, so that no test waits for a
 download.
 """
 

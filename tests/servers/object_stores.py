@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardkit.testing.server_environments import Unavailable, node_package, python_environment
+from tests.servers.environments import Unavailable, node_package, python_environment
 
 __all__ = [
     "ACCESS_KEY",
@@ -45,7 +45,7 @@ __all__ = [
 ACCESS_KEY: Final = "AKIACANARYCANARY0001"
 """Of the servers here: a canary that no output may hold."""
 
-SECRET_KEY: Final = "canary/secret/canary/secret/canary/0001"  # noqa: S105 (a canary that must never be printed)
+SECRET_KEY: Final = "canary/secret/canary/secret/canary/0001"
 """Likewise."""
 
 AZURE_ACCOUNT: Final = "devstoreaccount1"
@@ -214,7 +214,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
             break
         with contextlib.suppress(OSError):
             try:
-                urllib.request.urlopen(url, timeout=2).close()  # noqa: S310 (our own address)
+                urllib.request.urlopen(url, timeout=2).close()
             except urllib.error.HTTPError as error:  # any answer says that it listens
                 error.close()
             return

@@ -38,7 +38,7 @@ from xml.sax.saxutils import escape
 
 __all__ = ["TOKEN", "GoogleServer", "google_environment", "google_server"]
 
-TOKEN: Final = "ya29.canary-token-canary-token-0001"  # noqa: S105 (a canary that must never be printed)
+TOKEN: Final = "ya29.canary-token-canary-token-0001"
 """The only bearer token that the server takes."""
 
 _MOST_KEYS: Final = 1000

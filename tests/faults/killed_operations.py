@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (what an overridden call does is said in FileOperations)
 """File operations at a chosen one of which the process dies by SIGKILL: drills run them in children that they fork."""
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def run_in_child(work: Callable[[], object]) -> int:
         try:
             work()
             code = 0
-        except BaseException:  # noqa: BLE001 (a child of a drill says what happened, and ends)
+        except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)

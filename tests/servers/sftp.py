@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardkit.testing.server_environments import Unavailable
+from tests.servers.environments import Unavailable
 
 __all__ = ["sftp"]
 

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (what an overridden call does is said in FileOperations)
 """What a power cut may leave of a sequence of file operations: recorded from the real code, then enumerated.
 
 After Pillai et al., "All file systems are not created equal" (OSDI 2014, ALICE), under the weakest rules that POSIX
