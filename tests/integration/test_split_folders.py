@@ -11,8 +11,9 @@ import pytest
 
 import shardkit
 from shardkit.storage import open_store
-from shardkit.testing.servers import s3_environment
+from servers import s3_environment
 from shardkit_tools.main import run
+from tests.servers.object_stores import s3_environment
 
 BUCKETS = ("pictures", "shards")
 Call = Callable[..., tuple[int, str, str]]
