@@ -11,7 +11,6 @@ import pytest
 
 import shardkit
 from shardkit.storage import open_store
-from servers import s3_environment
 from shardkit_tools.main import run
 from tests.servers.object_stores import s3_environment
 
