@@ -11,28 +11,10 @@ import pytest
 
 import shardkit
 from shardkit.storage import open_store
-from shardkit_tools.main import run
 from tests.servers.object_stores import s3_environment
 
 BUCKETS = ("pictures", "shards")
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs the command line in this process: (exit code, standard output, standard error)."""
-
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = 0
-        try:
-            run([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
 
 
 def pictures(root: Path, *names: str) -> Path:
