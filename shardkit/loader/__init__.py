@@ -13,10 +13,9 @@ block_window  — the blocks in memory, loaded ahead by deadline within a byte b
 block_loading — blocks read into private memory and verified, some at a time
 block_memory  — that memory, recycled
 memory_bound  — how much of it a rank's windows need
-placing       — where the rows of a block lie, without making columns of it
 gather        — rows of many blocks into one buffer per field
-block_rows    — both, compiled (optional)
-prefetcher    — finds and leases what the next steps need
+block_rows    — both, compiled (optional); plain_rows: the same in Python
+prefetcher    — finds and loads what the next steps need
 assembly      — a group of steps cut into batches
 row_work      — decoding and transforms on threads or processes; rows that do not decode
 transforms    — user functions, their randomness, rows and columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from shardkit.formats import Schema
 from shardkit.loader.batch import Batch, to_tensors
-from shardkit.loader.gather import GatherColumns, RowAddresses, own_rows_of
+from shardkit.loader.block_window import GroupBlocks
+from shardkit.loader.gather import RowAddresses
 from shardkit.loader.row_work import BegunRows, RowWork
-from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
 from shardkit.plan import Plan
 
@@ -79,28 +79,31 @@ class Assembler:
         """How many steps should be begun before one is finished."""
         return self._work.steps_ahead(self._plan.cell_size * len(self._lanes))
 
-    def begin(self, group: StepGroup, blocks: Sequence[GatherColumns]) -> Iterator[BegunStep]:
-        """The steps of a group, in order, out of the blocks of `group.blocks`."""
-        gathered = RowAddresses(self._schema, self._fields, blocks, group.which, group.row)
+    def begin(
+        self, needed: GroupBlocks, timeout_s: float, on_stall: Callable[[float], None]
+    ) -> Iterator[BegunStep]:
+        """The steps of a group, in order, each as soon as its blocks are there."""
+        group = needed.group
+        rows = RowAddresses(self._schema, self._fields, len(needed), group.which, group.row)
         borders = group.borders.tolist()
         for offset, counts in enumerate(group.lane_counts.tolist()):
-            step, first, last = group.numbers[offset], borders[offset], borders[offset + 1]
             started = time.perf_counter()
-            columns = gathered.take(first, last)
-            self._counts.gather_s += time.perf_counter() - started
-            # copies: a batch that is kept keeps no other step of its group
-            samples, slots = group.samples[first:last].copy(), group.slots[first:last].copy()
-            rows = last - first
-            if not self._by_cell:
-                yield BegunStep(step, rows, [(-1, self._begin(columns, step, samples, slots, rows))], counts)
-                continue
-            parts, a = [], 0
-            for lane, count in zip(self._lanes, counts, strict=True):
-                b = a + count
-                cell = {name: own_rows_of(value, a, b) for name, value in columns.items()}
-                parts.append((lane, self._begin(cell, step, samples[a:b].copy(), slots[a:b].copy(), rows)))
+            rows.add(*needed.wait(offset, timeout_s, on_stall))
+            self._counts.load_wait_s += time.perf_counter() - started
+            # those of the step are kept by `rows`, those of other steps by their window alone
+            lanes = zip(self._lanes, counts, strict=True) if self._by_cell else [(-1, sum(counts))]
+            step, first, end = group.numbers[offset], borders[offset], borders[offset + 1]
+            parts, a = [], first
+            for lane, count in lanes:
+                started, b = time.perf_counter(), a + count
+                columns = rows.take(a, b)
+                self._counts.gather_s += time.perf_counter() - started
+                # copies: a batch that is kept keeps no other step of its group
+                samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
+                parts.append((lane, self._begin(columns, step, samples, slots, end - first)))
                 a = b
-            yield BegunStep(step, rows, parts, counts)
+            rows.drop(needed.done(offset))
+            yield BegunStep(step, end - first, parts, counts)
 
     def _begin(
         self,

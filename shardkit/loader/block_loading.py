@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import struct
 import time
 from collections.abc import Sequence
-from typing import Any
+from ctypes import string_at
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardkit.errors import IntegrityError, ShardkitError
-from shardkit.formats import xxh3
-from shardkit.loader.block_memory import BlockMemory
-from shardkit.loader.gather import GatherColumns
-from shardkit.loader.placing import BlockPlacer, StoredBlock
+from shardkit.errors import FormatError, IntegrityError, ShardkitError
+from shardkit.formats import BlockSpan, ShardIndex, fixed_places
+from shardkit.loader import plain_rows
+from shardkit.loader.block_memory import BlockMemory, Loan
+from shardkit.loader.gather import DECIMALS, GatherColumns
 from shardkit.loader.settings import Sources
 from shardkit.storage import BlockReader
-from shardkit.storage.blocks import LocalBlock
 from shardkit.storage.open_files import open_files
 from shardkit.telemetry.slow_blocks import BlockTimes
 
@@ -25,11 +24,20 @@ block_rows: Any
 try:
     from shardkit.loader import block_rows
 except ImportError:  # not compiled where this was installed
-    block_rows = None
+    block_rows = plain_rows
 
-__all__ = ["BlockLoading"]
+__all__ = ["BlockLoading", "placer_of", "read_together"]
 
 _SHORT_BYTES = 240  # XXH3 hashes longer blocks in another way
+_MOST_LAYOUTS, _MOST_SHARDS = 64, 256  # known at a time
+
+
+class _LocalShard(NamedTuple):
+    """An uncompressed shard in a local file, (path, size)."""
+
+    file: tuple[str, int]
+    spans: list[BlockSpan]
+    placer: ArrowPlacer | TarPlacer
 
 
 class BlockLoading:
@@ -59,7 +67,8 @@ class BlockLoading:
         times: BlockTimes | None,
     ) -> None:
         self._sources, self._reader, self._memory, self._times = sources, reader, memory, times
-        self._fields, self._place = fields, BlockPlacer(fields)
+        self._fields = fields
+        self._shards: dict[int, _LocalShard | None] = {}
         self.verification_failures = 0
 
     def __call__(self, blocks: Sequence[int]) -> list[GatherColumns]:
@@ -83,54 +92,156 @@ class BlockLoading:
         return found
 
     def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:
-        indexes = [self._reader.index(shard) for shard, _ in places]
-        plain = [
-            self._reader.local_block(shard, inside, index) if self._place.suits(index) else None
-            for (shard, inside), index in zip(places, indexes, strict=True)
-        ]
-        read = iter(read_together([one for one in plain if one is not None], self._memory))
-        found = []
-        for (shard, inside), index, local in zip(places, indexes, plain, strict=True):
-            memory = None if local is None else next(read)
-            one = None
+        found: list[GatherColumns | None] = [None] * len(places)
+        plain = []
+        for number, (shard, inside) in enumerate(places):
+            local = self._local(shard)
+            if local is not None:
+                plain.append((number, local, local.spans[inside]))
+        together = read_together([(local.file, span) for _, local, span in plain], self._memory)
+        for (number, local, span), memory in zip(plain, together, strict=True):
             if memory is not None:
-                address = memory.__array_interface__["data"][0]
-                one = self._place(StoredBlock(memory.data, address, index, inside))
-            if one is None:
-                block = self._reader.read(
-                    shard, inside, keys=False, fields=self._fields, memory=self._memory.take
-                )
-                one = GatherColumns(block, self._fields)
-            found.append(one)
+                found[number] = local.placer.place(span, memory)
+        return [self._read(*place) if one is None else one for place, one in zip(places, found, strict=True)]
+
+    def _local(self, shard: int) -> _LocalShard | None:
+        """A shard whose blocks are read together; None where `BlockReader.read` has to find and verify them."""
+        if shard in self._shards:
+            return self._shards[shard]
+        index = self._reader.index(shard)
+        file, placer = self._reader.plain_file(shard, index), placer_of(index, self._fields)
+        if len(self._shards) >= _MOST_SHARDS:
+            self._shards.clear()
+        found = None if file is None or placer is None else _LocalShard(file, index.spans, placer)
+        self._shards[shard] = found
         return found
 
+    def _read(self, shard: int, inside: int) -> GatherColumns:
+        block = self._reader.read(shard, inside, keys=False, fields=self._fields, memory=self._memory.take)
+        return GatherColumns(block, self._fields)
 
-def read_together(blocks: Sequence[LocalBlock], memory: BlockMemory) -> list[NDArray[np.uint8] | None]:
-    """The bytes of blocks that are what was written.
+
+def read_together(
+    blocks: Sequence[tuple[tuple[str, int], BlockSpan]], memory: BlockMemory
+) -> list[Loan | None]:
+    """The bytes of blocks that are what was written; each is given as its file, (path, size), and where it lies there.
 
     None wherever there is more to do or to say, a mismatch among it: `BlockReader.read` then says what is wrong, and
     looks in other places.
     """
-    into = [memory.take(block.size) for block in blocks]
+    if not blocks:
+        return []
+    sizes = [span.size for _, span in blocks]
+    into = memory.lend(sizes)
+    rows = plain_rows if min(sizes) <= _SHORT_BYTES else block_rows
     try:
-        if block_rows is None or any(block.size <= _SHORT_BYTES for block in blocks):
-            states = bytes([_read_one(block, one) for block, one in zip(blocks, into, strict=True)])
-        else:
-            with open_files.borrowed([(block.path, block.file_size) for block in blocks]) as files:
-                offsets, sizes = (
-                    np.array([getattr(block, name) for block in blocks], np.int64)
-                    for name in ("offset", "size")
-                )
-                addresses = np.array([one.__array_interface__["data"][0] for one in into], np.int64)
-                hashes = np.array([block.xxh3 for block in blocks], np.uint64)
-                states = block_rows.load_blocks(np.array(files, np.int64), offsets, addresses, sizes, hashes)
+        with open_files.borrowed([file for file, _ in blocks]) as files:
+            states = rows.load_blocks(
+                np.array(files, np.int64),
+                np.array([span.offset for _, span in blocks], np.int64),
+                np.array([one.address for one in into], np.int64),
+                np.array(sizes, np.int64),
+                np.array([span.xxh3 for _, span in blocks], np.uint64),
+            )
     except ShardkitError:
         return [None] * len(blocks)
     return [None if state else one for state, one in zip(states, into, strict=True)]
 
 
-def _read_one(block: LocalBlock, into: NDArray[np.uint8]) -> int:
-    with contextlib.suppress(ShardkitError):
-        open_files.read(block.path, block.file_size, block.offset, into.data)
-        return int(xxh3(into.data) != block.xxh3)
-    return 2
+def placer_of(shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | TarPlacer | None:
+    """Finds where the rows of verified, uncompressed blocks of a shard lie, without making columns of them.
+
+    A gather by address needs a few integers of each block. `read_block` finds them by way of a block and its columns,
+    forty objects and as many microseconds; what is the same for every block of a shard is known after the first one.
+    This is a shorter way to the same integers, never to others: whatever it has not seen to be the same, it leaves to
+    `read_block`. None where the index tells that the bytes of all blocks need a closer look.
+
+    Args:
+        shard: its index.
+        fields: to be gathered, in order.
+    """
+    return (ArrowPlacer if shard.format == "arrow" else TarPlacer).of(shard, fields)
+
+
+class ArrowPlacer:
+    """Messages of equal metadata, length, rows and raw size have equal layouts."""
+
+    def __init__(self, shard: ShardIndex, pitches: dict[str, int]) -> None:
+        self._shard, self._pitches = shard, pitches
+        self._facts = struct.Struct(f"={1 + 4 * len(pitches)}q")
+        # rows, raw size, length → metadata of the last such message; of each field its offset, and bytes between rows
+        self._layouts: dict[tuple[int, int, int], tuple[bytes, list[tuple[int, int]]]] = {}
+
+    @classmethod
+    def of(cls, shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | None:
+        kinds = {name: shard.schema[name] for name in fields}
+        # of others offsets and text are checked; bits are unpacked
+        pitches = {name: kind.item_bytes for name, kind in kinds.items() if kind.item_bytes is not None}
+        if len(pitches) < len(fields) or any(kind.dtype == "bool" for kind in kinds.values()):
+            return None
+        return cls(shard, pitches)
+
+    def place(self, span: BlockSpan, memory: Loan) -> GatherColumns | None:
+        """Where the rows of a block lie; None where only `read_block` can tell."""
+        address = memory.address
+        if address % 8:
+            return None  # read from a copy that is aligned
+        rows = span.end_row - span.first_row
+        known = self._layouts.get((rows, span.raw_size, memory.size))
+        if known is None or string_at(address, len(known[0])) != known[0]:
+            known = self._read_layout(rows, span.raw_size, memory)
+            if known is None:
+                return None
+        facts = [rows]
+        for offset, pitch in known[1]:
+            facts += (address + offset, 0, 0, pitch)
+        return GatherColumns.of_facts(self._facts.pack(*facts), (memory, self._shard))
+
+    def _read_layout(
+        self, rows: int, raw_size: int, memory: Loan
+    ) -> tuple[bytes, list[tuple[int, int]]] | None:
+        view = np.asarray(memory).data
+        try:
+            body, places = fixed_places(view, self._shard.schema, rows, raw_size)
+        except FormatError:
+            return None  # `read_block` says so
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            self._layouts.clear()
+        layout = [(body + places[name].offset, pitch) for name, pitch in self._pitches.items()]
+        found = self._layouts[rows, raw_size, memory.size] = bytes(view[:body]), layout
+        return found
+
+
+class TarPlacer:
+    """The index has seen that all members lie inside their blocks."""
+
+    def __init__(self, shard: ShardIndex, members: list[tuple[int, int, int]]) -> None:
+        self._shard, self._members = (
+            shard,
+            members,
+        )  # of each field, where starts and ends lie in memory, and the pitch
+        self._facts = struct.Struct(f"={1 + 4 * len(members)}q")
+
+    @classmethod
+    def of(cls, shard: ShardIndex, fields: Sequence[str]) -> TarPlacer | None:
+        members = []
+        for name in fields:
+            kind, number = shard.schema[name], shard.schema.position(name)
+            if shard.is_adopted or not (kind.is_whole or kind.kind == "bytes"):
+                return None  # text is checked, arrays have headers
+            starts, ends = (  # contiguous, and kept by the index
+                one.__array_interface__["data"][0]
+                for one in (shard.member_places(number)[0], shard.member_ends(number))
+            )
+            members.append((starts, ends, DECIMALS if kind.is_whole else 8))
+        return cls(shard, members)
+
+    def place(self, span: BlockSpan, memory: Loan) -> GatherColumns | None:
+        """Where the rows of a block lie; None where only `read_block` can tell."""
+        if memory.size != span.raw_size:
+            return None
+        first = 8 * span.first_row
+        facts = [span.end_row - span.first_row]
+        for starts, ends, pitch in self._members:
+            facts += (starts + first, ends + first, memory.address, pitch)
+        return GatherColumns.of_facts(self._facts.pack(*facts), (memory, self._shard))

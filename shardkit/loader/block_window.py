@@ -1,4 +1,4 @@
-"""The blocks that are in memory: loaded ahead by deadline, verified once per load, held within a byte budget.
+"""The blocks that are in memory: loaded in the order of first need, verified once per load, within a byte budget.
 
 A block lies in memory of its own: it is what was verified until it is dropped.
 """
@@ -8,17 +8,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import UsageError
 from shardkit.loader.gather import GatherColumns
+from shardkit.loader.schedule import StepGroup
 
-__all__ = ["BlockSource", "BlockWindow", "Lease", "WindowCounts"]
+__all__ = ["BlockSource", "BlockWindow", "GroupBlocks", "WindowCounts"]
 
-_BLOCKS_PER_TASK = 8  # a hand-over between threads costs as much as a tenth of a block
+_BLOCKS_PER_TASK, _BYTES_PER_TASK = (
+    16,
+    8 << 20,
+)  # a hand-over between threads costs as much as a tenth of a block
+_ROOM_AT_ONCE = 16  # a part of the budget: room is waited for not task by task but for some of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,105 +69,119 @@ class WindowCounts:
 
 
 class _Task:
-    """Some blocks that are loaded together."""
+    """Some blocks that are loaded together; over once it has what it found, or an error."""
 
-    __slots__ = ("blocks", "found", "future")
+    __slots__ = ("blocks", "error", "found", "future", "is_near", "sizes", "steps")
 
-    def __init__(self, blocks: list[int]) -> None:
-        self.blocks = blocks
-        self.future: Future[None]
-        self.found: list[GatherColumns | None] | None = None  # once loaded: a future is slow to ask
+    def __init__(self, blocks: list[int], sizes: list[int], steps: list[int], is_near: bool) -> None:
+        self.blocks, self.sizes, self.is_near = blocks, sizes, is_near
+        self.steps = steps  # the first that needs each
+        self.found: list[GatherColumns | None] | None = None
+        self.error: BaseException | None = None
+        self.future: Future[None] | None = None  # from when there is room
 
     def is_over(self) -> bool:
-        """Whether it was loaded, has failed, or was cancelled."""
-        return self.found is not None or self.future.done()
+        """Whether it was loaded or has failed."""
+        return self.found is not None or self.error is not None
 
-    def failed(self) -> bool:
-        """Whether it is over without its blocks."""
-        return self.future.done() and self.found is None  # in this order: it is found before that is done
+    def give_up(self) -> bool:
+        """Do not load it, if that has not begun; whether it will have no blocks."""
+        if self.found is None and self.error is None and (self.future is None or self.future.cancel()):
+            self.error = UsageError(
+                "the loader was closed while this loop waited for a block; begin another loop"
+            )
+        return self.error is not None
 
 
 class _Entry:
-    """One block that is loaded or being loaded."""
+    """One block that is loaded, being loaded, or waits for room to be loaded."""
 
-    __slots__ = ("pins", "position", "size", "task", "used_in")
+    __slots__ = ("last", "position", "size", "task", "used_in")
 
-    def __init__(self, task: _Task, position: int, size: int, loop: int) -> None:
-        self.task, self.position, self.size = task, position, size
-        self.used_in = loop  # the last loop that has
-        self.pins = 0
+    def __init__(self, task: _Task, position: int) -> None:
+        self.task, self.position = task, position
+        self.size = 0  # from when there is room
+        self.last = self.used_in = 0  # the last step, and the last loop, that needs it
 
 
-class Lease:
-    """The blocks of one group of steps: they stay until `release`."""
+class GroupBlocks:
+    """The blocks of one group of steps; each stays from the first step that needs it to the last."""
 
-    def __init__(self, window: BlockWindow, blocks: Sequence[int], entries: list[_Entry]) -> None:
-        self._window, self.blocks, self._entries = window, blocks, entries
+    def __init__(
+        self, window: BlockWindow, group: StepGroup, entries: list[_Entry], tasks: list[_Task], origin: int
+    ) -> None:
+        self.group, self.tasks, self._window, self._entries, self._origin = (
+            group,
+            tasks,
+            window,
+            entries,
+            origin,
+        )
+        steps = np.arange(len(group.numbers) + 1)
+        self._needed: list[int] = np.searchsorted(
+            group.first, steps, side="left"
+        ).tolist()  # before each step
+        by_last = np.argsort(group.last, kind="stable")
+        self._by_last: list[int] = by_last.tolist()
+        self._done: list[int] = np.searchsorted(group.last[by_last], steps, side="left").tolist()
 
-    def wait(self, timeout_s: float, on_stall: Callable[[float], None]) -> list[GatherColumns]:
-        """The loaded blocks in the order in which they were asked for; raises what loading one of them raised."""
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def wait(
+        self, step: int, timeout_s: float, on_stall: Callable[[float], None]
+    ) -> tuple[int, list[GatherColumns]]:
+        """What step number `step` of the group needs and no step before it: (place of the first in `blocks`, blocks).
+
+        Raises what loading one of them raised.
+        """
+        first, end = self._needed[step], self._needed[step + 1]
         loaded = []
-        for entry in self._entries:
-            task = entry.task
-            if task.found is None:
-                _wait(task.future, timeout_s, on_stall)
-                task.future.result()
-            found = task.found and task.found[entry.position]
-            assert found  # only a block that no lease holds is taken out
+        for entry in self._entries[first:end]:
+            if entry.task.found is None:
+                self._window.wait_for(entry, self._origin + step, timeout_s, on_stall)
+            found = entry.task.found and entry.task.found[entry.position]
+            assert found  # only a block that no step needs any more is taken out
             loaded.append(found)
-        return loaded
+        return first, loaded
 
-    def is_loaded(self) -> bool:
-        """Whether `wait` would not wait, and raise nothing."""
-        return all(entry.task.found is not None for entry in self._entries)
-
-    def failed(self) -> bool:
-        """Whether loading one of the blocks has failed by now."""
-        return any(entry.task.failed() for entry in self._entries)
-
-    def release(self) -> None:
-        """The group is done; may be called twice."""
-        entries, self._entries = self._entries, []
-        if entries:
-            self._window.unpin(entries)
-
-
-def _wait(future: Future[Any], timeout_s: float, on_stall: Callable[[float], None]) -> None:
-    started = time.perf_counter()
-    while not future.done():
-        try:
-            future.result(timeout_s)
-        except FutureTimeout:
-            if not future.done():  # else it is what loading raised
-                on_stall(time.perf_counter() - started)
+    def done(self, step: int) -> list[int]:
+        """The rows of a step have been copied: places in `blocks` of those that no later step of the group needs."""
+        self._window.advance(self._origin + step + 1)
+        return self._by_last[self._done[step] : self._done[step + 1]]
 
 
 class BlockWindow:
     """Loads blocks on threads and keeps them until room is needed.
 
-    Not a cache with a guess for a policy: what the next steps need is known and pinned; only blocks that no planned
-    step needs are dropped, least recently used first.
+    Not a cache with a guess for a policy: what the next steps need is known and stays; only blocks that no planned
+    step needs are dropped, least recently used first. Steps are counted over all loops, so that it is one comparison
+    whether a step is over.
 
     Args:
         source: of the blocks.
-        budget: bytes. A group's own blocks are loaded even if they alone exceed it.
-        threads: how many blocks are read at once.
+        budget: bytes. What one step needs is loaded even if it alone exceeds them.
+        threads: how many tasks are loaded at once.
         page: of so many bytes each block takes a whole number.
     """
 
     def __init__(self, source: BlockSource, budget: int, threads: int, *, page: int = 1) -> None:
         self._source, self._budget, self._threads, self._page = source, budget, threads, page
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-blocks")
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by the last step that needs them
         self._changed = threading.Condition()
-        self._leases = 0
+        self._waiting = 0  # how many threads wait for a task
+        self._planned = self._now = 0  # steps that are planned, and over
+        self._wake_at: int | None = None  # a thread waits for room, which there will be at this step
+        self._wanted = -1  # the step that waits for a block
+        self._coming = False  # whether something is being loaded that no step needs any more
         self._loop = 0
         self._dropped: dict[int, int] = {}  # after this loop has used them: bytes it had loaded by then
         self._loop_bytes = 0
         self.count_anew()
         self._bytes = 0
         self._closed = False
-        self.loading: dict[int, float] = {}  # block → when its load began
+        self._loading: dict[_Task, float] = {}  # when each began
         self.counts = WindowCounts()
 
     @property
@@ -170,7 +191,7 @@ class BlockWindow:
 
     @property
     def budget(self) -> int:
-        """Bytes that blocks may take; a smaller one takes effect as leases end."""
+        """Bytes that blocks may take; a smaller one takes effect as steps end."""
         return self._budget
 
     @budget.setter
@@ -185,58 +206,216 @@ class BlockWindow:
         entry = self._entries.get(block)
         return entry is not None and entry.task.is_over()
 
-    def measure(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """Bytes of these blocks, and of those among them that are still to be loaded."""
-        held = missing = 0
-        find, size_of = self._entries.get, self._source.size_of
-        for block in blocks:
-            entry = find(block)
-            if entry is None:
-                missing += self._whole_pages(size_of(block))
-            else:
-                held += entry.size
-        return held + missing, missing
+    def sizes(self, blocks: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Bytes of these blocks, at most, and whether they are there or on their way."""
+        find, size_of, page = self._entries.get, self._source.size_of, self._page
+        held = [find(block) for block in blocks]
+        sizes = [
+            entry.size if entry is not None and entry.size else -(-size_of(block) // page) * page
+            for block, entry in zip(blocks, held, strict=True)
+        ]
+        return np.array(sizes, np.int64), np.array([entry is not None for entry in held], np.bool_)
 
-    def lease(self, blocks: Sequence[int], stopped: Callable[[], bool]) -> Lease:
-        """Pin blocks and start loading those that are missing, in their order.
+    # ---- what steps need
 
-        Waits while the budget is exhausted and other leases are out, whose release will make room.
-        """
+    def admit(self, group: StepGroup, sizes: NDArray[np.int64]) -> GroupBlocks:
+        """Keep the blocks of a group that are there, and know which are to be loaded; `load` loads them."""
         with self._changed:
-            missing = self._pin(blocks)
-            sizes = [self._whole_pages(self._source.size_of(block)) for block in missing]
-            need = sum(sizes)
-            self._make_room(need)
-            while self._bytes + need > self._budget and self._leases and not stopped():
-                self._changed.wait()
-                self._make_room(need)
-            self._leases += 1
-            self._count(missing, need)
-            for block, entry in zip(missing, self._submit(missing, sizes), strict=True):
-                entry.pins = 1
-                self._entries[block] = entry
-            self._bytes += need
-            self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
-            self.counts.block_uses += len(blocks)
-            entries = self._entries
-            return Lease(self, blocks, [entries[block] for block in blocks])
-
-    def _pin(self, blocks: Sequence[int]) -> list[int]:
-        """Hold those that are there, so that making room does not drop them; the others."""
-        missing = []
-        find, used = self._entries.get, self._entries.move_to_end
-        for block in blocks:
-            entry = find(block)
-            if entry is None:
-                missing.append(block)
-            else:
-                entry.pins += 1
-                entry.used_in = self._loop
+            entries, find = self._entries, self._entries.get
+            missing = [n for n, block in enumerate(group.blocks) if find(block) is None]
+            origin, loop, used = self._planned, self._loop, entries.move_to_end
+            first = (group.first[missing] + origin).tolist()
+            tasks = self._tasks([group.blocks[n] for n in missing], sizes[missing].tolist(), first)
+            for task in tasks:
+                for position, block in enumerate(task.blocks):
+                    entries[block] = _Entry(task, position)
+            self._planned += len(group.numbers)
+            lasts = (group.last + origin).tolist()
+            for n in np.argsort(group.last, kind="stable").tolist():
+                block = group.blocks[n]
+                entry = entries[block]
+                entry.last, entry.used_in = lasts[n], loop
                 used(block)
-        return missing
+            self._count([group.blocks[n] for n in missing], int(sizes[missing].sum()))
+            self.counts.block_uses += len(group.blocks)
+            return GroupBlocks(self, group, [entries[block] for block in group.blocks], tasks, origin)
+
+    def _tasks(self, blocks: list[int], sizes: list[int], steps: list[int]) -> list[_Task]:
+        near = all(map(self._source.near, blocks))
+        by_size = _BYTES_PER_TASK * len(blocks) // max(1, sum(sizes))
+        each = max(1, min(_BLOCKS_PER_TASK, by_size, -(-len(blocks) // self._threads))) if near else 1
+        parts = (slice(first, first + each) for first in range(0, len(blocks), each))
+        return [_Task(blocks[part], sizes[part], steps[part], near) for part in parts]
+
+    def _split(self, task: _Task) -> list[_Task]:
+        """One task for each of its blocks."""
+        single = [
+            _Task([block], [size], [step], task.is_near)
+            for block, size, step in zip(task.blocks, task.sizes, task.steps, strict=True)
+        ]
+        for one in single:
+            entry = self._entries[one.blocks[0]]
+            entry.task, entry.position = one, 0
+        return single
+
+    def load(self, wanted: GroupBlocks, stopped: Callable[[], bool]) -> None:
+        """Begin to load what is missing of a group, in its order; returns when there was room for all of it.
+
+        While there is none, steps that need what is there end, and make some.
+        """
+        left = wanted.tasks
+        while left and not stopped():
+            some, need = self._some_of(left)
+            with self._changed:
+                while not self._make_room(need):
+                    if stopped() or self._closed:
+                        return
+                    if self._wanted < left[0].steps[0] or self._coming:
+                        self._wake_at = self._room_at(need)
+                        self._changed.wait()
+                        self._wake_at = None
+                        continue
+                    # no step ends before this is there
+                    if len(left[0].blocks) == len(some) == 1:
+                        break  # one step needs more than there is
+                    left = self._split(left[0]) + left[1:]
+                    some, need = left[:1], left[0].sizes[0]
+                if self._closed:
+                    return
+                self._begin(some, need)
+            left = left[len(some) :]
+
+    def _some_of(self, left: list[_Task]) -> tuple[list[_Task], int]:
+        """The first of some tasks, and as many more as room is made for at once; their bytes."""
+        need, count = sum(left[0].sizes), 1
+        for task in left[1:]:
+            if (need + (size := sum(task.sizes))) * _ROOM_AT_ONCE > self._budget:
+                break
+            need, count = need + size, count + 1
+        return left[:count], need
+
+    def _begin(self, tasks: list[_Task], need: int) -> None:
+        self._bytes += need
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
+        for task in tasks:
+            for block, size in zip(task.blocks, task.sizes, strict=True):
+                self._entries[block].size = size
+            task.future = self._pool.submit(self._load, task)
+
+    def wait_for(self, entry: _Entry, step: int, timeout_s: float, on_stall: Callable[[float], None]) -> None:
+        """Until a block is there that `step` needs; raises what loading raised."""
+        started = time.perf_counter()
+        while not entry.task.is_over():
+            with self._changed:
+                self._wanted = max(self._wanted, step)
+                self._waiting += 1
+                if self._wake_at is not None:
+                    self._changed.notify_all()
+                while not entry.task.is_over() and not self._closed:
+                    if not self._changed.wait(timeout_s):
+                        break
+                self._waiting -= 1
+            if entry.task.is_over() or self._closed:
+                break
+            on_stall(time.perf_counter() - started)
+        task = entry.task
+        if task.found is None:
+            task.give_up()
+        if task.error is not None:
+            raise task.error
+
+    def advance(self, step: int) -> None:
+        """Steps before this one are over."""
+        self._now = step
+        wake_at = self._wake_at
+        if wake_at is not None and step >= wake_at:
+            with self._changed:
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let whoever waits look whether it was stopped."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- loading
+
+    def longest_load(self) -> tuple[int, float] | None:
+        """The first block of what is being loaded for the longest time, and when that began."""
+        loading = dict(self._loading)
+        task = min(loading, key=loading.__getitem__, default=None)
+        return None if task is None else (task.blocks[0], loading[task])
+
+    def _load(self, task: _Task) -> None:
+        started = self._loading[task] = time.perf_counter()
+        found: list[GatherColumns | None] | None = None
+        try:
+            found = [*self._source.load(task.blocks)]
+            smaller = [] if task.is_near else list(map(self._source.loaded_size_of, task.blocks))
+        except BaseException as error:  # noqa: BLE001  raised where a step waits for it
+            task.error = error
+        finally:
+            del self._loading[task]
+        elapsed = time.perf_counter() - started
+        with self._changed:
+            self.counts.load_s += elapsed
+            if found is not None:
+                self.counts.block_loads += len(task.blocks)
+                self.counts.bytes_loaded += sum(map(self._source.size_of, task.blocks))
+                self._correct(task, smaller)
+                task.found = found
+            if self._waiting or self._coming:
+                self._changed.notify_all()
 
     def _whole_pages(self, size: int) -> int:
         return -(-size // self._page) * self._page
+
+    def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
+        """From what the blocks of a task could at most have been to what they are: there may be room for another."""
+        before = self._bytes
+        for block, loaded in zip(task.blocks, sizes, strict=False):
+            entry, size = self._entries.get(block), self._whole_pages(loaded)
+            if entry is not None and entry.task is task and size < entry.size:
+                self._bytes -= entry.size - size
+                entry.size = size
+        if self._bytes < before and self._wake_at is not None:
+            self._changed.notify_all()
+
+    # ---- room
+
+    def _make_room(self, need: int) -> bool:
+        wanted, self._coming = self._bytes + need - self._budget, False
+        if wanted <= 0:
+            return True
+        dropped = []
+        for block, entry in self._entries.items():
+            if wanted <= 0 or entry.last >= self._now:
+                break
+            if entry.task.is_over():
+                wanted -= entry.size
+                dropped.append((block, entry))
+            else:
+                self._coming = True
+        for block, entry in dropped:
+            if entry.used_in == self._loop:
+                self._dropped[block] = self._loop_bytes
+            self._remove(block, entry)
+            self.counts.evictions += 1
+        return wanted <= 0
+
+    def _room_at(self, need: int) -> int:
+        """The step from which on there is room for so many bytes."""
+        wanted = self._bytes + need - self._budget
+        for entry in self._entries.values():
+            wanted -= entry.size
+            if wanted <= 0:
+                return entry.last + 1
+        return self._planned
+
+    def _remove(self, block: int, entry: _Entry) -> None:
+        del self._entries[block]
+        self._bytes -= entry.size
+        if entry.task.found is not None:
+            entry.task.found[entry.position] = None  # what its task loaded beside it may stay
 
     def count_anew(self) -> None:
         """From here on, what this loop asks for."""
@@ -251,82 +430,10 @@ class BlockWindow:
         self.loop_loads += len(missing)
         self._loop_bytes += need
 
-    def wake(self) -> None:
-        """Let a waiting `lease` look whether it was stopped."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def unpin(self, entries: Iterable[_Entry]) -> None:
-        """A lease is over."""
-        with self._changed:
-            for entry in entries:
-                entry.pins -= 1
-            self._leases -= 1
-            self._changed.notify_all()
-
-    def _submit(self, blocks: list[int], sizes: list[int]) -> list[_Entry]:
-        entries: list[_Entry] = []
-        share = -(-len(blocks) // self._threads)
-        each = max(1, min(_BLOCKS_PER_TASK, share)) if all(map(self._source.near, blocks)) else 1
-        for first in range(0, len(blocks), each):
-            task = _Task(blocks[first : first + each])
-            task.future = self._pool.submit(self._load, task)
-            entries += [_Entry(task, i, sizes[first + i], self._loop) for i in range(len(task.blocks))]
-        return entries
-
-    def _load(self, task: _Task) -> None:
-        started, blocks = time.perf_counter(), task.blocks
-        self.loading.update(dict.fromkeys(blocks, started))
-        try:
-            found: list[GatherColumns | None] = [*self._source.load(blocks)]
-        finally:
-            for block in blocks:
-                self.loading.pop(block, None)
-        elapsed, nbytes = time.perf_counter() - started, sum(map(self._source.size_of, blocks))
-        sizes = [self._whole_pages(self._source.loaded_size_of(block)) for block in blocks]
-        with self._changed:
-            self.counts.load_s += elapsed
-            self.counts.block_loads += len(blocks)
-            self.counts.bytes_loaded += nbytes
-            self._correct(task, sizes)
-        task.found = found
-
-    def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
-        """From what the blocks of a task could at most have been to what they are: there may be room for another."""
-        before = self._bytes
-        for block, size in zip(task.blocks, sizes, strict=True):
-            entry = self._entries.get(block)
-            if entry is not None and entry.task is task and size < entry.size:
-                self._bytes -= entry.size - size
-                entry.size = size
-        if self._bytes < before:
-            self._changed.notify_all()
-
-    def _make_room(self, need: int) -> None:
-        wanted = self._bytes + need - self._budget
-        if wanted <= 0:
-            return
-        dropped = []
-        for block, entry in self._entries.items():
-            if wanted <= 0:
-                break
-            if not entry.pins and entry.task.is_over():
-                wanted -= entry.size
-                dropped.append((block, entry))
-        for block, entry in dropped:
-            if entry.used_in == self._loop:
-                self._dropped[block] = self._loop_bytes
-            self._remove(block, entry)
-            self.counts.evictions += 1
-
-    def _remove(self, block: int, entry: _Entry) -> None:
-        del self._entries[block]
-        self._bytes -= entry.size
-        if not entry.pins and entry.task.found is not None:
-            entry.task.found[entry.position] = None  # what its task loaded beside it may stay
+    # ---- loops
 
     def begin_loop(self) -> None:
-        """What is leased from now on is for another loop; leases of the loop before go on."""
+        """What is admitted from now on is for another loop."""
         with self._changed:
             self._loop += 1
             self._dropped.clear()
@@ -339,17 +446,20 @@ class BlockWindow:
             return self._bytes / max(1, len(self._entries))
 
     def end_loop(self) -> None:
-        """What no lease holds is not loaded any more if that has not begun, and tried again if it failed."""
+        """No step needs anything any more; what was not begun is forgotten, what failed is tried again."""
         with self._changed:
+            self._now = self._planned
             for block, entry in list(self._entries.items()):
-                task = entry.task
-                if not entry.pins and task.found is None and (task.future.cancel() or task.failed()):
+                if entry.task.give_up():
                     self._remove(block, entry)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what has, drop everything; may be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._changed:
             self._entries.clear()
             self._bytes = 0
-            self._changed.notify_all()

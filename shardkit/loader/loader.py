@@ -304,7 +304,7 @@ class Loader:
                             self._events, config.on_stall, self._told, machinery.make_room)  # fmt: skip
 
         limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, make_room=machinery.make_room,
-                                  over_memory=watchdog.over_memory, leased=watchdog.leased)  # fmt: skip
+                                  over_memory=watchdog.over_memory, admitted=watchdog.admitted)  # fmt: skip
         find = machinery.group_planner(plan, sources, lanes)
         prefetcher = Prefetcher(find, machinery.window, numbers, limits, counts)
         settings = PipelineSettings(

@@ -85,7 +85,7 @@ class Machinery:
                 load=load,
                 size_of=lru_cache(maxsize=1 << 16)(size_of),
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
-                near=lambda block: has_file(rows.shard_of_block(block)[0]),
+                near=lru_cache(maxsize=1 << 16)(lambda block: has_file(rows.shard_of_block(block)[0])),
             ),
             memory,
             threads,

@@ -1,6 +1,6 @@
 """From steps to batches, ahead of the trainer and in order: plan → load → gather → transform.
 
-Two stages on at most two threads of their own beside the block loaders. The prefetcher plans groups of steps and leases
+Two stages on at most two threads of their own beside the block loaders. The prefetcher plans groups of steps and loads
 their blocks; the assembler gathers a step at a time. Where gathering is all that a step needs and takes well below a
 millisecond, it runs in the trainer's own `next`: a copy into memory that this core has just freed costs less than
 handing it over, and no thread fights the trainer for the interpreter. Otherwise it runs ahead on a thread.
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from shardkit.errors import UsageError
 from shardkit.loader.assembly import Assembler, BegunStep, StepBatches
 from shardkit.loader.background import Background, Waits
-from shardkit.loader.block_window import BlockWindow, Lease
-from shardkit.loader.gather import GatherColumns
+from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.prefetcher import Prefetcher
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
-_GROUPS_AHEAD = 1  # leased beside the one that is gathered and the one that is planned
+_GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Pipeline:
     """One pass over the steps of a prefetcher. The window outlives it.
 
     Args:
-        prefetcher: finds and leases what the steps need; released in the end.
+        prefetcher: finds and loads what the steps need.
         assemble: gathers and transforms one group, in step order.
         window: the blocks in memory.
         settings: see there.
@@ -117,7 +116,7 @@ class Pipeline:
 
     @property
     def queued_groups(self) -> int:
-        """Groups planned ahead, their blocks loaded or on the way."""
+        """Groups planned ahead."""
         return len(self._groups)
 
     @property
@@ -145,7 +144,6 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
-        self._prefetcher.release()  # what was dropped on the way
         self._window.end_loop()
 
     def _stop(self) -> None:
@@ -189,19 +187,11 @@ class Pipeline:
             raise error
 
     def _begun_steps(self) -> Generator[BegunStep]:
-        for group, lease in self._groups:
-            self._current = group
-            try:
-                # no name for the blocks here: they must be gone with the lease, not with the next group
-                yield from self._assemble.begin(group, self._loaded(lease))
-            finally:
-                self._prefetcher.done(lease)
-
-    def _loaded(self, lease: Lease) -> list[GatherColumns]:
-        started = time.perf_counter()
-        blocks = lease.wait(self._settings.stall_s, lambda waited: self._report(waited, "load"))
-        self._counts.load_wait_s += time.perf_counter() - started
-        return blocks
+        for blocks in self._groups:
+            self._current = blocks.group
+            yield from self._assemble.begin(
+                blocks, self._settings.stall_s, lambda waited: self._report(waited, "load")
+            )
 
     def _report(self, waited: float, stage: str) -> None:
         self._counts.stalls += 1

@@ -1,22 +1,17 @@
-"""What the steps of one loop need, worked out in groups and leased ahead of them."""
+"""What the steps of one loop need, worked out in groups and loaded ahead of them."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shardkit.loader.block_window import BlockWindow, Lease
-from shardkit.loader.schedule import StepGroup, most_steps
+from shardkit.loader.block_window import BlockWindow, GroupBlocks
+from shardkit.loader.schedule import StepGroup, most_steps, steps_that_fit
 from shardkit.loader.statistics import LoaderCounts
 
 __all__ = ["PrefetchSettings", "Prefetcher"]
-
-# Groups share most of their blocks. What is missing of one is loaded before its first step is handed out: at most this
-# part of the budget, so that no step waits long for what it does not need.
-_LOADED_AT_ONCE = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +20,27 @@ class PrefetchSettings:
 
     Attributes:
         rows_per_step, bytes_per_step: of this rank.
-        make_room: asked to have room for the bytes of a step that is planned alone, before it is leased.
+        make_room: asked to have room for the bytes of a step that does not fit, before it is admitted.
         over_memory: called where the blocks of one step alone exceed the memory bound: (step, their bytes).
-        leased: called after every lease.
+        admitted: called after every group.
     """
 
     rows_per_step: int
     bytes_per_step: int
     make_room: Callable[[int], bool]
     over_memory: Callable[[int, int], None]
-    leased: Callable[[], None]
+    admitted: Callable[[], None]
 
 
 class Prefetcher:
-    """Groups of steps of one loop with their leases, in order; iterate once.
+    """Groups of steps of one loop with their blocks, in order; iterate once.
+
+    A group is handed on before its blocks are loaded, and these are loaded while its steps are worked: as early as
+    there is room, in the order of first need.
 
     Args:
         plan_group: works out some steps (`schedule.plan_group` with plan and lanes bound).
-        window: where blocks are leased.
+        window: where blocks are loaded.
         numbers: the steps of the loop, ascending.
         settings: see there.
         counts: where time goes.
@@ -59,66 +57,40 @@ class Prefetcher:
         self._plan_group, self._window, self._left = plan_group, window, numbers
         self._settings, self._counts = settings, counts
         self._stopping = threading.Event()
-        self._leases: list[Lease] = []
         window.begin_loop()
 
-    def __iter__(self) -> Iterator[tuple[StepGroup, Lease]]:
-        settings, window, left = self._settings, self._window, self._left
+    def __iter__(self) -> Iterator[GroupBlocks]:
+        settings, left = self._settings, self._left
         most = most_steps(settings.rows_per_step, settings.bytes_per_step)
         size = 1  # the first batch should not wait for a whole group
         while left and not self._stopping.is_set():
             started = time.perf_counter()
-            group, missing, most = self._next_group(left, size, most)
-            left = left[len(group.numbers) :]
-            size = min(
-                most, math.ceil(len(group.numbers) * _growth(missing, window.budget // _LOADED_AT_ONCE))
-            )
+            planned: StepGroup | None = self._plan_group(left[:size])
             self._counts.plan_s += time.perf_counter() - started
-            lease = window.lease(group.blocks, self._stopping.is_set)
-            self._leases.append(lease)
-            settings.leased()
-            yield group, lease
+            left, size = left[size:], min(most, 4 * size)
+            while planned is not None and not self._stopping.is_set():
+                started = time.perf_counter()
+                admitted, planned = self._admit(planned)
+                self._counts.plan_s += time.perf_counter() - started
+                settings.admitted()
+                yield admitted
+                self._window.load(admitted, self._stopping.is_set)
 
-    def _next_group(self, left: range, size: int, most: int) -> tuple[StepGroup, int, int]:
-        """As many steps as leave room for those beside them; bytes to be loaded; the most that later ones may be."""
+    def _admit(self, planned: StepGroup) -> tuple[GroupBlocks, StepGroup | None]:
+        """As many steps as there is room for, and the others."""
         settings, window = self._settings, self._window
-        at_once = window.budget // _LOADED_AT_ONCE  # which may change on the way
-        while True:
-            group = self._plan_group(left[:size])
-            needed, missing = window.measure(group.blocks)
-            size = len(group.numbers)
-            if size > 1 and needed > window.budget * 2 // 3:
-                most = size = size // 2  # nor would those that follow leave room for what is beside them
-            elif size > 1 and missing > at_once:
-                size = max(1, math.floor(size * _growth(missing, at_once)))
-            else:
-                break
-        if size == 1:
-            settings.make_room(needed)
+        sizes, held = window.sizes(planned.blocks)
+        steps, needed = steps_that_fit(planned, sizes, held, window.budget)
         if needed > window.budget:
-            settings.over_memory(group.numbers[0], needed)
-        return group, missing, most
+            if settings.make_room(needed):
+                return self._admit(planned)
+            settings.over_memory(planned.numbers[0], needed)
+        group, rest = planned.split(steps)
+        if rest is not None:
+            sizes, _ = window.sizes(group.blocks)
+        return window.admit(group, sizes), rest
 
     def stop(self) -> None:
         """No more groups."""
         self._stopping.set()
         self._window.wake()
-
-    def done(self, lease: Lease) -> None:
-        """The steps of this lease have been gathered."""
-        lease.release()
-        self._leases.remove(lease)
-
-    def release(self) -> None:
-        """Give up what is leased; may be called twice, and only while nobody iterates."""
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
-
-
-def _growth(missing: int, at_once: int) -> float:
-    """How many times as many steps will have to load a little less than what may be loaded at once; at most four.
-
-    Planned in vain is planned twice.
-    """
-    return min(4.0, 0.9 * at_once / max(1, missing))

@@ -10,12 +10,19 @@ from numpy.typing import NDArray
 
 from shardkit.plan import Plan
 
-__all__ = ["LocateRows", "StepGroup", "most_steps", "plan_group"]
+__all__ = [
+    "LocateRows",
+    "StepGroup",
+    "first_lanes",
+    "group_rows",
+    "most_steps",
+    "plan_group",
+    "steps_that_fit",
+]
 
 Int64s = NDArray[np.int64]
 
-# Planning and addressing cost the same for a group as for a step: as many rows as make them vanish. Few large rows do
-# that too, and more of them would only be planned to be cut to what memory has room for.
+# Planning costs the same for a group as for a step: as many rows as make it vanish. Few large rows do that too.
 _GROUP_ROWS = 16384
 _GROUP_BYTES = 256 << 20
 _MAX_GROUP_STEPS = 256
@@ -35,9 +42,24 @@ class StepGroup(NamedTuple):
     slots: Int64s  # (n,) lane · cell_size + slot: the place in the grid
     lane_counts: Int64s  # (steps, lanes) rows of each cell
     borders: Int64s  # (steps + 1,)
-    blocks: list[int]  # the distinct dataset-wide block numbers, in the order in which steps first need them
-    which: Int64s  # (n,) index into `blocks`
+    block_of: Int64s  # (n,) dataset-wide block number
     row: Int64s  # (n,) row inside the block
+    blocks: list[int]  # the distinct blocks, in the order in which steps first need them
+    which: Int64s  # (n,) index into `blocks`
+    first: Int64s  # (blocks,) the place in `numbers` of the first step that needs each
+    last: Int64s  # (blocks,) and of the last one
+
+    def split(self, steps: int) -> tuple[StepGroup, StepGroup | None]:
+        """The first so many steps, at least one, and the others."""
+        if steps >= len(self.numbers):
+            return self, None
+        at = int(self.borders[steps])
+        return (
+            group_rows(self.numbers[:steps], self.samples[:at], self.slots[:at], self.lane_counts[:steps],
+                     self.block_of[:at], self.row[:at]),
+            group_rows(self.numbers[steps:], self.samples[at:], self.slots[at:], self.lane_counts[steps:],
+                     self.block_of[at:], self.row[at:]),
+        )  # fmt: skip
 
 
 def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range) -> StepGroup:
@@ -48,24 +70,39 @@ def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range)
     )
     present = cells >= 0
     samples = cells[present]
-    lane_counts = present.sum(axis=2, dtype=np.int64)
-    borders = np.zeros(len(cells) + 1, dtype=np.int64)
-    np.cumsum(lane_counts.sum(axis=1), out=borders[1:])
     _, _, block, row = locate(samples)
-    blocks, first, which = np.unique(block, return_index=True, return_inverse=True)
+    return group_rows(numbers, samples, places[present], present.sum(axis=2, dtype=np.int64), block, row)
+
+
+def group_rows(
+    numbers: range, samples: Int64s, slots: Int64s, lane_counts: Int64s, block_of: Int64s, row: Int64s
+) -> StepGroup:
+    """Steps of which the rows and their places are known; see `StepGroup`."""
+    borders = np.zeros(len(lane_counts) + 1, dtype=np.int64)
+    np.cumsum(lane_counts.sum(axis=1), out=borders[1:])
+    blocks, first, which = np.unique(block_of, return_index=True, return_inverse=True)
     by_deadline = np.argsort(first)
     rank = np.empty_like(by_deadline)
     rank[by_deadline] = np.arange(len(by_deadline))
+    which = rank[which]
+    last = np.zeros(len(blocks), dtype=np.int64)
+    last[which] = np.arange(len(which))  # of equal indices the last assignment holds
+    first, last = (np.searchsorted(borders, one, side="right") - 1 for one in (first[by_deadline], last))
     return StepGroup(
-        numbers,
-        samples,
-        places[present],
-        lane_counts,
-        borders,
-        blocks[by_deadline].tolist(),
-        rank[which],
-        row,
-    )
+        numbers, samples, slots, lane_counts, borders, block_of, row, blocks[by_deadline].tolist(), which, first, last
+    )  # fmt: skip
+
+
+def steps_that_fit(group: StepGroup, sizes: Int64s, held: NDArray[np.bool_], room: int) -> tuple[int, int]:
+    """How many of a group's steps can be worked one after the other within so many bytes, and what the first needs.
+
+    A block takes room from the first step that needs it, or from the beginning where it is held, to the last one.
+    """
+    change = np.zeros(len(group.numbers) + 1, dtype=np.int64)
+    np.add.at(change, np.where(held, 0, group.first), sizes)
+    np.add.at(change, group.last + 1, -sizes)
+    over = np.flatnonzero(np.cumsum(change) > room)
+    return max(1, int(over[0])) if len(over) else len(group.numbers), int(sizes[group.first == 0].sum())
 
 
 def first_lanes(group: StepGroup, cell_size: int) -> list[int]:

@@ -68,14 +68,14 @@ class Watchdog:
         """Report a wait of `waited` seconds in `stage` of `group`."""
         facts: dict[str, Any] = {"rank": self._topology.rank, "world": self._topology.world,
                                  "waited_s": round(waited, 1), "stage": stage}  # fmt: skip
-        at, loading = self._work.at, dict(self._window.loading)
+        at, loading = self._work.at, self._window.longest_load()
         if at is not None:
             facts |= {"stage": "transform", "step": at[0], "sample": at[1]}
-        elif loading:
-            block = min(loading, key=loading.__getitem__)
+        elif loading is not None:
+            block, began = loading
             shard, inside = self._rows.shard_of_block(block)
             facts |= {"stage": "load", "shard": self._reader.shard_name(shard), "block": inside,
-                      "loading_s": round(time.perf_counter() - loading[block], 1)}  # fmt: skip
+                      "loading_s": round(time.perf_counter() - began, 1)}  # fmt: skip
             facts |= self._needed_by(block, group)
         elif group is not None:
             facts["step"] = group.numbers[0]
@@ -96,7 +96,7 @@ class Watchdog:
             stacklevel=2,
         )
 
-    def leased(self) -> None:
+    def admitted(self) -> None:
         """Where a loop loads mostly blocks that it had already, it reads many times what it needs.
 
         Windows that nobody bounded get more room. Else it is said, once.

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from shardkit.storage.reading import BlockRequest, LocatedStore, place_ids
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
 
-__all__ = ["BlockReader", "LocalBlock"]
+__all__ = ["BlockReader"]
 
 
 class BlockSupply(Protocol):
@@ -31,16 +31,6 @@ class BlockSupply(Protocol):
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
         """The block's bytes, verified."""
-
-
-class LocalBlock(NamedTuple):
-    """Where a block lies in a local file, and what it hashes to."""
-
-    path: str
-    file_size: int
-    offset: int
-    size: int
-    xxh3: int
 
 
 TakeMemory: TypeAlias = Callable[[int], NDArray[np.uint8]]
@@ -303,19 +293,14 @@ class BlockReader:
         weakref.finalize(reader, _forget_files, reader._paths).atexit = False  # noqa: SLF001
         return reader
 
-    def local_block(self, shard: int, block: int, index: ShardIndex) -> LocalBlock | None:
-        """Where an uncompressed block lies in a local file; None where `read` has to find and verify it.
+    def plain_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
+        """(path, bytes) of an uncompressed shard in a local file; None where `read` has to find and verify its blocks.
 
-        For those who read and hash several at once into memory of their own, and need no column of them; they have the
-        shard's index.
+        For those who read and hash several blocks at once into memory of their own, and need no columns of them; they
+        have the shard's index.
         """
-        if self.verify != "fast":
-            return None
-        path = self._path(shard) if index.compression == "none" and 0 <= block < index.blocks else None
-        if path is None:
-            return None
-        span = index.spans[block]
-        return LocalBlock(path, int(self._table.size[shard]), span.offset, span.size, span.xxh3)
+        path = self._path(shard) if self.verify == "fast" and index.compression == "none" else None
+        return None if path is None else (path, int(self._table.size[shard]))
 
     def _stored(self, shard: int, block: int, index: ShardIndex, memory: TakeMemory) -> memoryview:
         span, path = index.spans[block], self._path(shard)

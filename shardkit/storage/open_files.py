@@ -58,7 +58,15 @@ class OpenFiles:
         """
         held: list[_File] = []
         try:
-            for path, size in files:
+            with self._lock:
+                for path, _ in files:
+                    found = self._files.get(path)
+                    if found is None:
+                        break
+                    self._files.move_to_end(path)
+                    found.users += 1
+                    held.append(found)
+            for path, size in files[len(held) :]:
                 held.append(self._take(path, size))
             yield [one.descriptor for one in held]
         finally:

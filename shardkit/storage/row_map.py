@@ -55,11 +55,17 @@ class RowMap:
         block_starts = _starts(-(-rows // np.maximum(per_block, 1)))
         self._segment_block = block_starts[:-1]
         self.shard_first_block: Int64s = block_starts[first_segment]  # (shards + 1,)
+        self._first_blocks: list[int] = self.shard_first_block.tolist()  # to ask for one block at a time
         self._selected_shards = table.has_selection
         self._any_selection = bool(self._selected_shards.any())
 
     def __len__(self) -> int:
         return int(self._segment_sample[-1])
+
+    @property
+    def has_selections(self) -> bool:
+        """Whether some shard holds rows that the dataset does not."""
+        return self._any_selection
 
     @property
     def blocks(self) -> int:
@@ -68,8 +74,8 @@ class RowMap:
 
     def shard_of_block(self, block: int) -> tuple[int, int]:
         """(shard, block inside it) of a dataset-wide block number."""
-        shard = bisect.bisect_right(self.shard_first_block, block) - 1
-        return shard, block - int(self.shard_first_block[shard])
+        shard = bisect.bisect_right(self._first_blocks, block) - 1
+        return shard, block - self._first_blocks[shard]
 
     def locate(self, samples: Int64s) -> Locations:
         """Where `samples` ((n,) int64, any order) lie.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import FormatError
-from shardkit.formats import Row, Schema, open_writer, read_block, reading, xxh3
-from shardkit.loader import block_loading, gather
-from shardkit.loader.block_loading import read_together
-from shardkit.loader.block_memory import BlockMemory
+from shardkit.formats import BlockSpan, Row, Schema, ShardIndex, open_writer, read_block, reading, xxh3
+from shardkit.loader import block_loading, gather, plain_rows
+from shardkit.loader.block_loading import placer_of, read_together
+from shardkit.loader.block_memory import BlockMemory, Loan
 from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit.loader.placing import BlockPlacer, StoredBlock
-from shardkit.storage.blocks import LocalBlock
 
 FIELDS = {
     "image": "bytes",
@@ -51,6 +49,35 @@ def _sample(number: int) -> dict[str, Any]:
     }
 
 
+class StoredBlock(NamedTuple):
+    """Stored bytes of a block, which is one of its shard."""
+
+    view: memoryview
+    shard: ShardIndex
+    block: int
+
+    def placed(self, fields: list[str]) -> GatherColumns | None:
+        """The short way."""
+        placer = placer_of(self.shard, fields)
+        if placer is None:
+            return None
+        array = np.frombuffer(self.view, np.uint8)
+        memory = Loan(array.ctypes.data, len(array), array, None)
+        return placer.place(self.shard.spans[self.block], memory)
+
+
+def _rows(
+    schema: Schema,
+    fields: list[str],
+    blocks: list[GatherColumns],
+    which: np.ndarray[Any, Any],
+    row: np.ndarray[Any, Any],
+) -> dict[str, Any]:
+    rows = RowAddresses(schema, fields, len(blocks), which, row)
+    rows.add(0, blocks)
+    return rows.take(0, len(which))
+
+
 def _stored(format: str, names: list[str], sizes: list[int]) -> list[StoredBlock]:
     schema = Schema.parse({name: FIELDS[name] for name in names})
     sink = io.BytesIO()
@@ -66,9 +93,7 @@ def _stored(format: str, names: list[str], sizes: list[int]) -> list[StoredBlock
     data = np.frombuffer(bytearray(sink.getvalue()), dtype=np.uint8)
     spans = index.spans
     return [
-        StoredBlock(
-            data[one.offset : one.offset + one.size].data, data.ctypes.data + one.offset, index, number
-        )
+        StoredBlock(data[one.offset : one.offset + one.size].data, index, number)
         for number, one in enumerate(spans)
     ]
 
@@ -82,11 +107,9 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     stored = _stored(format, names, sizes)
     fields = data.draw(st.permutations(names))
-    place = BlockPlacer(fields)
     long_way = [GatherColumns(read_block(one.view, one.shard, one.block), fields) for one in stored]
-    short_way = [place(one) for one in stored]
+    short_way = [one.placed(fields) for one in stored]
     assert all((one is not None) == SHORT_WAY[format].issuperset(fields) for one in short_way)
-    assert all(place.suits(one.shard) == SHORT_WAY[format].issuperset(fields) for one in stored)
     # some blocks by the one way and some by the other, as where a dataset has parts
     mixed = [short or long for short, long in zip(short_way, long_way, strict=True)]
     which = np.array(data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)), dtype=np.int64)
@@ -94,12 +117,9 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
     chosen = [mixed[n] if data.draw(st.booleans()) else long_way[n] for n in range(len(sizes))]
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(gather, "block_rows", None)
+            patch.setattr(gather, "block_rows", plain_rows)
         schema = stored[0].shard.schema
-        expected, found = (
-            RowAddresses(schema, fields, blocks, which, row).take(0, len(which))
-            for blocks in (long_way, chosen)
-        )
+        expected, found = (_rows(schema, fields, blocks, which, row) for blocks in (long_way, chosen))
     for name in fields:
         if isinstance(expected[name], np.ndarray):
             assert found[name].dtype == expected[name].dtype
@@ -116,12 +136,13 @@ def test_every_flipped_byte_is_noticed_by_reading_together(
     tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(block_loading, "block_rows", None)
+        monkeypatch.setattr(block_loading, "block_rows", plain_rows)
     data = bytearray(np.random.default_rng(0).bytes(900))
     path = tmp_path / "shard"
     path.write_bytes(data)
     blocks = [
-        LocalBlock(str(path), 900, first, 300, xxh3(data[first : first + 300])) for first in (0, 300, 600)
+        ((str(path), 900), BlockSpan(first, 300, 300, xxh3(data[first : first + 300]), 0, 1))
+        for first in (0, 300, 600)
     ]
 
     def intact() -> list[bool]:
@@ -147,11 +168,11 @@ def test_a_number_that_no_writer_writes_is_refused(text: bytes) -> None:
     stored.view[begin : begin + len(text)] = text
     ends.flags.writeable = True
     ends[0] = begin + len(text)
-    placed = BlockPlacer(["label"])(stored)
+    placed = stored.placed(["label"])
     assert placed is not None
     zero = np.zeros(1, dtype=np.int64)
     with pytest.raises(FormatError, match="label"):
-        RowAddresses(stored.shard.schema, ["label"], [placed], zero, zero)
+        _rows(stored.shard.schema, ["label"], [placed], zero, zero)
 
 
 def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
@@ -162,12 +183,10 @@ def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
         column.flags.writeable = True
     starts[0], ends[0] = 0, 1  # as a hostile index may say; in front of a map there may be no memory
     stored.view[0:1] = b"7"
-    placed = BlockPlacer(["label"])(stored)
+    placed = stored.placed(["label"])
     assert placed is not None
     rows = np.arange(70, dtype=np.int64)
-    found = RowAddresses(stored.shard.schema, ["label"], [placed], np.zeros_like(rows), rows).take(0, 70)[
-        "label"
-    ]
+    found = _rows(stored.shard.schema, ["label"], [placed], np.zeros_like(rows), rows)["label"]
     assert found[0] == 7
     assert found[1:].tolist() == [_sample(n)["label"] for n in range(1, 70)]
 
@@ -187,7 +206,7 @@ def test_a_block_is_verified_once_whichever_way_it_goes(
         found = read_together(blocks, memory)
         assert all(one is not None for one in found)
         offsets = [span.offset for span in ds.reader.index(0).spans]
-        verified.extend(offsets.index(block.offset) for block in blocks)
+        verified.extend(offsets.index(span.offset) for _, span in blocks)
         return found
 
     verify_block = reading.verify_block

@@ -69,7 +69,9 @@ def _rows(
 ) -> RowAddresses:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     which = np.searchsorted(starts, wanted, side="right") - 1
-    return RowAddresses(schema, list(schema), blocks, which, wanted - starts[which])
+    rows = RowAddresses(schema, list(schema), len(blocks), which, wanted - starts[which])
+    rows.add(0, blocks)
+    return rows
 
 
 def _expect(got: Any, schema: Schema, name: str, samples: Sequence[dict[str, Any]]) -> None:

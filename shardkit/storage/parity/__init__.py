@@ -15,10 +15,11 @@ from shardkit.storage.parity.catalogue import find_records, parity_names, read_r
 from shardkit.storage.parity.degraded import ParityReads, with_parity
 from shardkit.storage.parity.encoding import Encoding, encode_sets
 from shardkit.storage.parity.rebuilding import rebuild_range
-from shardkit.storage.parity.sets import ParitySet, SetRecord
-from shardkit.storage.parity.streaming import restore
+from shardkit.storage.parity.sets import ParitySet, SetRecord, parse_code
+from shardkit.storage.parity.streaming import BadSource, restore
 
 __all__ = [
+    "BadSource",
     "Encoding",
     "ParityReads",
     "ParitySet",
@@ -26,6 +27,7 @@ __all__ = [
     "encode_sets",
     "find_records",
     "parity_names",
+    "parse_code",
     "read_record",
     "rebuild_range",
     "restore",

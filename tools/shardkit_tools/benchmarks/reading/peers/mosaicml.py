@@ -1,0 +1,47 @@
+"""MosaicML Streaming, local directory, py1e shuffle (its default), StreamingDataLoader."""
+
+# mypy: ignore-errors
+# the packages are optional
+from __future__ import annotations
+
+from typing import Any
+
+
+def build(workload: Any, scale: float, directory: str) -> None:
+    from streaming import MDSWriter
+
+    kind = {"": "bytes", "str": "str"}.get(
+        workload.dtype
+    ) or f"ndarray:{workload.dtype}:{','.join(map(str, workload.shape))}"
+    columns = {workload.field: kind} | ({"label": "int"} if workload.label else {})
+    with MDSWriter(
+        out=directory, columns=columns, compression="zstd" if workload.compressed else None
+    ) as writer:
+        for sample in workload.samples(scale):
+            writer.write(sample)
+
+
+class _Reader:
+    def __init__(self, workload: Any, directory: str, workers: int) -> None:
+        from streaming import StreamingDataLoader, StreamingDataset
+        from streaming.base.util import clean_stale_shared_memory
+
+        clean_stale_shared_memory()
+        self.data = StreamingDataset(local=directory, shuffle=True, batch_size=workload.batch)
+        self.make = lambda: StreamingDataLoader(self.data, batch_size=workload.batch, num_workers=workers)
+        self.loader, self.field = self.make(), workload.field
+
+    def epoch(self) -> Any:
+        return (batch[self.field] for batch in self.loader)
+
+    def position(self, steps: Any) -> Any:
+        return self.data.state_dict(num_samples=len(self.data) // 2, from_beginning=True)
+
+    def resume(self, position: Any) -> Any:
+        loader = self.make()
+        loader.load_state_dict(position)
+        return (batch[self.field] for batch in loader)
+
+
+def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    return _Reader(workload, directory, workers)
