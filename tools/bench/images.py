@@ -18,15 +18,19 @@ import shutil
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.reading.contest import Entrant, first_batches, take_turns
+from bench.reading.figures import of, rates, spread
+from bench.reading.processes import Job, build_data
+from bench.reading.samples import IMAGES
 from shardkit_tools.benchmarks.machine import machine_facts, versions
-from shardkit_tools.benchmarks.reading.readers import Reader, build_data, spread
-from shardkit_tools.benchmarks.reading.workloads import IMAGES
 
 PHOTOGRAPHS = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
@@ -104,45 +108,31 @@ def make_pictures(folder: Path, count: int) -> tuple[int, float]:
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Facts by reader and workers."""
-    pythons = {
-        name: options.peers_python if peer else sys.executable
+    """What every reader gave, by reader and workers."""
+    jobs = {
+        name: Job(
+            reader=name,
+            workload=IMAGES.name,
+            scale=options.scale,
+            directory=str(scratch / name),
+            python=options.peers_python if peer else sys.executable,
+        )
         for name, (_, _, peer) in CONTESTANTS.items()
         if options.peers_python or not peer
     }
-    failed = build_data(IMAGES, options.scale, scratch, pythons)
-    facts: dict[str, Any] = {}
-    running: dict[str, Reader] = {}
-    for name, python in pythons.items():
+    failed = build_data(jobs)
+    found: dict[str, Any] = {}
+    entrants = {}
+    for name, job in jobs.items():
         for workers in CONTESTANTS[name][1]:
             key = f"{name}/{workers}"
-            if name in failed:
-                facts[key] = {"error": failed[name]}
-                continue
-            starts = []
-            for _ in range(options.repeats):  # each a fresh process; the last one stays
-                reader = Reader(name, IMAGES, options.scale, scratch, workers, python)
-                starts.append(reader.ask("open"))
-                if key in running:
-                    running[key].end()
-                running[key] = reader
-            wrong = [one for one in starts if "error" in one]
-            facts[key] = (
-                wrong[0] if wrong else {k: statistics.median(one[k] for one in starts) for k in starts[0]}
-            )
-            if wrong:
-                running.pop(key).end()
-    rates: dict[str, list[dict[str, Any]]] = {key: [] for key in running}
+            found[key] = {"epochs": {}, "first": []} | ({"error": failed[name]} if name in failed else {})
+            entrants[key] = Entrant(key, replace(job, workers=workers), frozenset({"first"}))
     for repeat in range(options.repeats):
         print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
-        for key, reader in running.items():
-            rates[key].append(reader.ask(f"epoch {options.seconds}"))
-    for key, reader in running.items():
-        facts[key] |= spread(rates[key])
-        if "error" not in facts[key]:
-            facts[key]["resume_s"] = reader.ask(f"resume {options.seconds}").get("seconds")
-        reader.end()
-    return facts
+        first_batches(entrants, found)
+        take_turns(entrants, found, options, repeat, ["touched"])
+    return found
 
 
 def report(facts: dict[str, Any], readers: dict[str, Any]) -> str:
@@ -155,26 +145,32 @@ def report(facts: dict[str, Any], readers: dict[str, Any]) -> str:
         f"sample less. Python {facts['python']}.\n\nVersions: {listed}. Peers: {peers}.\n\n"
         f"{facts['pictures']:,} JPEGs of {SIZE[0]} × {SIZE[1]} pixels, {facts['mean_bytes'] / 1000:.0f} KB on average, "
         "crops of photographs. Decoded with Pillow by all; random resized crop to 224 × 224, flip, normalised to "
-        f"float32, batches of {IMAGES.batch}, shuffled. {facts['repeats']} interleaved repeats of at most "
-        f"{facts['seconds_per_epoch']:g} s (¹: cut by that), warm page cache. First batch: of a fresh process, imports "
-        "included; past torch: without the import of torch. shardkit verifies every block and draws each sample's "
-        "augmentation from its place in the plan.\n"
+        f"float32, batches of {IMAGES.batch}, shuffled. {facts['repeats']} interleaved repeats, each one epoch of a "
+        f"fresh process, of at most {facts['seconds_per_epoch']:g} s (¹: cut by that), warm page cache. First batch: of "
+        "a fresh process, imports included. shardkit verifies every block and draws each sample's augmentation from its "
+        "place in the plan.\n"
     )
-    columns = ("reader", "workers", "samples/s, median (range)", "CPU ms per sample", "first batch, s",
-               "past torch, s", "resume at 50 %, s", "peak MiB")  # fmt: skip
+    columns = (
+        "reader",
+        "workers",
+        "samples/s, median (range)",
+        "CPU ms per sample",
+        "first batch, s",
+        "peak MiB",
+    )
     lines = [head, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key, one in readers.items():
         name, workers = key.split("/")
         label, kinds, _ = CONTESTANTS[name]
         row = f"| {label} | {kinds[int(workers)]} "
-        if "error" in one:
-            lines.append(f"{row}| failed: {one['error'][:80]} | | | | | |")
+        answers, speed = of(one, "touched", 0), spread(rates(one, "touched", 0))
+        if "error" in one or speed is None:
+            lines.append(f"{row}| failed: {one.get('error', 'not measured')[:80]} | | | |")
             continue
-        resume = "cannot" if one.get("resume_s") is None else f"{one['resume_s']:.2f}"
+        cpu = statistics.median(answer["cpu_s"] / answer["samples"] for answer in answers)
         lines.append(
-            f"{row}| {one['median']:.0f}{'' if one['whole'] else '¹'} ({one['lowest']:.0f}–{one['highest']:.0f}) "
-            f"| {one['cpu_us_per_sample'] / 1000:.2f} | {one['first_batch_s']:.2f} | {one['past_torch_s']:.2f} "
-            f"| {resume} | {one['peak_rss'] / 2**20:.0f} |"
+            f"{row}| {speed.told()}{'' if all(answer['whole'] for answer in answers) else '¹'} | {cpu * 1e3:.2f} "
+            f"| {statistics.median(one['first']):.2f} | {max(answer['peak'] for answer in answers) / 2**20:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,6 @@ before the loader was made: blocks (the bound), batches on the way, indexes, wha
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import shutil
@@ -25,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
 from shardkit.formats.sizes import parse_size
 from shardkit_tools.benchmarks.machine import machine_facts
-from shardkit_tools.benchmarks.reading.workloads import WORKLOADS
+from shardkit_tools.benchmarks.reading import write_dataset
+from shardkit_tools.benchmarks.workloads import WORKLOADS
 
 MIB = 1 << 20
 
@@ -62,12 +62,11 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One workload: two epochs of many rows, many epochs of few."""
-    build = importlib.import_module("shardkit_tools.benchmarks.reading.peers.shardkit_reader").build
     workload, found = WORKLOADS[name], {}
     for kind, scale, epochs in (("bound", options.scale, 2), ("growth", 0.0, options.epochs)):
         scratch = Path(tempfile.mkdtemp(prefix="loader-memory-"))
         try:
-            build(workload, scale, str(scratch / "data"))
+            write_dataset(workload, scale, scratch / "data")
             command = [sys.executable, __file__, "--memory", options.memory, "--one", str(scratch / "data"),
                        str(workload.batch), str(epochs)]  # fmt: skip
             for argument in ("lanes", "window_blocks"):

@@ -26,9 +26,11 @@ import numpy as np
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.mixing import mixing
-from shardkit_tools.benchmarks.planning import PLANNERS, peer_resume, resume, spread
+from shardkit_tools.benchmarks.planning import resume, spread
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096
+PLANNERS = ("mosaicml", "litdata")
+PEER_PATIENCE_S = 120.0
 
 
 def heavy(strata: int, rows: int) -> np.ndarray:
@@ -172,6 +174,22 @@ def alone(part: str) -> dict[str, Any]:
         [sys.executable, __file__, "--part", part], capture_output=True, text=True, check=True
     )
     return dict(json.loads(done.stdout))
+
+
+def peer_resume(python: str, kind: str, *, rows: int, shards: int) -> dict[str, Any]:
+    """What a peer's planner needs for the same; {"failed": …} where it did not work."""
+    script = str(Path(__file__).with_name("plan_peers.py"))
+    try:
+        done = subprocess.run(
+            [python, script, kind, str(rows), str(shards)],
+            capture_output=True, text=True, check=False, timeout=PEER_PATIENCE_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"planner": kind, "failed": str(error)}
+    text = done.stdout.strip().splitlines()
+    if done.returncode == 0 and text:
+        return dict(json.loads(text[-1]))
+    return {"planner": kind, "failed": done.stderr[-300:]}
 
 
 def peers(python: str) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit_tools.benchmarks.reading.workloads import WORKLOADS, Workload, touch
+from shardkit_tools.benchmarks.reading import write_dataset
+from shardkit_tools.benchmarks.workloads import WORKLOADS, Workload, touch
 from shardkit_tools.tuning.measuring import measure_machine
 from shardkit_tools.tuning.proposing import Machine, Needs, propose
 
@@ -37,14 +38,7 @@ Point = tuple[int, int]  # block size, window_blocks
 def build(workload: Workload, scale: float, block: int, folder: Path) -> shardkit.Dataset:
     path = folder / f"{workload.name}-{block}"
     if not path.exists():
-        kind = {"": "bytes", "str": "str"}.get(workload.dtype) or (
-            f"{workload.dtype}[{','.join(map(str, workload.shape))}]"
-        )
-        schema = {workload.field: kind} | ({"label": "int64"} if workload.label else {})
-        with shardkit.create(path, schema, format="tar" if workload.name == "blobs" else "arrow", block_size=block,
-                             compression="zstd" if workload.compressed else "none") as writer:  # fmt: skip
-            for sample in workload.samples(scale):
-                writer.add(sample)
+        write_dataset(workload, scale, path, block_size=block)
     return shardkit.open(path)
 
 

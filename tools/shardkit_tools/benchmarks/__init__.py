@@ -1,11 +1,5 @@
-"""`shardkit bench`, and the measuring that the programs under tools/bench share with it.
+"""`shardkit bench`: shardkit beside the limits of the machine it runs on.
 
-machine      on what a benchmark ran
-rounds       contests: the limit, shardkit and its peers in turn, round after round
-results      ratios and the document that holds them
-comparing    a result with an earlier one: what got worse
-reading      readers of the same samples (a package)
-building     from files to shards
-planning     resuming in the middle of an epoch
-reducing     gradients over gloo
+A contest is measured in turns and told as ratios; what belongs to one of its subjects (reading, building, planning,
+reducing) is a module of that name. Peers, and what only developers run, are in tools/bench, which uses this package.
 """

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from shardkit.errors import FormatError, NotFoundError
-from shardkit_tools.benchmarks.reading.limits import yardstick_of
-from shardkit_tools.benchmarks.reading.readers import PEER_NAMES
 from shardkit_tools.benchmarks.rounds import Held, Kind, Round
 
 __all__ = ["Ratio", "Result", "load_result", "ratios_of"]
@@ -94,10 +92,10 @@ class Result:
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Result:
-        """A result of this program, or of tools/bench/read.py.
+        """A recorded result.
 
         Raises:
-            FormatError: it is neither.
+            FormatError: it is none.
         """
         try:
             if document.get("shardkit_bench") == FORMAT:
@@ -106,17 +104,15 @@ class Result:
                     tuple(_ratio_of(entry, where) for entry in document["ratios"]),
                     {str(name): str(text) for name, text in document["failures"].items()},
                 )
-            if "shardkit_bench" in document:
-                raise FormatError(
-                    f"{where}: a benchmark result of version {document['shardkit_bench']!r}, this shardkit reads "
-                    f"{FORMAT}; measure again with this one, or compare with a newer one"
-                )
-            return cls(dict(document["facts"]), tuple(_read_ratios(document)))
-        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            version = document["shardkit_bench"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
-                f"{where}: not a benchmark result ({error!r}); expected what `shardkit bench --out` or "
-                "tools/bench/read.py --out writes"
+                f"{where}: not a benchmark result ({error!r}); expected what `shardkit bench --out` writes"
             ) from None
+        raise FormatError(
+            f"{where}: a benchmark result of version {version!r}, this shardkit reads {FORMAT}; measure again with "
+            "this one, or compare with a newer one"
+        )
 
 
 def load_result(path: str | Path) -> Result:
@@ -194,25 +190,3 @@ def _ratio_of(entry: Mapping[str, Any], where: str) -> Ratio:
     conditions = {str(name): int(value) for name, value in entry["conditions"].items()}
     return Ratio(str(entry["contest"]), str(entry["of"]), str(entry["to"]), kind, clock, median, lowest, highest,
                  int(entry["rounds"]), conditions)  # fmt: skip
-
-
-def _read_ratios(document: Mapping[str, Any]) -> Iterator[Ratio]:
-    """Of tools/bench/read.py, which keeps medians and ranges but no rounds: one side varies at a time."""
-    rounds = int(document["facts"]["repeats"])
-    for workload, result in document["results"].items():
-        own = result["readers"].get("shardkit_reader/0", {})
-        if "median" not in own:
-            continue
-        conditions = {"rows": int(result["rows"]), "batch": int(result["batch"])}
-        limit = yardstick_of(workload)
-        others: list[tuple[str, Kind, Any]] = [(limit, "limit", result["limits"][limit])]
-        others += [
-            (label, "peer", result["readers"].get(f"{name}/0", {})) for name, label in PEER_NAMES.items()
-        ]
-        for to, kind, other in others:
-            if "median" not in other:
-                continue
-            lowest = min(own["lowest"] / other["median"], own["median"] / other["highest"])
-            highest = max(own["highest"] / other["median"], own["median"] / other["lowest"])
-            yield Ratio(f"read {workload}", "shardkit", to, kind, "wall", own["median"] / other["median"], lowest,
-                        highest, rounds, conditions)  # fmt: skip

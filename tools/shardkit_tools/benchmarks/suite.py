@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,13 +13,13 @@ from typing import Any
 
 from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.benchmarks.building import build_contest
-from shardkit_tools.benchmarks.machine import machine_facts, versions
+from shardkit_tools.benchmarks.machine import machine_facts
 from shardkit_tools.benchmarks.planning import plan_contest
-from shardkit_tools.benchmarks.reading.contests import read_contest
-from shardkit_tools.benchmarks.reading.workloads import WORKLOADS
+from shardkit_tools.benchmarks.reading import read_contest
 from shardkit_tools.benchmarks.reducing import reduce_contest
 from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
 from shardkit_tools.benchmarks.rounds import Contest, hold
+from shardkit_tools.benchmarks.workloads import WORKLOADS
 
 __all__ = ["PARTS", "SCALE", "measure"]
 
@@ -39,7 +38,6 @@ def measure(
     *,
     scale: float = SCALE,
     repeats: int = 5,
-    peers_python: str | None = None,
     scratch: str | None = None,
     told: Told = lambda text: None,
 ) -> Result:
@@ -49,19 +47,17 @@ def measure(
         parts: of `PARTS`.
         scale: share of the stated sizes (200,000 token rows, 1.6 GB to build, 10⁷ rows to plan).
         repeats: rounds of each.
-        peers_python: interpreter of an environment with the peers, or None.
         scratch: folder on the disk to be measured; by default that of temporary files.
         told: called with what is going on.
 
     Raises:
-        UsageError: the interpreter or the folder cannot be used.
+        UsageError: the folder cannot be used.
     """
-    peer_versions = _peer_versions(peers_python) if peers_python is not None else {}
     load = os.getloadavg()[0]
     gathered = _Gathered(repeats, told)
     with _scratch(scratch) as folder:
         for part in parts:
-            for name, contest in _contests(part, scale, Path(folder), peers_python, told):
+            for name, contest in _contests(part, scale, Path(folder), told):
                 gathered.add(name, contest)
                 for left in Path(folder).iterdir():  # the data of one contest at a time
                     _remove(left)
@@ -70,7 +66,6 @@ def measure(
         "parts": list(parts),
         "scale": scale,
         "repeats": repeats,
-        "peer_versions": peer_versions,
         "load_before": round(load, 1),
         "load_after": round(os.getloadavg()[0], 1),
     }
@@ -100,16 +95,17 @@ class _Gathered:
 
 
 def _contests(
-    part: str, scale: float, scratch: Path, peers_python: str | None, told: Told
+    part: str, scale: float, scratch: Path, told: Told
 ) -> Iterator[tuple[str, AbstractContextManager[Contest]]]:
     """Names and contests of a part; a contest begins when its context is entered."""
     if part == "read":
         for name, workload in WORKLOADS.items():
-            yield f"read {name}", read_contest(workload, scale, scratch / name, peers_python, told)
+            told(f"read {name}: making data")
+            yield f"read {name}", read_contest(workload, scale, scratch / name)
     elif part == "build":
         yield "build tokens", _build(scale, scratch, told)
     elif part == "plan":
-        yield "plan resume", contextlib.nullcontext(plan_contest(scale, peers_python))
+        yield "plan resume", contextlib.nullcontext(plan_contest(scale))
     else:
         for elements in _ELEMENTS:
             yield f"reduce {elements:,}", reduce_contest(elements)
@@ -134,14 +130,4 @@ def _scratch(given: str | None) -> tempfile.TemporaryDirectory[str]:
     except OSError as error:
         raise UsageError(
             f"--scratch {given}: {error.strerror}; expected a folder on the disk to be measured"
-        ) from None
-
-
-def _peer_versions(python: str) -> dict[str, str]:
-    try:
-        return versions(python)
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        raise UsageError(
-            f"--peers-python {python}: it does not run; expected the interpreter of an environment in which the peers "
-            "are installed, such as peers/bin/python"
         ) from None

@@ -47,14 +47,6 @@ def bench(
         Path | None,
         typer.Option("--result", metavar="RESULT", help="Compare this recorded result instead of measuring."),
     ] = None,
-    peers_python: Annotated[
-        str | None,
-        typer.Option(
-            "--peers-python",
-            metavar="PYTHON",
-            help="Interpreter of an environment with peers to measure too.",
-        ),
-    ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
@@ -74,15 +66,15 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Record the result here.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure reading, building, planning and reducing here, as ratios to this machine's limits and to peers.
+    """Measure reading, building, planning and reducing here, as ratios to this machine's limits.
 
-    Limit, shardkit and peers take turns, so a busy minute hits all of them; figures are ratios, never times. With
+    Limit and shardkit take turns, so a busy minute hits all of them; figures are ratios, never times. With
     --against: what got worse than recorded, beyond the noise that the recorded rounds showed. Exit codes then: 0 the
     same or better, 3 could not compare, 5 slower.
 
     Example: shardkit bench --out before.json && shardkit bench --against before.json
     """
-    if result_file is not None and (against is None or only or out or peers_python or scale or repeats):
+    if result_file is not None and (against is None or only or out or scale or repeats):
         raise UsageError("--result replaces measuring: give it with --against, and without settings or --out")
     try:
         recorded = load_result(against) if against is not None else None
@@ -90,7 +82,7 @@ def bench(
     except (FormatError, NotFoundError) as error:
         typer.echo(f"shardkit: {error}", err=True)
         raise typer.Exit(ExitCode.UNCHECKED) from None
-    result = given or _measured(only, recorded, peers_python, scale, repeats, scratch)
+    result = given or _measured(only, recorded, scale, repeats, scratch)
     if out is not None:
         with explained(f"write {out}", writing=True):
             out.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -110,15 +102,13 @@ def bench(
 def _measured(
     only: str,
     recorded: Result | None,
-    peers_python: str | None,
     scale: float | None,
     repeats: int | None,
     scratch: str | None,
 ) -> Result:
     facts = dict(recorded.facts) if recorded is not None else {}
     parts = _parts(only) if only else [p for p in PARTS if p in facts.get("parts", ())]
-    if not parts:  # nothing recorded, or by a program that reads only
-        parts = list(PARTS) if recorded is None else ["read"]
+    parts = parts or list(PARTS)
     share = scale if scale is not None else float(facts.get("scale", SCALE))
     if not math.isfinite(share) or not 0 < share <= 10:
         raise UsageError(f"--scale {share}: expected a share above 0, such as {SCALE}; 1 takes hours")
@@ -128,7 +118,6 @@ def _measured(
             parts,
             scale=share,
             repeats=repeats or int(facts.get("repeats", 5)),
-            peers_python=peers_python,
             scratch=scratch,
             told=status.show,
         )

@@ -27,20 +27,12 @@ class _Reader:
         from streaming.base.util import clean_stale_shared_memory
 
         clean_stale_shared_memory()
-        self.data = StreamingDataset(local=directory, shuffle=True, batch_size=workload.batch)
-        self.make = lambda: StreamingDataLoader(self.data, batch_size=workload.batch, num_workers=workers)
-        self.loader, self.field = self.make(), workload.field
+        data = StreamingDataset(local=directory, shuffle=True, batch_size=workload.batch)
+        self.loader = StreamingDataLoader(data, batch_size=workload.batch, num_workers=workers)
+        self.field = workload.field
 
     def epoch(self) -> Any:
         return (batch[self.field] for batch in self.loader)
-
-    def position(self, steps: Any) -> Any:
-        return self.data.state_dict(num_samples=len(self.data) // 2, from_beginning=True)
-
-    def resume(self, position: Any) -> Any:
-        loader = self.make()
-        loader.load_state_dict(position)
-        return (batch[self.field] for batch in loader)
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:

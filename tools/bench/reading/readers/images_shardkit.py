@@ -11,7 +11,6 @@ import numpy as np
 
 import shardkit
 
-TORCH = False
 SIZE = 224
 _MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None] * 255
 _SCALE = 1 / (np.array([0.229, 0.224, 0.225], np.float32)[:, None, None] * 255)
@@ -61,14 +60,6 @@ class Images:
 
     def epoch(self) -> Any:
         return (batch["image"] for batch in self.loader)
-
-    def position(self, steps: Any) -> int:
-        return int(self.plan.loop_steps // 2)
-
-    def resume(self, position: int) -> Any:
-        loader = self.ds.loader(self.plan, **self.settings)
-        loader.seek(position)
-        return (batch["image"] for batch in loader)
 
 
 def build(workload: Any, scale: float, directory: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .images_shardkit import TORCH, Images, build
+from .images_shardkit import Images, build
 
-__all__ = ["TORCH", "build", "open_reader"]
+__all__ = ["build", "open_reader"]
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> Images:

@@ -70,18 +70,6 @@ class _Reader:
     def epoch(self) -> Any:
         return (batch["values"] for batch in self.make())
 
-    def position(self, steps: Any) -> Any:
-        loader = self.make()
-        batches = iter(loader)
-        for _ in steps:
-            next(batches)
-        return loader.save_state_rank()
-
-    def resume(self, position: Any) -> Any:
-        loader = self.make()
-        loader.restore_state_rank(position)
-        return (batch["values"] for batch in loader)
-
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
     return _Reader(workload, directory, workers)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-TORCH = False
 _FILE_RECORDS = 10_000
 
 
@@ -61,17 +60,6 @@ class _Reader:
 
     def epoch(self) -> Any:
         return iter(self.data)
-
-    def position(self, steps: Any) -> Any:
-        batches = iter(self.data)
-        for _ in steps:
-            next(batches)
-        return batches.get_state()
-
-    def resume(self, position: Any) -> Any:
-        batches = iter(self.data)
-        batches.set_state(position)
-        return batches
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:

@@ -24,25 +24,13 @@ class _Reader:
     def __init__(self, workload: Any, directory: str, workers: int) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
 
-        self.make = lambda: StreamingDataLoader(
+        self.field = workload.field
+        self.loader = StreamingDataLoader(
             StreamingDataset(directory, shuffle=True), batch_size=workload.batch, num_workers=workers
         )
-        self.loader, self.field = self.make(), workload.field
 
     def epoch(self) -> Any:
         return (batch[self.field] for batch in self.loader)
-
-    def position(self, steps: Any) -> Any:
-        loader = self.make()
-        batches = iter(loader)
-        for _ in steps:
-            next(batches)
-        return loader.state_dict()
-
-    def resume(self, position: Any) -> Any:
-        loader = self.make()
-        loader.load_state_dict(position)
-        return (batch[self.field] for batch in loader)
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:

@@ -1,0 +1,56 @@
+"""Medians and ranges of what was measured, and shares of the limit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Spread", "later", "of", "rates", "shares", "spread"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over repeats."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    def told(self, form: str = ",.0f") -> str:
+        return f"{self.median:{form}} ({self.lowest:{form}}–{self.highest:{form}})"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None where nothing was measured."""
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def of(reader: dict[str, Any], mode: str, epoch: int) -> list[dict[str, Any]]:
+    """What one epoch of a mode gave, a dict per repeat."""
+    return [epochs[epoch] for epochs in reader.get("epochs", {}).get(mode, ()) if len(epochs) > epoch]
+
+
+def rates(reader: dict[str, Any], mode: str, epoch: int) -> list[float]:
+    """Samples per second of one epoch, per repeat."""
+    return [one["samples"] / one["seconds"] for one in of(reader, mode, epoch)]
+
+
+def later(reader: dict[str, Any], mode: str) -> range:
+    """Epochs of a mode before which the process has read an epoch; the only one where there is one."""
+    count = max((len(epochs) for epochs in reader.get("epochs", {}).get(mode, ())), default=0)
+    return range(1 if mode in ("touched", "cold") and count > 1 else 0, count)
+
+
+def shares(reader: dict[str, Any], limit: dict[str, Any], mode: str, epoch: int) -> list[float]:
+    """Rate of an epoch over the median of the limit's later epochs, repeat by repeat."""
+    found = []
+    for mine, theirs in zip(
+        reader.get("epochs", {}).get(mode, ()), limit.get("epochs", {}).get(mode, ()), strict=False
+    ):
+        steady = [theirs[k] for k in later(limit, mode) if k < len(theirs)]
+        if len(mine) > epoch and steady:
+            rate = statistics.median(one["samples"] / one["seconds"] for one in steady)
+            found.append(mine[epoch]["samples"] / mine[epoch]["seconds"] / rate)
+    return found

@@ -1,0 +1,47 @@
+"""What people write themselves: a memory-mapped array, a random permutation, a gather per batch under DataLoader.
+
+Rows of variable size: one file and an offsets array. No verification, no resume.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardkit_tools.benchmarks.limits import Rows as _Rows
+from shardkit_tools.benchmarks.limits import write_rows as build
+
+__all__ = ["Rows", "build", "open_reader"]
+
+
+class Rows(_Rows):
+    """Rows of the file, by number; with labels where there are some."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
+        labels = self.labels[indices] if self.workload.label else None
+        if self.workload.shape:
+            return self.table[indices], labels
+        parts = (self.value(index) for index in indices)
+        return [str(part, "utf-8") for part in parts] if self.workload.dtype == "str" else list(
+            map(bytes, parts)
+        ), labels
+
+
+class _Reader:
+    def __init__(self, workload: Any, directory: str, workers: int) -> None:
+        from torch.utils.data import DataLoader
+
+        rows: Any = Rows(workload, directory)
+        self.epoch = lambda: (
+            values
+            for values, _ in DataLoader(
+                rows, batch_size=workload.batch, shuffle=True, num_workers=workers, collate_fn=_same
+            )
+        )
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
+    return _Reader(workload, directory, workers)

@@ -1,0 +1,47 @@
+"""shardkit with its default settings, or with a bound of memory; one process, or a DataLoader with workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import shardkit
+from shardkit.errors import ConfigurationError
+from shardkit_tools.benchmarks.reading import write_dataset as build
+
+__all__ = ["build", "open_reader"]
+
+_SMALLER: tuple[dict[str, int], ...] = ({}, {"window_blocks": 8}, {"window_blocks": 4},
+                                        *({"window_blocks": 4, "lanes": lanes} for lanes in (16, 4, 1)),
+                                        {"window_blocks": 1, "lanes": 1})  # fmt: skip
+"""Settings of plans whose windows need less and less, for data that are too few for the default ones."""
+
+
+class _Reader:
+    def __init__(self, workload: Any, directory: str, workers: int, memory: int | None) -> None:
+        self.ds, self.field, self.workers = shardkit.open(directory), workload.field, workers
+        for settings in _SMALLER:
+            self.plan = self.ds.plan(global_batch=workload.batch, **settings)
+            try:
+                self.loader = self.ds.loader(self.plan, memory=memory, tensors=False)
+                break
+            except ConfigurationError:  # the bound is below what these windows need
+                if settings == _SMALLER[-1]:
+                    raise
+        self.facts = {"lanes": self.plan.lanes, "smaller": settings, "memory": memory}
+
+    def epoch(self) -> Any:
+        return (batch[self.field] for batch in (self._workers() if self.workers else self.loader))
+
+    def _workers(self) -> Any:
+        from torch.utils.data import DataLoader
+
+        import shardkit.torch
+
+        data = shardkit.torch.dataset(self.ds, self.plan)
+        return DataLoader(data, batch_size=None, num_workers=self.workers)
+
+
+def open_reader(
+    workload: Any, scale: float, directory: str, workers: int, memory: int | None = None
+) -> _Reader:
+    return _Reader(workload, directory, workers, memory)

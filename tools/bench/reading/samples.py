@@ -1,0 +1,49 @@
+"""What is read beside the workloads of `shardkit bench`, and ways of looking at a batch; peers' environments run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shardkit_tools.benchmarks.workloads import WORKLOADS, Workload, touch
+
+__all__ = ["IMAGES", "MODES", "find"]
+
+IMAGES = Workload("images", 2000, 64, "image", (3, 224, 224), "float32", label=True, compressed=False)
+"""JPEGs, decoded and augmented (tools/bench/images.py makes them)."""
+
+
+def find(name: str) -> Workload:
+    return IMAGES if name == IMAGES.name else WORKLOADS[name]
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else len(value)
+
+
+def _read_once(value: Any) -> int:
+    """Read every byte as cheaply as can be."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, (list, tuple)):
+        _sum(value)
+    elif isinstance(value[0], str):
+        "".join(value)
+    else:
+        for one in value:
+            _sum(one)
+    return len(value)
+
+
+def _sum(value: Any) -> None:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        data = np.frombuffer(value, np.uint8)
+    else:
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    data[: len(data) // 8 * 8].view(np.int64).sum()
+
+
+MODES: dict[str, Callable[[Any], int]] = {"delivered": _count, "touched": touch, "read": _read_once}
+"""Way of looking at a batch → it; returns the samples: only counted, the first value of each, every byte."""
