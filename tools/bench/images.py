@@ -146,9 +146,9 @@ def report(facts: dict[str, Any], readers: dict[str, Any]) -> str:
         f"{facts['pictures']:,} JPEGs of {SIZE[0]} × {SIZE[1]} pixels, {facts['mean_bytes'] / 1000:.0f} KB on average, "
         "crops of photographs. Decoded with Pillow by all; random resized crop to 224 × 224, flip, normalised to "
         f"float32, batches of {IMAGES.batch}, shuffled. {facts['repeats']} interleaved repeats, each one epoch of a "
-        f"fresh process, of at most {facts['seconds_per_epoch']:g} s (¹: cut by that), warm page cache. First batch: of "
-        "a fresh process, imports included. shardkit verifies every block and draws each sample's augmentation from its "
-        "place in the plan.\n"
+        f"fresh process, of at most {facts['seconds_per_epoch']:g} s (¹: cut by that), warm page cache. First batch: "
+        "of a fresh process, imports included. shardkit verifies every block and draws each sample's augmentation from "
+        "its place in the plan.\n"
     )
     columns = (
         "reader",

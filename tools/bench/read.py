@@ -5,8 +5,8 @@
     python tools/bench/read.py --quick                # does it all work? Figures of no worth; writes nothing
 
 A repeat starts every reader afresh, then asks each in turn for one epoch: the first, second and third touched, then
-read once, then only delivered; at last, in processes of their own, one with the page cache dropped. `workers` are two
-DataLoader workers over tokens; `s3` is a bucket of LocalStack, beside obstore fetching the ranges that shardkit fetched.
+read once, then only delivered; at last, in processes of their own, one with the page cache dropped. `workers` are
+two DataLoader workers over tokens; `s3` is a bucket of LocalStack, beside obstore fetching what shardkit fetched.
 """
 
 from __future__ import annotations

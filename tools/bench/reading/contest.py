@@ -58,8 +58,6 @@ def measure(
     stayed = 0.0
     for repeat in range(options.repeats):
         print(f"  repeat {repeat + 1} of {options.repeats}", flush=True)
-        for name in jobs:
-            warm(scratch / name)
         first_batches(entrants, found)
         take_turns(entrants, found, options, repeat, _sequence(options, workers))
         stayed = max(stayed, _cold(entrants, found, options))
@@ -102,7 +100,7 @@ def _entrants(
             cold = set() if workload.compressed else {"cold"}  # what is decompressed lies in memory
             yield name, Entrant(limits[name], job(name), frozenset({"read", "delivered", *cold}))
         elif name != "shardkit_reader":
-            yield name, Entrant(PEERS[name], job(name), every)
+            yield name, Entrant(PEERS[name], job(name), every if name == "memmap" else every - {"delivered"})
         else:
             yield "shardkit", Entrant("**shardkit**", job(name), every)
             if not workers:
@@ -135,6 +133,9 @@ def take_turns(
             keys = [key for key in readers if mode == "touched" or mode in entrants[key].modes]
             first = (repeat + turn) % max(1, len(keys))
             for key in keys[first:] + keys[:first]:
+                warm(
+                    Path(entrants[key].job.directory)
+                )  # all readers' data together may exceed the page cache
                 _epoch(found[key], readers[key], mode, repeat, options.seconds)
 
 

@@ -8,17 +8,20 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 __all__ = ["drop", "warm"]
 
 _BUFFER_BYTES = 1 << 20
 
 
 def warm(directory: Path) -> None:
-    """Read every file."""
+    """Read every file that is not there as a whole."""
     buffer = bytearray(_BUFFER_BYTES)
     for path in _files(directory):
         with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
+            pages, resident = _resident(file.fileno())
+            while resident < pages and file.readinto(buffer):
                 pass
 
 
@@ -32,14 +35,16 @@ def drop(directory: Path) -> float:
         with path.open("rb") as file:
             os.fsync(file.fileno())  # what is not on the disk yet would stay
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if size := os.fstat(file.fileno()).st_size:
-                total, resident = _resident(file.fileno(), size)
-                pages, stayed = pages + total, stayed + resident
+            total, resident = _resident(file.fileno())
+            pages, stayed = pages + total, stayed + resident
     return stayed / pages if pages else 0.0
 
 
-def _resident(descriptor: int, size: int) -> tuple[int, int]:
+def _resident(descriptor: int) -> tuple[int, int]:
     """Pages of a file, and how many are in memory (mincore)."""
+    size = os.fstat(descriptor).st_size
+    if not size:
+        return 0, 0
     count = -(-size // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * count)()
     with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE) as mapped:
@@ -50,7 +55,7 @@ def _resident(descriptor: int, size: int) -> tuple[int, int]:
         del start  # the map cannot be closed before
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
-    return count, sum(one & 1 for one in found)
+    return count, int((np.frombuffer(found, np.uint8) & 1).sum())
 
 
 def _files(directory: Path) -> Iterator[Path]:

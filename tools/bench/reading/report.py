@@ -14,15 +14,16 @@ _DROPPED = 0.01
 """Share of pages that may stay in a page cache that counts as dropped."""
 _NOT_INSTALLED = "ModuleNotFoundError"
 _MEANING = """\
-Shuffled epochs of whole batches. Every repeat starts each reader as a fresh process, and every epoch is one turn: all
-readers take theirs before the next. *Touched*: the first value of every sample is looked at; *read once*: every byte is;
-*delivered*: nothing is. *Cold*: the first epoch of a process whose data have been dropped from the page cache. *Of the
-limit*: of the median of the limit's later epochs in the same repeat. *within* may hold twice the data in memory, *beyond*
-a quarter of them, without either the default decides. CPU is that of the process and its children from the end of one
-epoch to the end of the next. *Peak* is the most resident memory (VmHWM) up to the last touched epoch; of maps it includes
-the page cache that they have mapped. *Waits* are for the next batch once the last one was looked at, in later epochs,
-touched. *First batch*: since the process was started, imports included. ¹: some epochs were left after {seconds:g} s.
-shardkit verifies every block that it reads; nobody else verifies anything, but for limits that say so."""
+Shuffled epochs of whole batches. Every repeat starts each reader as a fresh process, and every epoch is one turn:
+all readers take theirs before the next. *Touched*: the first value of every sample is looked at; *read once*: every
+byte is; *delivered*: nothing is. *Cold*: the first epoch of a process whose data have been dropped from the page
+cache. *Of the limit*: of the median of the limit's later epochs in the same repeat. *within* may hold twice the
+data in memory, *beyond* a quarter of them, without either the default decides. CPU is that of the process and its
+children from the end of one epoch to the end of the next. *Peak* is the most resident memory (VmHWM) up to the last
+touched epoch; of maps it includes the page cache that they have mapped. *Waits* are for the next batch once the
+last one was looked at, in later epochs, touched. *First batch*: since the process was started, imports included. ¹:
+some epochs were left after {seconds:g} s. shardkit verifies every block that it reads; nobody else verifies
+anything, but for limits that say so."""
 
 
 def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
