@@ -46,16 +46,18 @@ def _resident(descriptor: int) -> tuple[int, int]:
     if not size:
         return 0, 0
     count = -(-size // mmap.PAGESIZE)
-    found = (ctypes.c_ubyte * count)()
+    found = np.empty(count, np.uint8)
     with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
         failed = ctypes.CDLL(None, use_errno=True).mincore(
-            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), found
+            ctypes.c_void_p(ctypes.addressof(start)),
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(found.ctypes.data),
         )
         del start  # the map cannot be closed before
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
-    return count, int((np.frombuffer(found, np.uint8) & 1).sum())
+    return count, int((found & 1).sum())
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -18,7 +18,7 @@ _SMALLER: tuple[dict[str, int], ...] = ({}, {"window_blocks": 8}, {"window_block
 
 class _Reader:
     def __init__(self, workload: Any, directory: str, workers: int, memory: int | None) -> None:
-        self.ds, self.field, self.workers = shardkit.open(directory), workload.field, workers
+        self.ds, self.field = shardkit.open(directory), workload.field
         for settings in _SMALLER:
             self.plan = self.ds.plan(global_batch=workload.batch, **settings)
             try:
@@ -29,16 +29,17 @@ class _Reader:
                     raise
         self.facts = {"lanes": self.plan.lanes, "smaller": settings, "memory": memory}
 
-    def epoch(self) -> Any:
-        return (batch[self.field] for batch in (self._workers() if self.workers else self.loader))
+        self.batches: Any = self._workers(workers) if workers else self.loader
 
-    def _workers(self) -> Any:
+    def epoch(self) -> Any:
+        return (batch[self.field] for batch in self.batches)
+
+    def _workers(self, count: int) -> Any:
         from torch.utils.data import DataLoader
 
         import shardkit.torch
 
-        data = shardkit.torch.dataset(self.ds, self.plan)
-        return DataLoader(data, batch_size=None, num_workers=self.workers)
+        return DataLoader(shardkit.torch.dataset(self.ds, self.plan), batch_size=None, num_workers=count)
 
 
 def open_reader(
