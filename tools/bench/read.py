@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = map(str, Path(__file__).parents[1:3])
+sys.path.insert(0, str(Path(__file__).parents[2]))  # servers of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.reading import bucket, contest
 from bench.reading.report import report
 from shardkit_tools.benchmarks.machine import machine_facts, versions
