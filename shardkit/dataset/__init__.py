@@ -6,6 +6,7 @@
     dataset        views, plans, loaders
     samples        the samples of a version as Python values; tables: as Arrow
     sample_numbers   which of them a caller means
+    version_settings  what every way to make a version takes alike
     creating       the writer: samples in, one version out
     version_writing  from rows to a committed version, in one process
     part_files     named parts, durable until they are committed

@@ -8,21 +8,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardkit.dataset.about import given_about
 from shardkit.dataset.appending import Base, load_base
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
-from shardkit.dataset.layout import LayoutSettings
-from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.part_files import FOLDER as PARTS
 from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
 from shardkit.dataset.ref_moves import Standing, standing_refs
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.sizes import parse_size
-from shardkit.dataset.splits import parse_split
+from shardkit.dataset.version_settings import VersionSettings
 from shardkit.dataset.version_writing import write_version
 from shardkit.errors import UsageError
-from shardkit.formats import Schema, extension, normalise_compression
+from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.storage import LocalStore, Repository
 from shardkit.storage.os_errors import explained
@@ -93,26 +89,21 @@ def create(
         UsageError: a ref names samples of another schema, and not `replace`.
         StoreError: ``root`` cannot be written.
     """
-    compression = normalise_compression(compression)
-    extension(format, compression)
-    parsed = Schema.parse(schema)
-    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
-    if split_by is not None and split is None:
-        raise UsageError(f"split_by={split_by!r} without split; give the shares too")
-    version = NewVersion(
-        schema=parsed,
+    settings = VersionSettings(
+        stratify=stratify,
         format=format,
         compression=compression,
-        axes=axes,
-        classes=tuple(classes),
-        settings=LayoutSettings(
-            seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
-        ),
-        split=parse_split(split, split_by, ref=ref) if split is not None else None,
-        about=given_about(about),
-        lookups=parse_lookup(lookup, parsed) if lookup else (),
+        shard_size=shard_size,
+        block_size=block_size,
+        seed=seed,
+        shuffle=shuffle,
+        split=split,
+        split_by=split_by,
+        about=about,
+        lookup=lookup,
     )
-    encoder = RowEncoder(parsed, format, stratify=axes, classes=version.classes, split_by=split_by)
+    version = settings.version(Schema.parse(schema), classes, ref=ref)
+    encoder = settings.encoder(version.schema, version.classes)
     if part is not None and (append or about is not None or lookup or message or replace or ref != "main"):
         raise UsageError(
             f"part={part!r} with append, about, lookup, message, replace or ref: a part commits nothing; "
@@ -127,7 +118,9 @@ def create(
         )
     base = load_base_of(repository, version, ref) if append else None
     expected = (
-        base.expected if base else standing_refs(repository, version.refs(ref), parsed, replace=replace)
+        base.expected
+        if base
+        else standing_refs(repository, version.refs(ref), version.schema, replace=replace)
     )
     return Writer(
         repository, version, encoder, ref=ref, expected=expected, message=message, scratch=scratch, base=base

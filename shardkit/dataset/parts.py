@@ -7,15 +7,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardkit.dataset.about import given_about
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.creating import load_base_of, part_folder
-from shardkit.dataset.layout import LayoutSettings
-from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.part_files import WrittenPart
 from shardkit.dataset.ref_moves import standing_refs
 from shardkit.dataset.scratch_parts import PartFiles
-from shardkit.dataset.splits import parse_split
+from shardkit.dataset.version_settings import VersionSettings
 from shardkit.dataset.version_writing import write_version
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import Schema
@@ -126,23 +123,20 @@ def _version(
     split = settings["split"]
     # An append must be told from the same one again; elsewhere equal rows make equal versions, however they were cut.
     parts = hashlib.sha256("".join(f"{part.name} {part.digest}\n" for part in written).encode()).hexdigest()
-    return NewVersion(
-        schema=schema,
+    made = VersionSettings(
+        stratify=[str(axis) for axis in settings["stratify"]],
         format=str(settings["format"]),
         compression=str(settings["compression"]),
-        axes=tuple(settings["stratify"]),
-        classes=tuple(settings["classes"]),
-        settings=LayoutSettings(
-            seed=int(settings["seed"]),
-            shuffle=bool(settings["shuffle"]),
-            shard_size=int(settings["shard_size"]),
-            block_size=int(settings["block_size"]),
-        ),
-        split=parse_split(dict(split["shares"]), split["by"], ref=ref) if split else None,
-        recipe={"parts": parts} if append else {},
-        about=given_about(about),
-        lookups=parse_lookup(lookup, schema) if lookup else (),
+        shard_size=int(settings["shard_size"]),
+        block_size=int(settings["block_size"]),
+        seed=int(settings["seed"]),
+        shuffle=bool(settings["shuffle"]),
+        split=dict(split["shares"]) if split else None,
+        split_by=split["by"] if split else None,
+        about=about,
+        lookup=lookup,
     )
+    return made.version(schema, settings["classes"], ref=ref, recipe={"parts": parts} if append else {})
 
 
 def _appended(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:

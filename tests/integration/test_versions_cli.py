@@ -187,6 +187,8 @@ def test_a_rebuild_says_what_must_be_said_anew(root: Path, tmp_path: Path, call:
     assert contents(rebuilt(tmp_path, call)) == contents(root)
     call("tag", root, "v1")
     assert call("rebuild", f"{root}@v1", "--seed", "3")[0] == 2
+    code, _, err = call("rebuild", root, "--split-by", "url", "--lookup", "n")
+    assert (code, "without split" in err) == (2, True), "it was left out, and nothing said so"
 
 
 def rebuilt(tmp_path: Path, call: Call) -> Path:

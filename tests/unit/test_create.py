@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 
 import shardkit
+import shardkit_tools
+from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import ConfigurationError, NotFoundError, SampleError, SchemaError, UsageError
 from shardkit.storage import Repository
 
@@ -302,3 +306,11 @@ def test_a_second_version_moves_the_ref_and_keeps_the_first(tmp_path: Path) -> N
     assert len(shardkit.open(tmp_path)) == 60
     assert len(shardkit.open(f"{tmp_path}@{first}")) == 120
     assert [entry.refs["main"] for entry in Repository.open(tmp_path).log()] == [second, first]
+
+
+@pytest.mark.parametrize("make", [shardkit.create, shardkit_tools.build])
+def test_settings_of_a_version_have_one_home(make: Any) -> None:
+    """What the ways to make one spell out is what `VersionSettings` has, with the same defaults."""
+    spelled = inspect.signature(make).parameters
+    for one in dataclasses.fields(VersionSettings):
+        assert spelled[one.name].default == one.default, one.name

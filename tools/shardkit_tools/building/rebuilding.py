@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.about import About, about_of
 from shardkit.dataset.encoding import CLASS_AXIS
 from shardkit.dataset.relabelling import relabel
+from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import UsageError
 from shardkit.manifest import MIXED, Manifest
 from shardkit.storage import DEFAULT_REF, LogEntry, Repository, parse_dataset_url
@@ -21,22 +23,13 @@ from shardkit_tools.importers.dataset import open_dataset_source
 
 __all__ = ["label_again", "rebuild"]
 
+_BUILT = ("shard_size", "block_size", "seed", "shuffle")  # what a manifest says of how it was built
+
 
 def rebuild(
     url: str | os.PathLike[str],
     to: str | os.PathLike[str] | None = None,
     *,
-    stratify: str | Sequence[str] | None = None,
-    format: str | None = None,
-    compression: str | None = None,
-    shard_size: int | str | None = None,
-    block_size: int | str | None = None,
-    seed: int | None = None,
-    shuffle: bool | None = None,
-    split: Mapping[str, float | str] | None = None,
-    split_by: str | None = None,
-    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    lookup: str | Sequence[str] | None = None,
     ref: str | None = None,
     message: str = "",
     author: str = "",
@@ -44,6 +37,7 @@ def rebuild(
     scratch: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
+    **changes: Any,
 ) -> BuildResult:
     """Build the samples that a version holds anew; what is not given stays as it is.
 
@@ -53,17 +47,6 @@ def rebuild(
     Args:
         url: ``ROOT[@REF]``.
         to: another root; by default the same.
-        stratify: fields; an empty list for none. Of a merged dataset the axis ``part`` goes.
-        format: see `build`.
-        compression: see `build`.
-        shard_size: raw bytes per shard.
-        block_size: raw bytes per block.
-        seed: of the shuffle.
-        shuffle: False keeps the order of the version within each stratum.
-        split: shares; splits are not taken over.
-        split_by: field whose equal values stay in one split.
-        about: see `build`; terms of strata that are no more must be given anew.
-        lookup: see `build`; an empty text for none.
         ref: that is moved; by default the one that was named; ``main`` in another root.
         message: of the commit.
         author: of the commit.
@@ -71,6 +54,8 @@ def rebuild(
         scratch: directory for encoded rows.
         dry_run: write nothing.
         progress: called with a `Progress` a few times a second.
+        changes: fields of `VersionSettings`; None leaves one as it is. Splits are not taken over, and of a merged
+            dataset the axis ``part`` goes; an empty list or text takes strata, look-ups and about away.
 
     Raises:
         UsageError: a digest or tag was named and no ref was given.
@@ -78,21 +63,10 @@ def rebuild(
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
     manifest = dataset.manifest
-    settings = manifest.build
     return build(
         open_dataset_source(root, dataset),
         to if to is not None else root,
-        stratify=_axes(dataset) if stratify is None else stratify,
-        format=format or _one(manifest.format, "--format"),
-        compression=compression or _one(manifest.compression, "--compression"),
-        shard_size=shard_size if shard_size is not None else int(settings.get("shard_size", 256 * 2**20)),
-        block_size=block_size if block_size is not None else int(settings.get("block_size", 2**20)),
-        seed=seed if seed is not None else int(settings.get("seed", 0)),
-        shuffle=shuffle if shuffle is not None else bool(settings.get("shuffle", True)),
-        split=split,
-        split_by=split_by,
-        about=_about(dataset) if about is None else about,
-        lookup=[held.field for held in manifest.lookups] if lookup is None else lookup,
+        **_settings(dataset, changes),
         ref=ref or (_ref(root, named) if to is None else DEFAULT_REF),
         message=message or f"rebuilt from {manifest.id}",
         author=author,
@@ -132,6 +106,18 @@ def label_again(
     expected = {wanted: dataset.manifest.id} if repository.refs.get(wanted) == dataset.manifest.id else None
     said = message or f"look-ups and about of {dataset.manifest.id}"
     return manifest, repository.commit({wanted: manifest.id}, message=said, author=author, expected=expected)
+
+
+def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the version, but for what is given."""
+    manifest, given = dataset.manifest, {name: value for name, value in changes.items() if value is not None}
+    kept = {name: manifest.build[name] for name in _BUILT if name in manifest.build}
+    for name in ("format", "compression"):
+        kept[name] = given.get(name) or _one(getattr(manifest, name), f"--{name}")
+    lookup = [held.field for held in manifest.lookups]
+    held = {"stratify": _axes(dataset), "about": _about(dataset), "lookup": lookup}
+    settings = VersionSettings(**(kept | held | given))
+    return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings)}
 
 
 def _axes(dataset: Dataset) -> list[str]:

@@ -11,15 +11,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardkit.dataset.about import About, given_about
-from shardkit.dataset.committing import NewVersion
-from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.layout import LayoutSettings
-from shardkit.dataset.lookups import parse_lookup
-from shardkit.dataset.sizes import parse_size
-from shardkit.dataset.splits import Split, folder_split, parse_split
+from shardkit.dataset.about import About
+from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import ConfigurationError, UsageError
-from shardkit.formats import Schema, extension, normalise_compression
+from shardkit.formats import Schema
 from shardkit.storage import Repository
 from shardkit_tools.building.build_run import BuildRun
 from shardkit_tools.building.engines import Engine, open_engine
@@ -133,22 +128,27 @@ def build(
     if on_error not in ("raise", "skip"):
         raise ConfigurationError(f'on_error is {on_error!r}; expected "raise" or "skip"')
     doing = open_engine(engine, jobs, address)
-    if split_by is not None and split is None:
-        raise UsageError(f"split_by={split_by!r} without split; give the shares too")
+    settings = VersionSettings(
+        stratify=stratify,
+        format=format,
+        compression=compression,
+        shard_size=shard_size,
+        block_size=block_size,
+        seed=seed,
+        shuffle=shuffle,
+        split=split,
+        split_by=split_by,
+        about=about,
+        lookup=lookup,
+    )
     if unique is not None and append:
         raise UsageError(
             f"unique={unique!r} with append: the rows that are there are not compared; build into a ref of its own, "
             "then merge, or build all of it anew"
         )
-    compression = normalise_compression(compression)
-    extension(format, compression)
-    settings = LayoutSettings(
-        seed=seed, shuffle=shuffle, shard_size=parse_size(shard_size), block_size=parse_size(block_size)
-    )
     importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
     layout = getattr(importer, "layout", None)
     folders = layout.splits if isinstance(layout, FolderLayout) else {}
-    parsed_split = _split(split, split_by, folders, ref)
     transforms: dict[str, object] = {}
     if text_field is not None and tokenizer is None:
         raise UsageError(f"text_field={text_field!r} without tokenizer; give the tokenizer too")
@@ -162,12 +162,9 @@ def build(
             skip=on_error == "skip",
         )
         transforms = importer.transforms()
-    axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     schema, classes = importer.schema, importer.classes
-    encoder = RowEncoder(
-        schema, format, stratify=axes, classes=classes, split_by=split_by, split_folders=folders
-    )
-    packing = _packing(schema, pack, axes, format)
+    encoder = settings.encoder(schema, classes, folders)
+    packing = _packing(schema, pack, settings.axes, format)
     marks = RowMarks.of(schema, unique=unique, packed=packing.field if packing else None)
     if unique is not None:
         transforms["unique"] = unique
@@ -175,18 +172,8 @@ def build(
         transforms["pack"] = packing.describe()
         schema = packing.rows
         classes = classes if "label" in schema else ()
-    version = NewVersion(
-        schema=schema,
-        format=format,
-        compression=compression,
-        axes=axes,
-        classes=classes,
-        settings=settings,
-        split=parsed_split,
-        recipe={"source": importer.describe(), **transforms},
-        about=given_about(about),
-        lookups=parse_lookup(lookup, schema) if lookup else (),
-    )
+    recipe = {"source": importer.describe(), **transforms}
+    version = settings.version(schema, classes, ref=ref, folders=folders, recipe=recipe)
     run = BuildRun(
         importer,
         encoder,
@@ -218,20 +205,6 @@ def build(
     if single_writer:
         Repository.create(root, single_writer=True)
     return run.build()
-
-
-def _split(
-    shares: Mapping[str, float | str] | None, by: str | None, folders: Mapping[str, str], ref: str
-) -> Split | None:
-    """By the folders of the source where they are splits, else by shares."""
-    if not folders:
-        return parse_split(shares, by, ref=ref) if shares is not None else None
-    if shares is not None:
-        raise UsageError(
-            f"the folders {', '.join(folders)} of the source are splits already, and become refs; leave out --split "
-            "(split=), or pass --no-split-folders (split_folders=False) to take them as classes"
-        )
-    return folder_split(folders.values(), ref=ref)
 
 
 def _packing(

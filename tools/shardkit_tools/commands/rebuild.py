@@ -81,8 +81,19 @@ def rebuild(
 
     Example: shardkit rebuild data/web --stratify lang --format arrow --compression zstd --ref by-lang
     """
-    layout = (to, stratify, split, shard_format, compression, shard_size, block_size, seed, shuffle)
-    if all(option is None for option in layout) and (about is not None or lookup is not None) and not dry_run:
+    shards: dict[str, Any] = {
+        "stratify": None if stratify is None else [axis for axis in stratify if axis],
+        "split": split_shares(split),
+        "split_by": split_by,
+        "format": None if shard_format is None else shard_format.value,
+        "compression": compression,
+        "shard_size": shard_size,
+        "block_size": block_size,
+        "seed": seed,
+        "shuffle": shuffle,
+    }
+    stays = to is None and all(setting is None for setting in shards.values())
+    if stays and (about is not None or lookup is not None) and not dry_run:
         manifest, entry = label_again(
             root, about=about, lookup=lookup, ref=ref, message=message, author=author
         )
@@ -93,27 +104,21 @@ def rebuild(
             samples = count_text(manifest.selected, "sample")
             print_line(f"{root}: {samples} in the same shards, {told}; {short_id(manifest.id)}")
         return
-    settings: dict[str, Any] = {
-        "stratify": None if stratify is None else [axis for axis in stratify if axis],
-        "split": split_shares(split),
-        "split_by": split_by,
-        "format": None if shard_format is None else shard_format.value,
-        "compression": compression,
-        "shard_size": shard_size,
-        "block_size": block_size,
-        "seed": seed,
-        "shuffle": shuffle,
-        "about": about,
-        "lookup": lookup,
-        "ref": ref,
-        "message": message,
-        "author": author,
-        "jobs": jobs or os.cpu_count() or 1,
-        "scratch": scratch,
-        "dry_run": dry_run,
-    }
     with long_work() as status:
-        result = rebuild_version(root, to, **settings, progress=lambda now: status.show(progress_text(now)))
+        result = rebuild_version(
+            root,
+            to,
+            **shards,
+            about=about,
+            lookup=lookup,
+            ref=ref,
+            message=message,
+            author=author,
+            jobs=jobs or os.cpu_count() or 1,
+            scratch=scratch,
+            dry_run=dry_run,
+            progress=lambda now: status.show(progress_text(now)),
+        )
     place = to or parse_url(root)[0]
     named = ref or (parse_url(root)[1] if to is None else DEFAULT_REF)
     if as_json:
