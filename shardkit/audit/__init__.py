@@ -1,23 +1,7 @@
 """Proof of what a run consumed, for anyone with its directory and the manifest.
 
-::
-
-    auditing            the audit: the record against itself, the plan, and the data
-    record_checks       checkpoints, signed statements, logs and events
-    step_checks         every step against the plan; coverage
-    result, findings    what an audit says
-    run_record          what a run directory holds, read without trusting it
-    checkpoint_records  what its checkpoints claim
-    recipe              from recorded settings back to a plan
-    plans               the plans of a run, made again
-    replay              the plan's own digests of all steps, and which samples they cover
-    comparing           two runs: where they part, and why
-    trace               which steps saw a sample; what a step was made of
-    lineage             where a sample comes from
-    signing             in-toto statements in DSSE envelopes
-    html_report         an audit as a page
-
-SPEC.md says what is proven, and against whom.
+Nothing here trusts the run directory: what it records is checked against itself, against the plan made again from the
+recorded settings, and against the data. Auditing writes nothing. SPEC.md says what is proven, and against whom.
 """
 
 from shardkit.audit.auditing import audit_run

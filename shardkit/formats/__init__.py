@@ -1,32 +1,7 @@
 """Formats: how samples become bytes of shards and back (SPEC.md).
 
-schema         field types and schemas
-encoding       values to canonical payloads and back
-keys           names of samples inside a shard
-digest         SHA-256 and XXH3
-span_digests   SHA-256 of several buffers at once; compiled, optional
-canonical_json one text for one value
-compression    settings, checked zstd frames
-columns        the container of index sidecars, manifest pages and selections
-rows           one row on its way into a shard
-row_block      the rows of a block, field by field
-media          extensions of tar members by magic bytes
-ustar          strict tar headers
-npy            npy headers: ours written and compared; those of others parsed once, when they are adopted
-tar_blocks     blocks of the tar format
-arrow_message  bounds-checked reader of Arrow metadata
-arrow_schema   the Arrow schema of a shard
-arrow_writing  blocks of the arrow format, written
-arrow_reading  blocks of the arrow format, read
-arrow_batches  rows of blocks of either format as Arrow record batches
-block          a verified block: columns and samples
-texts          many short texts in one buffer
-index          the sidecar of a shard
-index_checks   what must hold in an index
-writing        the writer of both formats
-reading        verify and decode a block
-whole_shard    find damage in a shard, check what lies around its blocks
-rebuilding     a shard's index from its bytes
+No store and no clock: bytes in, columns out, and back. Digests are checked before anything is parsed, declared sizes
+before memory is taken. Programs that know tar, zstd and Arrow read what is written here.
 """
 
 from .arrow_batches import record_batch

@@ -1,20 +1,8 @@
 """What a run consumed, recorded so that it can be proven.
 
-::
-
-    journal          one rank's steps and events as they happen: append-only
-    journal_format   its bytes
-    journal_reading  torn tails recognised, everything else checked
-    merkle           trees of RFC 6962: roots, inclusion and consistency proofs
-    records          the bytes of the ledger's files, and the digest of a step
-    state            what is committed
-    ledger           one record per step, one line per event, committed in one step
-    collecting       a step whose cells are not all known yet
-    merging          from the ranks' journals to the ledger: one leaf per step on any topology
-    heads            the head for a checkpoint
-    bindings         settings and checkpoints as events
-
-SPEC.md says the bytes, the order of writes and what is promised.
+Each rank appends digests and events to a journal of its own; merging them gives one record per step on any topology.
+A torn tail is recognised, everything else that is wrong is an error. SPEC.md says the bytes, the order of writes and
+what is promised.
 """
 
 from shardkit.ledger.bindings import bind_checkpoint, bind_configuration, bound_settings, setting_differences

@@ -1,17 +1,6 @@
 """What a version of a dataset is: an immutable root, its pages, and selections of rows.
 
-Pure: bytes in, columns out.
-
-::
-
-    manifest.py      the root: schema, strata, totals, references to pages; canonical JSON, named by its
-    SHA-256 root_checks.py   whether a root agrees with itself shard_table.py   columns over all shards and
-    segments table_checks.py  whether those columns agree with each other pages.py         the table in
-    content-addressed pieces of at most 4,096 shards selection.py     which rows of a shard a version holds:
-    bitmap, rank, select composing.py     manifests from written shards, and from other manifests
-    json_fields.py   strict reading of the JSON objects that shardkit writes
-
-SPEC.md says the bytes and why.
+Pure: bytes in, columns out; nothing here opens a store. SPEC.md says the bytes and why.
 """
 
 from shardkit.manifest.composing import check_against, compose, merge, stratum_counts

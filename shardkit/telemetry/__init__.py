@@ -1,19 +1,7 @@
 """How a run is: polled numbers, records on disk, rules over them (SPEC.md).
 
-registry     — the sources of one loader or trainer, polled; nothing global
-records      — one moment of one rank as a JSON line; parsed without trust
-recorder     — the thread that writes them, the heartbeat, bounded files
-reading      — a run's records and events, as they are on disk
-intervals    — differences of records: rates, busy time, shares
-bottleneck   — what the run waits for
-anomalies    — five rules, pure functions of the records
-watching     — rules applied to a live run, told as events
-summary      — everything that `top` and the dashboard show, as one document
-prometheus   — the metrics by their standard names
-serving      — /metrics and /healthz on 127.0.0.1
-slow_blocks  — which blocks took longest, which shards are hot, what loading cost by lane
-stacks       — what every thread is doing
-redaction    — texts without credentials
+Numbers are polled from sources that loaders and trainers hand in; rules and views are functions of the records on
+disk. Text that leaves the run directory passes `redaction`.
 """
 
 from shardkit.telemetry.anomalies import Anomaly, find_anomalies

@@ -1,15 +1,7 @@
 """The per-node cache: blocks on a local disk, shared by all processes, evicted by what the plan knows.
 
-::
-
-    block_cache.py  fetch, verify, publish, evict
-    catalogue.py    which blocks there are, as all processes see it
-    future.py       when each block is needed next
-    eviction.py     what a full cache drops, and what it does not take: the decision without files
-    leases.py       what the other live processes will need
-    filesystems.py  refuses network file systems
-    supply.py       between a reader and the locations: the cache, and reading ahead by deadline
-    serving.py      the blocks of a cache for neighbours, over HTTP
+Blocks are verified when they enter and whenever they are read; a cache may be deleted at any time. Which block goes
+is decided without files, from the steps at which live processes need it.
 """
 
 from shardkit.storage.cache.block_cache import BlockCache

@@ -1,14 +1,6 @@
 """Parity sets: k objects and two more, of which any two may be lost (SPEC.md).
 
-::
-
-    galois.py      P and Q over GF(2⁸), in numpy
-    sets.py        which objects form a set; headers and documents
-    catalogue.py   the sets of a version, and where P and Q are
-    streaming.py   objects of a set from the others, verified on both sides
-    encoding.py    P and Q of every set of a version
-    rebuilding.py  a block from the same range of the others
-    degraded.py    the last resort of a reader
+What forms a set is a pure function of the version. Objects are verified before they are used and after they are made.
 """
 
 from shardkit.storage.parity.catalogue import find_records, parity_names, read_record, sets_of, sets_that_hold

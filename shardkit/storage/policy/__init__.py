@@ -1,15 +1,7 @@
 """Where copies shall lie: policy, locations, and which object belongs where (SPEC.md, "Locations and policy").
 
-::
-
-    policy.py      how many copies, of what, and when a commit counts as done
-    durations.py   durations as people write them
-    record.py      one version of "these are the locations, this is the policy", beside the log
-    table.py       reading the newest record, committing the next
-    placement.py   object → locations, by weighted rendezvous hashing; pure
-    opening.py     recorded locations as stores that can be read and written
-
-A manifest holds none of this: it is configuration of a root, and may change while the data does not.
+A manifest holds none of this: it is configuration of a root, and may change while the data does not. Placement is
+pure.
 """
 
 from shardkit.storage.policy.opening import location_of, open_locations

@@ -1,15 +1,7 @@
 """Reading from several locations of which any may be slow, wrong, overloaded or gone.
 
-::
-
-    locations.py      a store with a name and a failure domain; what is asked of it
-    health.py         response times, requests at once, circuit breaker, per location
-    detours.py        counters and events
-    read_path.py      failover, hedging, one re-fetch, pauses with jitter, deadlines
-    located_store.py  several locations that look like one store
-    documents.py      what has no digest in its name, by the same order of events
-    attestations.py   what someone found when looking at a copy
-    healing.py        good bytes over bad copies, in the background
+Only bytes whose digest is right are handed on; which location gave them, and what went wrong, is told as counters and
+events.
 """
 
 from shardkit.storage.reading.attestations import Attestation

@@ -1,19 +1,8 @@
 """Stores beyond the local disk.
 
-::
-
-    addresses.py      URLs taken apart; those that hold a credential are refused
-    backoff.py        how long to try again, with jitter
-    waiting.py        what is waited for, said every few seconds
-    failures.py       what a client's error means, without its text
-    ranges.py         which ranges to ask for together
-    clients.py        one attempt of each request: obstore, made per process
-    boto3_client.py   the same through boto3: stored checksums, forked processes
-    object_store.py   a store in a bucket: repeats, settles lost answers
-    spooled_stage.py  a large object on its way to a bucket
-    fsspec_store.py   a store behind any other URL that fsspec knows
-    foreign.py        objects of somebody else, by URL, read only
-    probe.py          does put-if-absent hold in a race?
+Clients are made per process and make one attempt of each request; repeating, pausing and settling lost answers is
+done above them. URLs that hold a credential are refused, and no message holds one. Packages of others are imported
+where they are used.
 """
 
 from shardkit.storage.remote.addresses import OBJECT_SCHEMES, Address, parse_address

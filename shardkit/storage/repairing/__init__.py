@@ -1,15 +1,7 @@
 """Finding bad copies, and making them good (SPEC.md, "Scrubs and repair").
 
-::
-
-    checking.py    one look at one copy
-    records.py     results of looking, append-only
-    survey.py      what is needed and where, of a root of which anything may be damaged
-    documents.py   identity, marks, log, tables: in the root and its copies
-    results.py     what a repair finds and does
-    healing.py     one copy, from a replica, else from parity
-    repairing.py   `repair`: all that is bad
-    scrubbing.py   `scrub`: longest unlooked-at first
+A copy is bad if its bytes were read and are wrong, or if its store says that it is not there; what could not be asked
+is reported as unchecked. Results of checks are append-only.
 """
 
 from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, check_copy

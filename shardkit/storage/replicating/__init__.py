@@ -1,18 +1,6 @@
 """From what the policy asks for to copies that are there (SPEC.md, "Locations and policy").
 
-::
-
-    needed.py      which objects a root's versions need, and how many copies of each
-    facts.py       what each location has, and what is missing where: the lag
-    pacing.py      bandwidth, hours of the day, and a way to stop
-    copying.py     one object to one location: copied, verified on the way, then published
-    mirroring.py   the log and the small documents, so that a copy can be opened alone
-    replicating.py `replicate`: until the policy is met
-    committing.py  what a commit waits for: sync, async, hybrid
-    protecting.py  parity, where the policy asks for it
-    dropping.py    taking a copy away, with proof that enough verified ones are left
-    promoting.py   a root that is lost for good: a copy takes its place
-    placing.py     `place`: another table, and the bytes moved after it; `undo`
+A copy counts once it is there and verified; one is taken away only with proof that enough verified ones are left.
 """
 
 from shardkit.storage.replicating.committing import copy_before_commit, copy_log

@@ -1,10 +1,7 @@
 """Adoption: WebDataset tars become a dataset where they lie; one strict pass, in parallel, killable (SPEC.md).
 
-adoption   `adopt`: what is asked for, the journal, the commit
-tar_places which tars, where they lie, whether they are what they were
-scanning   one pass over one tar: its index, its digest, its runs of one label
-tasks      the pass as work for processes, and what is left of it after a kill
-promises   what does not hold for adopted data
+No sample is copied: indexes say where the members of a tar lie, and digests whether it is what it was. What does not
+hold for adopted data is said when it is adopted.
 """
 
 from __future__ import annotations

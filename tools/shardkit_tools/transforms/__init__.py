@@ -1,10 +1,5 @@
 """What `shardkit build` does to samples between the source and the shards.
 
-applied       a function of the user's, sample → samples
-output_types  field types of what it returns
-tokenizing    text → tokens
-transformed   an importer whose samples went through them
-
 What a transform does is a function of the sample and of what the recipe names: never of jobs or the machine.
 """
 
