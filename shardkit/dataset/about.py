@@ -193,7 +193,7 @@ def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None
     return parse_about(about) if isinstance(about, Mapping) else read_about(Path(about))
 
 
-def check_strata(about: About, strata: Collection[str], where: str = "about") -> None:
+def check_strata(about: About, strata: Collection[str]) -> None:
     """Refuse terms of strata that the dataset does not have: a misspelt name would leave its samples unlicensed.
 
     Raises:
@@ -204,7 +204,7 @@ def check_strata(about: About, strata: Collection[str], where: str = "about") ->
             near = difflib.get_close_matches(pattern, list(strata), n=1)
             known = ", ".join(sorted(strata)[:10]) or "none: stratify it"
             raise ConfigurationError(
-                f"{where}: the dataset has no stratum {pattern!r}; "
+                f"about: the dataset has no stratum {pattern!r}; "
                 + (f"did you mean {near[0]!r}?" if near else f"there are {known}")
             )
 

@@ -40,8 +40,8 @@ def delete_from_copies(
             continue
         try:
             held = set(place.store.list_after("objects/"))
-            parity = {name for name in held if name.endswith(".parity")} | set(
-                place.store.list_after("parity/")
+            parity = sorted(
+                {name for name in held if name.endswith(".parity")} | set(place.store.list_after("parity/"))
             )
             # A killed erasure may have forgotten which parity it took away; what the root lacks was taken away.
             for name in [*names, *(name for name in parity if root.head(name) is None)]:

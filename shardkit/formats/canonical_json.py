@@ -78,9 +78,11 @@ def _check(value: object, depth: int) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise UsageError(f"canonical JSON: key {key!r} is no str")
-            _check(item, depth + 1)
+            if type(item) is not str or depth == MAX_DEPTH:  # most are, and a call each is most of the time
+                _check(item, depth + 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _check(item, depth + 1)
+            if type(item) is not str or depth == MAX_DEPTH:
+                _check(item, depth + 1)
     else:
         raise UsageError(f"canonical JSON: {type(value).__name__} value {value!r:.80} is not allowed")

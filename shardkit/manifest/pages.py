@@ -13,10 +13,7 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.manifest import MAX_SEGMENTS_PER_PAGE, SHARDS_PER_PAGE, PageRef
 from shardkit.manifest.shard_table import SEGMENT_COLUMNS, SHARD_COLUMNS, ShardTable
 
-__all__ = ["PAGE_EXTENSION", "pack_page", "paginate", "unpack_page"]
-
-PAGE_EXTENSION: Final = "page"
-"""Of the objects that hold pages."""
+__all__ = ["pack_page", "paginate", "unpack_page"]
 
 _KIND: Final = "page"
 # segment_shard is not stored: the number of segments of each shard says the same, is shorter, and cannot be

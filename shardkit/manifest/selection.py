@@ -18,10 +18,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.digest import sha256_digest
 
-__all__ = ["SELECTION_EXTENSION", "Selection", "max_selection_bytes"]
-
-SELECTION_EXTENSION: Final = "selection"
-"""Of the objects that hold selections."""
+__all__ = ["Selection", "max_selection_bytes"]
 
 _KIND: Final = "selection"
 _OVERHEAD_BYTES: Final = 4_096
@@ -67,27 +64,9 @@ class Selection:
         values = np.asarray(mask, dtype=np.bool_)
         return cls(len(values), np.packbits(values, bitorder="little"))
 
-    @classmethod
-    def from_rows(cls, rows: int, selected: ArrayLike) -> Selection:
-        """From row numbers in any order; repeats count once.
-
-        Raises:
-            UsageError: A row is outside the shard.
-        """
-        numbers = np.asarray(selected, dtype=np.int64)
-        if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= rows):
-            raise UsageError(f"row {int(numbers.min())} … {int(numbers.max())}: expected 0 … {rows - 1}")
-        mask = np.zeros(rows, dtype=np.bool_)
-        mask[numbers] = True
-        return cls.from_mask(mask)
-
     def mask(self) -> NDArray[np.bool_]:
         """(rows,) one truth value per row; freshly made."""
         return np.unpackbits(self.bits, count=self.rows, bitorder="little").astype(np.bool_)
-
-    def selected_rows(self) -> NDArray[np.int64]:
-        """(count,) the selected rows, ascending; freshly made."""
-        return np.flatnonzero(self.mask()).astype(np.int64)
 
     @cached_property
     def count(self) -> int:

@@ -139,10 +139,6 @@ class FileOperations:
         """Wait for the file's advisory lock; for locks that are held for moments."""
         fcntl.flock(file.fd, fcntl.LOCK_EX)
 
-    def unlock(self, file: Handle) -> None:
-        """Give the lock back."""
-        fcntl.flock(file.fd, fcntl.LOCK_UN)
-
     def truncate(self, file: Handle, size: int) -> None:
         """Cut a file."""
         os.ftruncate(file.fd, size)

@@ -118,7 +118,7 @@ def walk_versions(
     Raises:
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged.
     """
-    waiting, seen = list(versions), set[str]()
+    waiting, seen = sorted(versions), set[str]()
     while waiting:
         version = waiting.pop()
         if version in seen:

@@ -63,11 +63,6 @@ class RowMap:
         return int(self._segment_sample[-1])
 
     @property
-    def has_selections(self) -> bool:
-        """Whether some shard holds rows that the dataset does not."""
-        return self._any_selection
-
-    @property
     def blocks(self) -> int:
         """Blocks of the whole dataset."""
         return int(self.shard_first_block[-1])

@@ -9,7 +9,7 @@ from typing import Any, Final
 from shardkit.errors import MissingDependency
 from shardkit.telemetry.records import Record
 
-__all__ = ["GAUGES", "METRICS", "Metric", "exposition", "metric_names"]
+__all__ = ["METRICS", "Metric", "exposition", "metric_names"]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,6 @@ METRICS: Final = (
 
 _HEARTBEAT: Final = ("shardkit_heartbeat_timestamp_seconds", "When the rank was last heard of")
 _ANOMALY: Final = ("shardkit_anomalies", "Anomalies that are found now, by kind")
-
-GAUGES: Final = frozenset(value for metric in METRICS if metric.gauge for _, value in metric.values)
-"""Values that are no counters."""
 
 
 def metric_names() -> set[str]:

@@ -57,6 +57,24 @@ def cache(tmp_path: Path) -> Iterator[BlockCache]:
     made.close()
 
 
+class TestMarker:
+    @pytest.mark.parametrize("torn", [b"", b'{"format":"sha', bytes(31)])
+    def test_a_torn_one_is_made_again(self, tmp_path: Path, torn: bytes) -> None:
+        BlockCache(tmp_path, limit=MIB).close()
+        marker = tmp_path / "shardkit-cache.json"
+        whole = marker.read_bytes()
+        marker.write_bytes(torn)
+        BlockCache(tmp_path, limit=MIB).close()
+        assert marker.read_bytes() == whole
+
+    def test_one_of_another_version_is_refused_and_kept(self, tmp_path: Path) -> None:
+        marker = tmp_path / "shardkit-cache.json"
+        marker.write_bytes(b'{"format":"shardkit-cache/2"}')
+        with pytest.raises(UsageError, match="use another directory"):
+            BlockCache(tmp_path, limit=MIB)
+        assert marker.read_bytes() == b'{"format":"shardkit-cache/2"}'
+
+
 class TestBlocks:
     """One process, a healthy disk."""
 

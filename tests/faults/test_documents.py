@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import shutil
@@ -36,22 +35,11 @@ from shardkit.storage.repairing import read_looks
 from shardkit.storage.sealed import sealed
 from shardkit.testing.memory_store import MemoryStore
 from shardkit.torch.checkpoint_format import checkpoint_names, read_checkpoint_manifest
-from shardkit_tools.main import run
 from shardkit_trainer.run_directory import RunDirectory
+from tests.command_line import call
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1"
 ROWS = 60
-
-
-def call(*arguments: object) -> tuple[int, str]:
-    told, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-        try:
-            run([str(one) for one in arguments])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    assert "Traceback" not in told.getvalue(), told.getvalue()
-    return code, told.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ One tiny dataset for each policy is built once and put back file by file before 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.storage.file_operations import FileOperations, Handle, substituted
-from shardkit_tools.main import run
+from tests.command_line import call as called
 
 COMMANDS = (("repair",), ("scrub", "--repair"), ("replicate",))
 
@@ -77,15 +75,9 @@ class _Unsynced(FileOperations):
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    """A command as somebody types it: exit code and output."""
-    told, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), substituted(_Unsynced()):
-        try:
-            run([str(one) for one in arguments])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    assert "Traceback" not in told.getvalue(), told.getvalue()
-    return code, told.getvalue()
+    """A command whose writes are not synced."""
+    with substituted(_Unsynced()):
+        return called(*arguments)
 
 
 @dataclass(frozen=True)

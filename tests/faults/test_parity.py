@@ -26,11 +26,9 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.storage.objects import Descriptor, object_name
 from shardkit.storage.parity import (
-    BadSource,
     encode_sets,
     find_records,
     parity_names,
-    parse_code,
     rebuild_range,
     restore,
 )
@@ -136,7 +134,7 @@ def test_any_two_of_a_set_are_made_again(kind: str) -> None:
     rng = np.random.default_rng(len(sizes))
     one = ParitySet(tuple(put(store, rng.bytes(size)) for size in sizes))
     with pool() as threads:
-        record = encode_set(store, one, [store], (store, store), pool=threads)
+        record = encode_set(store, one, [store], pool=threads)
         whole = dict(store.objects)
         objects = [record.object_at(i) for i in range(one.k + 2)]
         patterns = [lost for n in (1, 2) for lost in itertools.combinations(range(one.k + 2), n)]
@@ -161,7 +159,7 @@ def test_parity_is_what_the_specification_says() -> None:
     contents = [b"first member", b"second", b""]
     one = ParitySet(tuple(put(store, data) for data in contents))
     with pool() as threads:
-        record = encode_set(store, one, [store], (store, store), pool=threads)
+        record = encode_set(store, one, [store], pool=threads)
     for row, expected in enumerate(slow_parity(contents)):
         members = [[f"sha256:{hashlib.sha256(data).hexdigest()}", "tar", len(data)] for data in contents]
         document = dumps(
@@ -176,20 +174,18 @@ def test_parity_is_what_the_specification_says() -> None:
 def test_a_bad_source_is_done_without() -> None:
     """A survivor that rotted counts as lost, whether it says so by its size or not; of three, nothing is made."""
     store = MemoryStore()
-    told: list[BadSource] = []
     rng = np.random.default_rng(3)
     one = ParitySet(tuple(put(store, rng.bytes(50_000 + i)) for i in range(5)))
     with pool() as threads:
-        record = encode_set(store, one, [store], (store, store), pool=threads)
+        record = encode_set(store, one, [store], pool=threads)
         objects = [record.object_at(i) for i in range(7)]
         truth = dict(store.objects)
         rotten = bytearray(store.objects[objects[2].name])
         rotten[777] ^= 4
         store.objects[objects[2].name] = bytes(rotten)
         store.delete(objects[0].name)
-        restore(one, objects, {0: store}, [store], pool=threads, bad_copy=told.append)
+        restore(one, objects, {0: store}, [store], pool=threads)
         assert store.objects[objects[0].name] == truth[objects[0].name]
-        assert [(bad.position, bad.result) for bad in told] == [(2, "wrong")]
         store.objects[objects[5].name] += b"longer"
         store.delete(objects[0].name)
         before = dict(store.objects)
@@ -209,7 +205,7 @@ def test_a_rotten_member_is_not_encoded() -> None:
     bad.objects[one.members[1].name] = contents[0]
     with pool() as threads:
         with pytest.raises(IntegrityError):
-            encode_set(bad, one, [bad], (bad, bad), pool=threads)
+            encode_set(bad, one, [bad], pool=threads)
         assert not [name for name in bad.objects if "parity" in name]
 
 
@@ -237,9 +233,7 @@ class TestRanges:
         rng = np.random.default_rng(5)
         self.one = ParitySet(tuple(put(self.store, rng.bytes(100_000 - 9_000 * i)) for i in range(8)))
         with pool() as self.threads:
-            self.record = encode_set(
-                self.store, self.one, [self.store], (self.store, self.store), pool=self.threads
-            )
+            self.record = encode_set(self.store, self.one, [self.store], pool=self.threads)
             self.read = Counting(self.store)
             yield
 
@@ -499,7 +493,7 @@ for number in range(4):
         members.append(found)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with ThreadPoolExecutor(4) as pool:
-    record = encode_set(store, ParitySet(tuple(members)), [store], (store, store), pool=pool)
+    record = encode_set(store, ParitySet(tuple(members)), [store], pool=pool)
     objects = [record.object_at(i) for i in range(6)]
     store.delete(objects[0].name)
     store.delete(objects[3].name)
@@ -514,13 +508,6 @@ def test_objects_are_streamed(tmp_path: Path) -> None:
         [sys.executable, "-c", BOUNDED, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 48 * 1024, f"{done.stdout} KiB"
-
-
-def test_codes() -> None:
-    assert parse_code("8+2") == 8
-    for text in ("8", "8+3", "0+2", "129+2", "-1+2", "x+2", "", "٨+2"):
-        with pytest.raises(UsageError):
-            parse_code(text)
 
 
 def test_sets_are_formed_in_order_each_digest_once() -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from shardkit.storage.replicating.pacing import Pace
 from shardkit.storage.utc import utc_text
 from shardkit.testing.memory_store import MemoryStore
 from shardkit_tools.main import run
+from tests.command_line import call as called
 from tests.faults.faulty_operations import FaultyOperations
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
@@ -53,17 +53,11 @@ def make(root: Path, *policy: str, parity: int = 0) -> Repository:
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    """A command as somebody types it, with canaries in the environment: exit code and output."""
-    told, code = io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(told), redirect_stderr(told):
+    """A command with canaries in the environment, of which nothing is told."""
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_environment("http://127.0.0.1:1").items():
             patch.setenv(name, value)
-        try:
-            run([str(one) for one in arguments])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    text = told.getvalue()
-    assert "Traceback" not in text
+        code, text = called(*arguments)
     assert SECRET_KEY not in text
     assert ACCESS_KEY not in text
     return code, text

@@ -26,23 +26,6 @@ Call = Callable[..., tuple[int, str, str]]
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs the command line in this process: (exit code, standard output, standard error)."""
-
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            run([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 files in two class folders, 30 of them cats."""

@@ -10,26 +10,11 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit_tools.main import run
+from shardkit.storage import open_store
+from tests.servers.object_stores import s3_environment
 
+BUCKETS = ("pictures", "shards")
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs the command line in this process: (exit code, standard output, standard error)."""
-
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = 0
-        try:
-            run([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
 
 
 def pictures(root: Path, *names: str) -> Path:
@@ -82,6 +67,24 @@ def test_the_imagenet_layout(call: Call, tmp_path: Path, jobs: int) -> None:
     again = document(call, tmp_path / "imgs", tmp_path / "d")
     assert again["commit"] is None
     assert again["classes"] == {"cat": 3, "dog": 2, "emu": 1}
+
+
+def test_the_imagenet_layout_in_a_bucket(
+    server: str, monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path
+) -> None:
+    """Pictures and root both in a bucket: the version of the folder, file by file."""
+    for name, value in s3_environment(server).items():
+        monkeypatch.setenv(name, value)
+    here = pictures(tmp_path / "imgs", *IMAGENET)
+    there = open_store("s3://pictures/imgs")
+    for name in IMAGENET:
+        there.put_new(name, (here / name).read_bytes())
+    local = document(call, here, tmp_path / "d")
+    done = document(call, "s3://pictures/imgs", "s3://shards/d")
+    assert done["splits"] == local["splits"]
+    assert done["classes"] == local["classes"] == {"cat": 3, "dog": 2, "emu": 1}
+    for split in ("", "@train", "@val"):
+        assert labels(f"s3://shards/d{split}") == labels(f"{tmp_path}/d{split}")
 
 
 def test_any_case_and_every_name(call: Call, tmp_path: Path) -> None:

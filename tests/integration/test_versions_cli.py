@@ -19,23 +19,6 @@ from shardkit_tools.main import run
 Call = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs the command line in this process: (exit code, standard output, standard error)."""
-
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            run([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
-
-
 def lines(path: Path, numbers: range) -> Path:
     rows = [{"n": n, "url": f"http://h/{n % 40}", "lang": "de" if n % 3 else "fr"} for n in numbers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

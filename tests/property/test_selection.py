@@ -27,13 +27,11 @@ def test_rank_and_select(mask: list[bool]) -> None:
     selection = Selection.from_mask(mask)
     rows = [row for row, bit in enumerate(mask) if bit]
     assert (selection.rows, selection.count, len(selection)) == (len(mask), len(rows), len(rows))
-    assert selection.selected_rows().tolist() == rows
     assert selection.mask().tolist() == mask
     assert selection.rank(range(len(mask) + 1)).tolist() == [sum(mask[:row]) for row in range(len(mask) + 1)]
     assert selection.select(range(len(rows))).tolist() == rows
     backwards = np.arange(len(rows))[::-1]
     assert selection.select(backwards).tolist() == rows[::-1]
-    assert Selection.from_rows(len(mask), rows[::-1] + rows) == selection
 
 
 @settings(max_examples=80, deadline=None)
@@ -58,8 +56,6 @@ def test_outside_is_refused(mask: list[bool], outside: int) -> None:
     for wrong in (-1 - outside, selection.count + outside):
         with pytest.raises(UsageError, match=str(wrong)):
             selection.select([wrong])
-    with pytest.raises(UsageError):
-        Selection.from_rows(len(mask), [len(mask)])
 
 
 def test_a_million_rows() -> None:

@@ -17,13 +17,14 @@ from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
 from shardkit.storage import Repository
+from shardkit.storage.cache import BlockCache, Supply
 from shardkit.storage.collecting.collecting import collect
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.repairing import repair, scrub
 from shardkit.storage.replicating.placing import Change, place
 from shardkit.storage.replicating.replicating import replicate
 from tests.simulation.buckets import Bucket
-from tests.simulation.world import ROOT, SCHEMA, URLS, Violated, World, add_rows, check_rows
+from tests.simulation.world import SCHEMA, SETTINGS, Violated, World, add_rows, check_rows
 
 __all__ = ["MISFORTUNES", "WORK"]
 
@@ -34,28 +35,26 @@ def build(world: World) -> None:
     """A new version in place of what a ref names."""
     ref = world.scheduler.random.choice(["main", "side"])
     rows = world.take_rows(6)
-    with shardkit.create(
-        ROOT, SCHEMA, format="arrow", stratify="kind", shard_size=800, block_size=200, ref=ref
-    ) as writer:
+    with shardkit.create(world.root, SCHEMA, **SETTINGS, ref=ref) as writer:
         add_rows(writer, rows)
+    world.acknowledge_version(writer.manifest.id)
     _promise(world, writer.manifest.id, frozenset(rows))
 
 
 def append(world: World) -> None:
     """More rows behind those of main."""
     rows = world.take_rows(4)
-    base = shardkit.open(ROOT).manifest.id
-    with shardkit.create(
-        ROOT, SCHEMA, format="arrow", stratify="kind", shard_size=800, block_size=200, append=True
-    ) as writer:
+    base = shardkit.open(world.root).manifest.id
+    with shardkit.create(world.root, SCHEMA, **SETTINGS, append=True) as writer:
         add_rows(writer, rows)
+    world.acknowledge_version(writer.manifest.id)
     if writer.manifest.parent == base and base in world.promised:
         _promise(world, writer.manifest.id, world.promised[base] | frozenset(rows))
 
 
 def select(world: World) -> None:
     """A version of some rows."""
-    dataset = shardkit.open(ROOT)
+    dataset = shardkit.open(world.root)
     keep = np.arange(0, len(dataset), 2, dtype=np.int64)
     view = dataset.select(rows=keep)
     masks = {}
@@ -69,14 +68,14 @@ def select(world: World) -> None:
         row_strata=dataset.row_strata,
         build={"select": {"rows": "even"}},
     )
-    repository = Repository.open(ROOT)
+    repository = Repository.open(world.root)
     put_selected(repository, manifest, table, selections)
     _commit(world, repository, {"even": manifest.id}, {})
 
 
 def tag(world: World) -> None:
     """A name for good."""
-    repository = Repository.open(ROOT)
+    repository = Repository.open(world.root)
     name = f"t{world.scheduler.random.randrange(3)}"
     if name not in repository.tags:
         _commit(world, repository, {}, {name: repository.resolve("main")})
@@ -84,38 +83,40 @@ def tag(world: World) -> None:
 
 def remove_rows(world: World) -> None:
     """Versions without some rows."""
-    dataset = shardkit.open(ROOT)
-    removal = remove(ROOT, rows=[0, len(dataset) - 1], reason="asked for")
+    dataset = shardkit.open(world.root)
+    removal = remove(world.root, rows=[0, len(dataset) - 1], reason="asked for")
     assert removal.samples == 2
+    for version, _ in removal.refs.values():
+        world.acknowledge_version(version)
 
 
 def erase_rows(world: World) -> None:
     """Rows gone for good."""
-    number = shardkit.open(ROOT)[1]["n"]
-    erase(ROOT, keys=[f"row-{number}"], reason="asked for")
-    world.erased.add(number)
+    number = shardkit.open(world.root)[1]["n"]
+    erase(world.root, keys=[f"row-{number}"], reason="asked for")
+    world.acknowledge_erased([number])
 
 
-def replicate_all(_: World) -> None:
+def replicate_all(world: World) -> None:
     """Copies to where they belong."""
-    replicate(Repository.open(ROOT))
+    replicate(Repository.open(world.root))
 
 
-def scrub_some(_: World) -> None:
+def scrub_some(world: World) -> None:
     """Copies are looked at and healed."""
-    scrub(ROOT, depth="read", heal=True)
+    scrub(world.root, depth="read", heal=True)
 
 
-def repair_all(_: World) -> None:
+def repair_all(world: World) -> None:
     """What is bad is made good."""
-    repair(ROOT, level="read")
+    repair(world.root, level="read")
 
 
 def collect_garbage(world: World) -> None:
     """What nobody needs goes, in two rounds."""
     for _ in range(2):
         collect(
-            Repository.open(ROOT),
+            Repository.open(world.root),
             delete=True,
             grace_s=DAY,
             history_s=DAY,
@@ -128,22 +129,42 @@ def move(world: World) -> None:
     """A location gives away what it has, and gets it back."""
     name = world.scheduler.random.choice(["east", "west"])
     weight = world.scheduler.random.choice([50, 100, 200])
-    change = Change(locations=(LocationRecord(name, URLS[name], name, weight=weight),))
-    place(Repository.open(ROOT), change, grace_s=DAY, clock=lambda: world.scheduler.now)
+    change = Change(locations=(LocationRecord(name, world.urls[name], name, weight=weight),))
+    place(Repository.open(world.root), change, grace_s=DAY, clock=lambda: world.scheduler.now)
     world.scheduler.sleep(2 * DAY)
-    place(Repository.open(ROOT), Change(), grace_s=DAY, clock=lambda: world.scheduler.now)
+    place(Repository.open(world.root), Change(), grace_s=DAY, clock=lambda: world.scheduler.now)
 
 
 def read(world: World) -> None:
-    """Everything that a ref names, a few times."""
+    """Everything that some version has: of a ref, a tag, or of the past."""
+    names = [
+        *world.head(),
+        *(f"sha256:{version}".replace("sha256:sha256:", "sha256:") for version in world.promised),
+    ]
     for _ in range(2):
-        dataset = shardkit.open(ROOT)
-        promised = world.promised.get(dataset.manifest.id)
-        with contextlib.suppress(ShardkitError):  # versions may be erased or collected while they are read
-            found = check_rows(dataset)
-            if promised is not None and found != promised:
-                raise Violated(f"{dataset.manifest.id} has rows {sorted(found)}, expected {sorted(promised)}")
+        _read(world, shardkit.open(f"{world.root}@{world.scheduler.random.choice(names)}"))
         world.scheduler.sleep(60.0)
+
+
+def read_cached(world: World) -> None:
+    """What main has, by way of the machine's cache."""
+    for _ in range(2):
+        dataset = shardkit.open(world.root)
+        try:
+            supply = Supply(BlockCache(world.cache.path, limit=1 << 20))
+        except UsageError as error:
+            raise Violated(f"the cache is in the way of a reader: {error}") from error
+        dataset.reader = dataset.reader.through(supply)
+        _read(world, dataset)
+        supply.close()
+
+
+def _read(world: World, dataset: shardkit.Dataset) -> None:
+    promised = world.promised.get(dataset.manifest.id)
+    with contextlib.suppress(ShardkitError):  # versions may be erased or collected while they are read
+        found = check_rows(dataset)
+        if promised is not None and found != promised:
+            raise Violated(f"{dataset.manifest.id} has rows {sorted(found)}, expected {sorted(promised)}")
 
 
 def _commit(world: World, repository: Repository, refs: Mapping[str, str], tags: Mapping[str, str]) -> None:
@@ -174,7 +195,7 @@ WORK: Final[tuple[Callable[[World], None], ...]] = (
     collect_garbage,
     move,
     read,
-    read,
+    read_cached,
 )
 """What actors do, the frequent more often."""
 
@@ -200,9 +221,33 @@ def rot(world: World) -> None:
             f"misfortune: {('gone', 'flipped', 'cut', 'emptied')[kind]}: {bucket.name}/{name}"
         )
         at = scheduler.random.randrange(len(data))
-        if bucket is world.disk:
+        if bucket in world.disks:
             world.damaged.add(name)
         bucket.damage(name, (None, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], data[:at], b"")[kind])
+
+
+def rot_everywhere(world: World) -> None:
+    """Every copy of an object rots, and parity can make it again."""
+    world.scheduler.sleep(world.scheduler.random.random() * 20)
+    if name := world.rebuildable():
+        world.scheduler.trace.append(f"misfortune: no good copy is left of {name}")
+        world.rebuilt.add(name)
+        for bucket in world.buckets.values():
+            if (stored := bucket.objects.get(name)) is not None:
+                world.damaged.add(name)
+                bucket.damage(
+                    name, None if bucket.keeps_checksums else stored.data[:-1] + bytes([stored.data[-1] ^ 1])
+                )
+
+
+def rot_in_cache(world: World) -> None:
+    """A block in the cache is no more what it was."""
+    world.scheduler.sleep(world.scheduler.random.random() * 20)
+    blocks = sorted(name for name in world.cache.objects if name.startswith("blocks/"))
+    if blocks:
+        name = world.scheduler.random.choice(blocks)
+        data = world.cache.objects[name].data
+        world.cache.damage(name, data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def outage(world: World) -> None:
@@ -245,7 +290,17 @@ def _trouble(world: World, name: str) -> Iterator[Bucket]:
         world.scheduler.trace.append(f"misfortune: trouble of {name} ends")
 
 
-MISFORTUNES: Final[tuple[Callable[[World], None], ...]] = (rot, rot, outage, full, jump, power_cut, power_cut)
+MISFORTUNES: Final[tuple[Callable[[World], None], ...]] = (
+    rot,
+    rot,
+    rot_everywhere,
+    rot_in_cache,
+    outage,
+    full,
+    jump,
+    power_cut,
+    power_cut,
+)
 """What befalls the world."""
 
 
@@ -260,18 +315,24 @@ def settle(world: World) -> None:
     """
     clock = world.scheduler
     with contextlib.suppress(IntegrityError):  # damage stops an erasure; it must not go on over it
-        resume_erasures(ROOT)
-    mended = repair(ROOT, level="read")
+        resume_erasures(world.root)
+    mended = repair(world.root, level="read")
     if mended.lost or mended.unchecked:
         raise Violated(f"repair did not heal: {[*mended.lost, *mended.unchecked][:3]}")
-    resume_erasures(ROOT)
-    copied = replicate(Repository.open(ROOT))
+    resume_erasures(world.root)
+    if begun := [
+        name for name in world.buckets["root"].objects if name.startswith("erasures/") and "/plan" in name
+    ]:
+        raise Violated(f"{begun[0]}: an erasure was begun, and nobody finished it")
+    copied = replicate(Repository.open(world.root))
     if copied.exit_code:
         raise Violated(f"replicate did not reach the policy: {copied.to_json()}")
     for _ in range(3):
+        if not world.residue():
+            break
         with contextlib.suppress(UsageError):  # a collection that was killed is taken over in the next round
             collect(
-                Repository.open(ROOT),
+                Repository.open(world.root),
                 delete=True,
                 grace_s=DAY,
                 history_s=0,
@@ -279,16 +340,15 @@ def settle(world: World) -> None:
                 clock=lambda: clock.now,
             )
         clock.now += 2 * DAY
-    place(Repository.open(ROOT), Change(), grace_s=0, clock=lambda: clock.now)
+    place(Repository.open(world.root), Change(), grace_s=0, clock=lambda: clock.now)
     check_policy(world)
     if left := world.rows_left(world.erased):
         raise Violated(f"{left[0]} still has rows that were erased")
-    for ref in world.head():
-        dataset = shardkit.open(f"{ROOT}/@{ref}" if ref == "" else f"{ROOT}@{ref}")
-        found = check_rows(dataset)
-        promised = world.promised.get(dataset.manifest.id, found)
+    for version in sorted(set(world.head().values())):
+        found = check_rows(shardkit.open(f"{world.root}@{version}"))
+        promised = world.promised.get(version, found)
         if found != promised:
-            raise Violated(f"{ref} has rows {sorted(found)}, expected {sorted(promised)}")
+            raise Violated(f"{version} has rows {sorted(found)}, expected {sorted(promised)}")
 
 
 def check_policy(world: World) -> None:
@@ -302,7 +362,5 @@ def check_policy(world: World) -> None:
         copies = world.copies(name)
         if "root" not in copies or len(copies) < 2:
             raise Violated(f"{name} is good in {copies} only, the policy asks for the root and another")
-    for bucket in world.buckets.values():
-        for name in sorted(bucket.objects):
-            if name.startswith("objects/") and name not in needed and not name.endswith(".parity"):
-                raise Violated(f"{bucket.name}/{name} is needed by nobody and was not collected")
+    if left := world.residue():
+        raise Violated(f"{left[0]} is needed by nobody and was not collected")

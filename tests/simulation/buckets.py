@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shardkit.storage.remote.addresses import Address
 from shardkit.storage.remote.clients import Buffer, Found
 from shardkit.storage.remote.failures import Failure, Kind
 from tests.simulation.scheduler import Scheduler
-
-_Result = TypeVar("_Result")
 
 __all__ = ["Bucket", "BucketClient", "Faults", "Stored"]
 
@@ -101,7 +99,7 @@ class BucketClient:
         self._begin(f"get {self._bucket.name}/{name}")
         found = self._find(name)
         data = found.data if len(found.data) <= max_bytes else b""
-        return self._told((len(found.data), self._garbled(data)))
+        return len(found.data), self._garbled(data)
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
         """See `Client.get_range`."""
@@ -109,7 +107,7 @@ class BucketClient:
         found = self._find(name)
         if offset >= len(found.data):
             raise Failure("range", "past the end")
-        return self._told(self._garbled(found.data[offset : offset + length]))
+        return self._garbled(found.data[offset : offset + length])
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         """See `Client.put`."""
@@ -131,7 +129,7 @@ class BucketClient:
         self._begin(f"head {self._bucket.name}/{name}")
         found = self._find(name)
         sha256 = found.sha256 if self._bucket.keeps_checksums else None
-        return self._told(Found(name, len(found.data), found.write_id, found.sha256, sha256))
+        return Found(name, len(found.data), found.write_id, found.sha256, sha256)
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
         """See `Client.list`."""
@@ -143,7 +141,6 @@ class BucketClient:
             for name, one in self._bucket.objects.items()
             if name.startswith(prefix) and name > after and not (stale and one.put_at > border)
         )
-        self._scheduler.answered()
         for place, name in enumerate(names):
             if place % 100 == 99:
                 self._begin(f"list {self._bucket.name}/{prefix} on")
@@ -163,7 +160,6 @@ class BucketClient:
             self._scheduler.trace.append("    carried out, the answer is lost")
             raise Failure("no-answer", "timed out")
         carry_out()
-        self._told(None)
 
     def _begin(self, what: str) -> None:
         self._scheduler.request(what)
@@ -202,7 +198,3 @@ class BucketClient:
             place = self._scheduler.random.randrange(len(data))
             return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         return data
-
-    def _told(self, result: _Result) -> _Result:
-        self._scheduler.answered()
-        return result

@@ -1,28 +1,31 @@
 """Faults in the product that the simulation must find: a guard, a check or an order taken out of the real code.
 
-``python -m tests.simulation.run --mutation NAME`` looks for the first seed that finds one. `FOUND_BY` is what
-``--mutations`` found. Those of the others are not searched for yet.
+``python -m tests.simulation.run --mutations`` looks for the first seed that finds each. `FOUND_BY` is what it found;
+the others were not found in the seeds that were tried.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
-from shardkit.dataset import erasing, erasing_copies, store_survey
+from shardkit.dataset import erasing, erasing_copies, removing, store_survey
+from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
-from shardkit.formats import reading
-from shardkit.storage import commit_log, file_operations, inventory, object_access
+from shardkit.formats import reading, sha256_digest
+from shardkit.storage import commit_log, directories, file_operations, inventory, object_access, objects
 from shardkit.storage.changes import Changes
 from shardkit.storage.collecting import collecting, marking
 from shardkit.storage.commits import Commits
+from shardkit.storage.local import LocalStore
 from shardkit.storage.log import entry_name
 from shardkit.storage.objects import object_name
 from shardkit.storage.reading import located_store, read_path
 from shardkit.storage.remote import object_store
-from shardkit.storage.repairing import healing, repairing
+from shardkit.storage.repairing import checking, healing, repairing
 from shardkit.storage.replicating import copying, dropping, needed, placing, replicating
 from shardkit.storage.repository import Repository
 from shardkit.storage.staging import LocalStage
@@ -105,17 +108,91 @@ def _delete_first(repository: Any, plan: Any, report: Any) -> None:
     _COMMIT(repository, plan, report)
 
 
-def _publish_unsynced(self: Any, folder: Any, name: str, *, replace: bool) -> bool:
-    """A file gets its name before its bytes are durable."""
-    with mock.patch.object(file_operations.active(), "fsync", _nothing):
-        return bool(_PUBLISH(self, folder, name, replace=replace))
+def _publishing(*steps: str) -> Patch:
+    """A file gets its name in other steps than file, name, folder."""
+
+    def publish_into(self: Any, folder: Any, name: str, *, replace: bool) -> bool:
+        created = True
+        for step in steps:
+            if step == "file":
+                file_operations.active().fsync(self._file)
+            elif step == "folder":
+                file_operations.active().fsync_directory(folder)
+            elif replace:
+                file_operations.active().rename(self._folder, self._name, folder, name)
+            else:
+                created = self._link(folder, name)
+        return created
+
+    return _replaced(LocalStage, "publish_into", publish_into)
 
 
-_PUBLISH: Final = LocalStage.publish_into
+def _made_unsynced(self: Any, components: Any) -> Any:
+    """Folders are made, and may be gone after a power cut with all that is in them."""
+    folder = self._make_root()
+    for component in components:
+        directories._make_directory(folder, component)
+        folder = directories._step(folder, component)
+    return folder
+
+
+def _delete_unsynced(self: Any, name: str) -> None:
+    """What was deleted may be back after a power cut."""
+    *folders, last = name.split("/")
+    with contextlib.suppress(FileNotFoundError), self._directories.opened(folders) as folder:
+        file_operations.active().unlink(folder, last)
+
+
+@contextlib.contextmanager
+def _indexes_last() -> Iterator[None]:
+    """A version is committed before the indexes of its shards are put."""
+    late: list[tuple[Any, bytes, str]] = []
+    put, commit = object_access.ObjectAccess.put, Commits.commit
+
+    def put_late(self: Any, data: bytes, extension: str) -> Any:
+        if extension != "index":
+            return put(self, data, extension)
+        late.append((self, data, extension))
+        return objects.Descriptor(sha256_digest(data), len(data), extension)
+
+    def commit_first(self: Any, *given: Any) -> Any:
+        entry = commit(self, *given)
+        while late:
+            put(*late.pop())
+        return entry
+
+    with (
+        mock.patch.object(object_access.ObjectAccess, "put", put_late),
+        mock.patch.object(Commits, "commit", commit_first),
+    ):
+        yield
+
+
+def _mark_refs(repository: Any, log: Any, since: float, marker: Any) -> Any:
+    """What only tags name is not alive."""
+    untagged = (dataclasses.replace(entry, tags={}) for entry in log)
+    return marking.mark_live(repository, untagged, since, marker)
+
+
+def _looked_at(store: Any, name: str, size: int | None, _depth: Any, pace: Any) -> Any:
+    """That an object is there is enough."""
+    return _CHECK(store, name, size, "list", pace)
+
+
+_CHECK: Final = checking.check_copy
+
+
+def _move_tags(self: Any, tags: dict[str, str]) -> None:
+    """A tag is put where the commit wants it."""
+    tags.update(self.tags)
 
 
 def _always(*_: Any, **__: Any) -> bool:
     return True
+
+
+def _no_reports(_: Any) -> dict[str, Any]:
+    return {}
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -140,8 +217,9 @@ def _marked_by_main(*given: Any) -> set[str]:
 def _needs(kind: str) -> Patch:
     """Replication forgets a kind of objects."""
 
-    def find_needed(*given: Any) -> dict[str, Any]:
-        return {name: one for name, one in needed.find_needed(*given).items() if not name.endswith(kind)}
+    def find_needed(*given: Any, **named: Any) -> dict[str, Any]:
+        found = needed.find_needed(*given, **named)
+        return {name: one for name, one in found.items() if not name.endswith(kind)}
 
     return _replaced(replicating, "find_needed", find_needed)
 
@@ -205,20 +283,43 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "erasing trusts the root's versions": _replaced(store_survey.StoreSurvey, "__init__", _root_alone),
     "erasing deletes before it commits": _replaced(erasing, "_commit", _delete_first),
     "erasing forgets the copies": _replaced(erasing, "delete_from_copies", _nothing),
-    "files are named before they are synced": _replaced(LocalStage, "publish_into", _publish_unsynced),
+    "files are not synced": _publishing("name", "folder"),
+    "files are named before they are synced": _publishing("name", "file", "folder"),
+    "a file's name is not synced": _publishing("file", "name"),
+    "a folder's name is not synced": _replaced(directories.Directories, "_make", _made_unsynced),
+    "deletions are not synced": _replaced(LocalStore, "delete", _delete_unsynced),
+    "a version is committed before its indexes are there": _indexes_last,
     "the last commit wins": _replaced(Changes, "apply", _last_one_wins),
+    "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
+    "tags may be moved": _replaced(Changes, "_add_tags", _move_tags),
+    "repair believes what is there": _replaced(checking, "check_copy", _looked_at),
+    "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
+    "an erasure begins without a note": _replaced(Journal, "begin", _nothing),
+    "erasing leaves the parity": _replaced(erasing, "_delete_parity", _nothing),
     "repair passes over indexes": _placed(".index"),
     "replication forgets pages": _needs(".page"),
 }
 """What is taken out → how."""
 
 FOUND_BY: Final[dict[str, int]] = {
-    "put-if-absent puts over": 20,
-    "only main is alive": 2,
-    "selections are garbage": 8,
-    "indexes are garbage": 0,
-    "erasing deletes before it commits": 0,
-    "the last commit wins": 0,
+    "a lost answer counts as a commit": 3,
+    "put-if-absent puts over": 24,
+    "a copy is not checked": 27,
+    "blocks are not checked": 47,
+    "only main is alive": 1,
+    "selections are garbage": 1,
+    "indexes are garbage": 1,
+    "erasing deletes before it commits": 1,
+    "files are not synced": 3,
+    "a file's name is not synced": 3,
+    "a folder's name is not synced": 3,
+    "a version is committed before its indexes are there": 1,
+    "the last commit wins": 1,
+    "marking ignores tags": 6,
+    "repair believes what is there": 27,
+    "a killed erasure is forgotten": 1,
+    "what exists after a lost answer is ours": 1,
+    "repair passes over indexes": 57,
 }
 """Mutation → the first seed that finds it."""
 

@@ -32,7 +32,10 @@ class Actor:
 
     def __init__(self, name: str, work: Callable[[], None], *, kills: int) -> None:
         self.name, self.work = name, work
+        self.is_mortal = kills > 0
         self.kills_left = kills
+        self.process = 0
+        """Its number; another one each time that it begins again."""
         self.is_dead = False
         self.is_done = False
         self.wakes_at = 0.0
@@ -52,28 +55,29 @@ class Scheduler:
         self.random = random.Random(seed)
         self.now = 1_700_000_000.0
         self.actors: list[Actor] = []
+        self.boots = 1
+        """How often the machines were started."""
         self.trace: list[str] = []
         self.drawn: list[int] = []
         """Numbers of the draws in which something happened."""
         self.is_calm = False
         """Whether no faults are drawn: while the world is set up, and in the end."""
-        self.check: Callable[[], None] = lambda: None
-        """Called between any two requests."""
         self._muted = frozenset(muted)
         self._draws = self._requests = 0
+        self._processes = 1
         self._most_requests = most_requests
         self._hub: greenlet = getcurrent()
+        self._running: Actor | None = None
 
     # ---- for actors
 
     def happens(self, probability: float) -> bool:
         """Whether something does, this time."""
-        number = self._draws
         self._draws += 1
-        found = self.random.random() < probability and not self.is_calm and number not in self._muted
-        if found:
-            self.drawn.append(number)
-        return found
+        if self.random.random() >= probability or self.is_calm or self._draws in self._muted:
+            return False
+        self.drawn.append(self._draws)
+        return True
 
     def request(self, what: str) -> None:
         """A request begins: others may run before it, or its actor may be killed.
@@ -81,7 +85,7 @@ class Scheduler:
         Raises:
             Killed: the actor is dead.
         """
-        actor = self._current()
+        actor = self._running
         if actor is None:
             return
         self._check_alive(actor)
@@ -103,24 +107,21 @@ class Scheduler:
         Raises:
             Killed: the actor is dead.
         """
-        actor = self._current()
+        actor = self._running
         if actor is not None:
             self._check_alive(actor)
 
     def kill_all(self) -> None:
-        """The power is cut: every process that may be killed is dead, but for the one that says so."""
+        """The power is cut: every process is dead, and no misfortune is."""
+        self.boots += 1
         for actor in self.actors:
-            if actor.greenlet is not None and actor.greenlet is not getcurrent() and actor.kills_left:
+            if actor.greenlet is not None and actor.is_mortal:
                 actor.is_dead = True
                 actor.wakes_at = self.now
 
-    def answered(self) -> None:
-        """A request is over: what holds always is checked."""
-        self.check()
-
     def sleep(self, seconds: float) -> None:
         """Wait on the virtual clock."""
-        actor = self._current()
+        actor = self._running
         if actor is None:
             self.now += max(0.0, seconds)
             return
@@ -129,9 +130,18 @@ class Scheduler:
         self._give_turn()
         self._check_alive(actor)
 
-    def _current(self) -> Actor | None:
-        here = getcurrent()
-        return next((actor for actor in self.actors if actor.greenlet is here), None)
+    @property
+    def process(self) -> int:
+        """The number of the process that asks."""
+        actor = self._running
+        return 1 if actor is None else actor.process
+
+    def is_alive(self, process: int) -> bool:
+        """Whether a process is."""
+        return process == 1 or any(
+            actor.process == process and actor.greenlet is not None and not actor.is_dead
+            for actor in self.actors
+        )
 
     def _check_alive(self, actor: Actor) -> None:
         if actor.is_dead:
@@ -159,8 +169,12 @@ class Scheduler:
             actor = ready[self.random.randrange(len(ready))]
             if actor.greenlet is None:
                 actor.is_dead = False
+                self._processes += 1
+                actor.process = self._processes
                 actor.greenlet = greenlet(self._body(actor))
+            self._running = actor
             actor.greenlet.switch()
+            self._running = None
             if actor.greenlet.dead:
                 actor.greenlet = None
                 actor.wakes_at = self.now

@@ -16,10 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
-from shardkit.storage import file_operations
-from shardkit.storage.file_operations import FileOperations
+from shardkit.storage import blocks, file_operations, open_files, temporaries
 from shardkit.storage.remote import clients
 from shardkit.storage.remote.addresses import Address
+from shardkit.storage.remote.waiting import WAITS
+from tests.simulation.disk_operations import BlockFiles, DiskOperations
 from tests.simulation.scheduler import Scheduler
 
 __all__ = ["simulated"]
@@ -27,7 +28,7 @@ __all__ = ["simulated"]
 
 @contextlib.contextmanager
 def simulated(
-    scheduler: Scheduler, open_client: Callable[[Address], clients.Client], files: FileOperations
+    scheduler: Scheduler, open_client: Callable[[Address], clients.Client], files: DiskOperations
 ) -> Iterator[None]:
     """Run product code under `scheduler`."""
     chance = random.Random(scheduler.random.getrandbits(64))
@@ -44,9 +45,20 @@ def simulated(
     def share(_: random.SystemRandom) -> float:
         return chance.random()
 
+    def process() -> int:
+        return scheduler.process
+
+    def boot() -> str:
+        return f"boot{scheduler.boots}"
+
+    def is_alive(number: int, _start: int) -> bool:
+        return scheduler.is_alive(number)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(clients.substituted(open_client))
         stack.enter_context(file_operations.substituted(files))
+        stack.enter_context(mock.patch.object(open_files, "os", BlockFiles(files)))
+        stack.enter_context(mock.patch.object(blocks, "open_files", files.blocks))
         for name in ("time", "monotonic", "perf_counter"):
             stack.enter_context(mock.patch.object(time, name, read_clock))
         stack.enter_context(mock.patch.object(time, "sleep", scheduler.sleep))
@@ -54,6 +66,17 @@ def simulated(
         stack.enter_context(mock.patch.object(secrets, "token_hex", token))
         stack.enter_context(mock.patch.object(random.SystemRandom, "random", share))
         stack.enter_context(mock.patch.object(os, "cpu_count", return_value=2))
+        stack.enter_context(mock.patch.object(os, "getpid", process))
+        for name, value in (
+            ("_boot", boot),
+            ("_pid_namespace", boot),
+            ("_start_time", _nothing),
+            ("_is_alive", is_alive),
+        ):
+            stack.enter_context(mock.patch.object(temporaries, name, value))
+        stack.enter_context(
+            mock.patch.object(WAITS, "_is_watched", False)
+        )  # by a thread: it would move the clock
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "__init__", _no_threads))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _at_once))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "shutdown", _nothing))

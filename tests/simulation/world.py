@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import shardkit
 from shardkit.errors import ShardkitError
@@ -13,20 +14,29 @@ from shardkit.storage import Repository
 from shardkit.storage.identity import IDENTITY_NAME, Identity
 from shardkit.storage.inventory import walk_versions
 from shardkit.storage.objects import object_name, parse_object_name
+from shardkit.storage.parity.sets import SetRecord
 from shardkit.storage.policy import LocationRecord, Parity, Policy
 from shardkit.storage.remote.addresses import Address
 from shardkit.storage.replicating.placing import Change, place
 from shardkit.testing.memory_store import MemoryStore
 from tests.simulation.buckets import Bucket, BucketClient, Faults, Stored
-from tests.simulation.disks import Disk, DiskOperations
+from tests.simulation.disk_operations import DiskOperations
+from tests.simulation.disks import Disk
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.seams import simulated
 
-__all__ = ["ROOT", "URLS", "Violated", "World", "add_rows", "check_rows", "make_template"]
+__all__ = ["SCHEMA", "SETTINGS", "Snapshot", "Violated", "World", "add_rows", "check_rows", "make_template"]
 
-ROOT: Final = "s3://root"
-URLS: Final = {"root": ROOT, "east": "/east", "west": "s3://west"}
 SCHEMA: Final = {"n": "int64", "text": "str", "kind": "int64"}
+SETTINGS: Final[dict[str, Any]] = {
+    "format": "arrow",
+    "stratify": "kind",
+    "shard_size": 1600,
+    "block_size": 200,
+    "scratch": tempfile.gettempdir(),
+}
+"""Of every build; nothing of it is large enough for scratch files."""
+
 _OBJECTS: Final = "objects/"
 _LOG: Final = "log/"
 
@@ -38,6 +48,8 @@ class Violated(AssertionError):
 class Snapshot(NamedTuple):
     """What a seed starts from."""
 
+    on_disk: bool
+    """Whether the root is a folder, or a bucket."""
     objects: dict[str, dict[str, Stored]]
     archive: dict[str, bytes]
     promised: dict[str, frozenset[int]]
@@ -62,8 +74,7 @@ def check_rows(dataset: shardkit.Dataset) -> frozenset[int]:
         Violated: one is not what was written.
     """
     found = []
-    for sample in range(len(dataset)):
-        row = dataset[sample]
+    for row in dataset:
         if row["text"] != text_of(row["n"]) or row["kind"] != row["n"] % 2:
             raise Violated(f"a reader got a wrong row: {row}")
         found.append(row["n"])
@@ -80,31 +91,40 @@ class World:
         archive: every object that was ever there → its right bytes.
         acknowledged: number of a log entry → the transaction that was told to have made it.
         damaged: names of objects that rotted on the disk.
-        erased: numbers of rows that nobody may find any more.
+        rebuilt: names of those of them of which parity alone was left.
+        erased: numbers of rows that nobody may find any more in the end.
+        gone: those of them of which nothing was left.
         promised: manifest → the numbers of its rows, as who made it knows them.
     """
 
-    def __init__(self, scheduler: Scheduler, faults: Faults, start: Snapshot | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, faults: Faults, start: Snapshot) -> None:
         self.scheduler, self._faults = scheduler, faults
-        self.disk = Disk("east")
         self.buckets = {
-            "root": Bucket("root", keeps_checksums=False),
-            "east": self.disk,
+            "root": Disk("root") if start.on_disk else Bucket("root", keeps_checksums=False),
+            "east": Disk("east"),
             "west": Bucket("west", keeps_checksums=True),
         }
-        self.files = DiskOperations({"east": self.disk}, scheduler, faults)
-        self.archive: dict[str, bytes] = dict(start.archive) if start else {}
+        self.cache = Disk("cache")
+        self.disks = [self.cache, *(bucket for bucket in self.buckets.values() if isinstance(bucket, Disk))]
+        self.urls = {
+            name: bucket.path if isinstance(bucket, Disk) else f"s3://{name}"
+            for name, bucket in self.buckets.items()
+        }
+        self.root = self.urls["root"]
+        self.files = DiskOperations(self.disks, scheduler, faults)
+        self.archive: dict[str, bytes] = dict(start.archive)
         self.acknowledged: dict[int, str] = {}
-        self.promised = dict(start.promised) if start else {}
+        self.promised = dict(start.promised)
         self.damaged: set[str] = set()
+        self.rebuilt: set[str] = set()
         self.erased: set[int] = set()
-        self.next_row = start.rows if start else 0
+        self.gone: set[int] = set()
+        self.next_row = start.rows
         self._needs: dict[str, frozenset[str]] = {}
         self._good: dict[tuple[str, str], tuple[Stored, bool]] = {}
         for bucket in self.buckets.values():
-            bucket.load(start.objects[bucket.name] if start else {})
+            bucket.load(start.objects.get(bucket.name, {}))
             bucket.changed = self._changed
-        scheduler.check = self.check_acknowledged
 
     def open_client(self, address: Address) -> BucketClient:
         """A new connection."""
@@ -148,6 +168,16 @@ class World:
         """Names of all objects that some ref or tag needs."""
         return frozenset().union(*map(self.needs, set(self.head().values())))
 
+    def residue(self) -> list[str]:
+        """Objects that no ref or tag needs, parity aside."""
+        needed = self.needed()
+        return [
+            f"{bucket.name}/{name}"
+            for bucket in self.buckets.values()
+            for name in sorted(bucket.objects)
+            if name.startswith(_OBJECTS) and name not in needed and not name.endswith(".parity")
+        ]
+
     def is_good(self, bucket: Bucket, name: str) -> bool:
         """Whether a bucket holds the right bytes of an object."""
         stored = bucket.objects.get(name)
@@ -162,10 +192,49 @@ class World:
         """Locations with the right bytes of an object."""
         return [bucket.name for bucket in self.buckets.values() if self.is_good(bucket, name)]
 
+    def is_lost(self, name: str) -> bool:
+        """Whether an object is good nowhere, and not for the time being."""
+        return not self.copies(name) and name not in self.rebuilt
+
+    def rebuildable(self) -> str | None:
+        """An object that parity can make again, should all of its copies be lost; None where none is sure to be."""
+        sets = [
+            SetRecord.from_bytes(stored.data, name)
+            for name, stored in sorted(self.buckets["root"].objects.items())
+            if name.startswith("parity/sets/")
+        ]
+        if "v1" not in self.head() or self.rebuilt:  # a set may go with the last version that it belongs to
+            return None
+        of_v1 = self.needs(self.head()["v1"])
+        whole = [
+            members
+            for record in sets
+            if (members := [member.name for member in record.set.members])
+            and of_v1.issuperset(members)
+            and all(self.copies(name) for name in (*members, record.object_at(len(members)).name))
+        ]
+        if not whole:
+            return None
+        return self.scheduler.random.choice(self.scheduler.random.choice(whole))
+
     def acknowledge(self, number: int, txn: str) -> None:
         """Somebody was told that his commit is in the log."""
         self.acknowledged[number] = txn
         self.check_acknowledged()
+
+    def acknowledge_version(self, manifest: str) -> None:
+        """Somebody was told that his version was committed."""
+        entries = (json.loads(data) for name, data in self.archive.items() if name.startswith(_LOG))
+        found = next((entry for entry in entries if manifest in entry["refs"].values()), None)
+        if found is None:
+            raise Violated(f"version {manifest} was acknowledged and no entry of the log names it")
+        self.acknowledge(found["n"], found["txn"])
+
+    def acknowledge_erased(self, numbers: Iterable[int]) -> None:
+        """Somebody was told that rows are erased."""
+        self.erased.update(numbers)
+        if not self.rows_left(self.erased):  # a version that was made meanwhile may hold them, until the end
+            self.gone.update(self.erased)
 
     def check_acknowledged(self) -> None:
         """No acknowledged commit is lost."""
@@ -182,11 +251,22 @@ class World:
         """
         self.scheduler.kill_all()
         self.files.forget()
-        self.disk.cut_power(self.scheduler)
-        for name in sorted(self.disk.objects):
-            if name.startswith(_OBJECTS) and name not in self.damaged and not self.is_good(self.disk, name):
-                raise Violated(f"after a power cut {name} is torn: its name was there before its bytes")
-        lost = [name for name in sorted(self.needed()) if not self.copies(name)]
+        for disk in self.disks:
+            disk.cut_power(self.scheduler)
+            for name in sorted(disk.objects):
+                if (
+                    name.startswith((_OBJECTS, _LOG))
+                    and name not in self.damaged
+                    and not self.is_good(disk, name)
+                ):
+                    raise Violated(f"after a power cut {name} is torn: its name was there before its bytes")
+        for name in sorted(name for name in self.archive if name.startswith(_LOG)):
+            if not self.copies(name):
+                del self.archive[name]  # nobody was told of it, or:
+        self.check_acknowledged()
+        if left := self.rows_left(self.gone):
+            raise Violated(f"after a power cut {left[0]} has rows again that were erased")
+        lost = [name for name in sorted(self.needed()) if self.is_lost(name)]
         if lost:
             raise Violated(f"after a power cut {lost[0]} is nowhere, and a version needs it")
 
@@ -236,12 +316,15 @@ class World:
             self._check_moves(json.loads(before), entry)
         self.archive[name] = after.data
         for manifest in {*entry["refs"].values(), *entry["tags"].values()}:
-            lost = [one for one in sorted(self.needs(manifest)) if not self.copies(one)]
+            lost = [one for one in sorted(self.needs(manifest)) if self.is_lost(one)]
             if lost:
                 raise Violated(f"{name} names {manifest}, of which {lost[0]} is nowhere")
 
     def _check_moves(self, before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> None:
         """Main follows what it was, unless it was built again or rows were erased: no update is lost."""
+        for tag, version in before["tags"].items():
+            if after["tags"].get(tag, version) != version:
+                raise Violated(f"tag {tag} was {version} and is {after['tags'][tag]}")
         old, new = before["refs"].get("main"), after["refs"].get("main")
         if old is None or new is None or old == new:
             return
@@ -262,24 +345,24 @@ class World:
         ]
 
 
-def make_template(parity: bool) -> Snapshot:
+def make_template(*, parity: bool, on_disk: bool) -> Snapshot:
     """The dataset that every seed starts from: shards, an append, a selection, a tag, two more locations."""
     scheduler = Scheduler(0)
     scheduler.is_calm = True
-    world = World(scheduler, Faults())
+    world = World(scheduler, Faults(), Snapshot(on_disk, {}, {}, {}, 0))
     rows = world.take_rows(12)
     with simulated(scheduler, world.open_client, world.files):
-        # put by hand: a new root is tried out by racing threads, which there are none of here
-        world.buckets["root"].put(IDENTITY_NAME, Identity.new().to_bytes(), None, scheduler.now)
-        with shardkit.create(
-            ROOT, SCHEMA, format="arrow", stratify="kind", shard_size=800, block_size=200
-        ) as one:
+        if (
+            not on_disk
+        ):  # put by hand: a new bucket is tried out by racing threads, which there are none of here
+            world.buckets["root"].put(IDENTITY_NAME, Identity.new().to_bytes(), None, scheduler.now)
+        with shardkit.create(world.root, SCHEMA, **SETTINGS) as one:
             add_rows(one, rows)
-        repository = Repository.open(ROOT)
+        repository = Repository.open(world.root)
         repository.commit({}, {"v1": one.manifest.id}, message="v1")
         world.promised[one.manifest.id] = frozenset(rows)
-        locations = tuple(LocationRecord(name, URLS[name], name) for name in ("east", "west"))
+        locations = tuple(LocationRecord(name, world.urls[name], name) for name in ("east", "west"))
         policy = Policy(copies=2, parity=Parity(2) if parity else None, mode="async")
         place(repository, Change(locations=locations, policy=lambda _: policy))
     objects = {name: bucket.objects for name, bucket in world.buckets.items()}
-    return Snapshot(objects, world.archive, world.promised, world.next_row)
+    return Snapshot(on_disk, objects, world.archive, world.promised, world.next_row)

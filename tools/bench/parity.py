@@ -93,7 +93,7 @@ def objects(size: int) -> list[tuple[str, str]]:
             members.append(found)
         one = ParitySet(tuple(members))
         begun, wall = time.process_time(), time.perf_counter()
-        record = encode_set(store, one, [store], (store, store), pool=pool)
+        record = encode_set(store, one, [store], pool=pool)
         encode_s, encode_wall = time.process_time() - begun, time.perf_counter() - wall
         names = [record.object_at(i) for i in range(K + 2)]
         for i in (1, 6):

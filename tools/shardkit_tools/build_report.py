@@ -22,15 +22,15 @@ from shardkit_tools.console import (
 )
 from shardkit_tools.versions import moved_document, moved_facts
 
-__all__ = ["document", "print_result", "progress_text"]
+__all__ = ["document", "print_result", "print_strata", "progress_text"]
 
 _STRATA_SHOWN = 15
 _CLASSES_SHOWN = 4
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}
 
 
-def progress_text(now: Progress) -> str:
-    """One line that says how far a build is."""
+def progress_text(now: Progress, doing: str | None = None) -> str:
+    """One line that says how far a build is, and what it is doing: the phase, unless given."""
     if now.phase == "commit":
         return "committing …"
     left = f", {duration_text(now.seconds_left)} left" if now.seconds_left is not None else ""
@@ -38,7 +38,7 @@ def progress_text(now: Progress) -> str:
         f", scratch {bytes_text(now.scratch_bytes)}" if now.phase == "read" and now.scratch_bytes else ""
     )
     return (
-        f"{_VERBS[now.phase]} {count_text(now.rows, 'sample')}, {bytes_text(now.done_bytes)} of "
+        f"{doing or _VERBS[now.phase]} {count_text(now.rows, 'sample')}, {bytes_text(now.done_bytes)} of "
         f"{bytes_text(now.total_bytes)} ({share_text(now.done_bytes, now.total_bytes)}), "
         f"{bytes_text(int(now.rate))}/s{left}{scratch}"
     )
@@ -136,8 +136,8 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
     print_facts(facts)
     for note in result.notes:
         print_line(f"note: {clean(note)}", "yellow")
-    if not manifest and len(result.strata) > 1:
-        _print_strata(result)
+    if not manifest:
+        print_strata(result.strata, result.rows)
     if result.skipped:
         print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
         for row in result.skipped[:5]:
@@ -148,12 +148,15 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
         print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
 
 
-def _print_strata(result: BuildResult) -> None:
+def print_strata(strata: Mapping[str, int], rows: int) -> None:
+    """The largest strata and their shares; nothing where there is only one."""
+    if len(strata) < 2:
+        return
     print_heading("Strata")
-    largest = sorted(result.strata.items(), key=lambda item: (-item[1], item[0]))
+    largest = sorted(strata.items(), key=lambda item: (-item[1], item[0]))
     print_table(
         ["*stratum", ">samples", ">share"],
-        [(clean(name), count_text(n), share_text(n, result.rows)) for name, n in largest[:_STRATA_SHOWN]],
+        [(clean(name), count_text(n), share_text(n, rows)) for name, n in largest[:_STRATA_SHOWN]],
     )
     if len(largest) > _STRATA_SHOWN:
         print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")

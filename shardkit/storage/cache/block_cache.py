@@ -280,34 +280,25 @@ class BlockCache:
     # Opening
 
     def _check_marker(self) -> None:
+        """Mark the directory as a cache; a mark that a power cut or a full disk has torn is made again."""
         operations = active()
+        marker = operations.open_shared(self._folder, MARKER)
         try:
-            file = operations.open_file(self._folder, MARKER)
-        except FileNotFoundError:
-            self._put_marker()
-            return
-        try:
-            data = operations.read(file, 4096, 0)
+            operations.lock(marker)
+            data = operations.read(marker, 4096, 0)
+            mark = dumps({"format": _FORMAT})
+            if data == mark:
+                return
+            with contextlib.suppress(FormatError):
+                loads(data, 4096)
+                raise UsageError(
+                    f"{self.path}/{MARKER} is not one that this version writes; use another directory, or remove the "
+                    "cache"
+                )
+            operations.truncate(marker, 0)
+            operations.write(marker, memoryview(mark))
         finally:
-            operations.close(file)
-        try:
-            if data and loads(data, 4096) != {"format": _FORMAT}:
-                raise FormatError("another format")
-        except FormatError:
-            raise UsageError(
-                f"{self.path}/{MARKER} is not one that this version writes; use another directory, or remove the cache"
-            ) from None
-
-    def _put_marker(self) -> None:
-        operations = active()
-        try:
-            file = operations.create_file(self._folder, MARKER)
-        except FileExistsError:
-            return
-        try:
-            operations.write(file, memoryview(dumps({"format": _FORMAT})))
-        finally:
-            operations.close(file)
+            operations.close(marker)
 
     def _begin(self) -> None:
         """Alone: account for what the directory holds, and sweep what killed processes left. Else: join."""

@@ -44,8 +44,8 @@ def check_not_collected(
             "run the same command again"
         ) from problem
     try:
-        lost = {name for digest in going for name in read_list(repository.store, digest)}
-        doubtful = {name for digest in gone for name in read_list(repository.store, digest)} - lost
+        lost = {name for digest in sorted(going) for name in read_list(repository.store, digest)}
+        doubtful = {name for digest in sorted(gone) for name in read_list(repository.store, digest)} - lost
         needed = _needed(repository, versions)
     except ShardkitError as error:
         raise CommitConflict(
@@ -53,7 +53,7 @@ def check_not_collected(
             "same command again"
         ) from error
     names = sorted(lost & needed)
-    names += sorted(name for name in doubtful & needed if repository.store.head(name) is None)
+    names += [name for name in sorted(doubtful & needed) if repository.store.head(name) is None]
     if names:
         raise CommitConflict(
             f"{repository.url}: {len(names)} objects that this commit names, such as {names[0]}, are being collected "

@@ -7,11 +7,10 @@ from shardkit.storage.parity.catalogue import find_records, parity_names, read_r
 from shardkit.storage.parity.degraded import ParityReads, with_parity
 from shardkit.storage.parity.encoding import Encoding, encode_sets
 from shardkit.storage.parity.rebuilding import rebuild_range
-from shardkit.storage.parity.sets import ParitySet, SetRecord, parse_code
-from shardkit.storage.parity.streaming import BadSource, restore
+from shardkit.storage.parity.sets import ParitySet, SetRecord
+from shardkit.storage.parity.streaming import restore
 
 __all__ = [
-    "BadSource",
     "Encoding",
     "ParityReads",
     "ParitySet",
@@ -19,7 +18,6 @@ __all__ = [
     "encode_sets",
     "find_records",
     "parity_names",
-    "parse_code",
     "read_record",
     "rebuild_range",
     "restore",

@@ -12,8 +12,8 @@ from shardkit.storage.inventory import take_inventory
 from shardkit.storage.objects import Descriptor
 from shardkit.storage.parity.catalogue import put_record, read_record, sets_of
 from shardkit.storage.parity.galois import MAX_MEMBERS
-from shardkit.storage.parity.sets import MAX_MEMBER_BYTES, ParitySet, SetRecord, VersionRecord
-from shardkit.storage.parity.streaming import BadSource, restore
+from shardkit.storage.parity.sets import ParitySet, SetRecord, VersionRecord
+from shardkit.storage.parity.streaming import restore
 from shardkit.storage.policy import open_locations
 from shardkit.storage.repository import Repository
 from shardkit.storage.store import Store
@@ -32,7 +32,6 @@ class Encoding:
         read_bytes: of members.
         parity_bytes: that were written.
         failed: set → why it has no parity: a member is lost, or a store did not answer.
-        unprotected: names of objects that are too large for a set.
     """
 
     sets: int = 0
@@ -41,7 +40,6 @@ class Encoding:
     read_bytes: int = 0
     parity_bytes: int = 0
     failed: dict[str, str] = field(default_factory=dict)
-    unprotected: tuple[str, ...] = ()
 
 
 def encode_sets(
@@ -49,12 +47,8 @@ def encode_sets(
     manifest_id: str,
     *,
     k: int = 8,
-    stores: Sequence[Store] | None = None,
-    into: Sequence[Store] | None = None,
     pace: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
-    report: Callable[[int, int], None] | None = None,
-    bad_copy: Callable[[Descriptor, BadSource], None] | None = None,
 ) -> Encoding:
     """Give a version parity. What is there already is kept, so a killed call is finished by the next.
 
@@ -62,12 +56,8 @@ def encode_sets(
         repository: The root, open for writing.
         manifest_id: Of a version that lies in it and was not merged.
         k: Members of a set; 2 parity objects each.
-        stores: Where members are read, nearest first; by default the root, then its other locations.
-        into: Where parity objects are put, P and Q in turn; by default the root alone.
         pace: Called with numbers of bytes read; may sleep.
         stopped: Asked between pieces; the call ends with KeyboardInterrupt.
-        report: Called with (sets done, sets in all).
-        bad_copy: Told of each bad copy that was met.
 
     Raises:
         UsageError: The version was merged, or k is out of range.
@@ -80,31 +70,24 @@ def encode_sets(
         raise UsageError(f"version {manifest_id} was merged; give its parts parity, where they lie")
     root = repository.store
     adopting = with_adopted(repository, inventory.manifest).store  # tars that lie outside are members as well
-    sources, targets = list(stores or [adopting, *_copies(repository)]), list(into or [root])
+    sources = [adopting, *_copies(repository)]
     put_record(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
     unsized = inventory.sized(repository)
     chosen = sets_of(inventory, k, unsized)
-    everything = (*inventory.shards, *inventory.indexes, *inventory.rest, *unsized)
-    too_large = tuple(sorted({one.name for one in everything if one.size > MAX_MEMBER_BYTES}))
-    done = Encoding(sets=len(chosen), unprotected=too_large)
+    done = Encoding(sets=len(chosen))
     with ThreadPoolExecutor(min(16, k + 2), thread_name_prefix="shardkit-parity") as pool:
-        for number, one in enumerate(chosen):
-            pair = (targets[2 * number % len(targets)], targets[(2 * number + 1) % len(targets)])
-            if _is_encoded(root, one, targets):
+        for one in chosen:
+            if _is_encoded(root, one):
                 done.kept += 1
             else:
                 try:
-                    encode_set(
-                        root, one, sources, pair, pool=pool, pace=pace, stopped=stopped, bad_copy=bad_copy
-                    )
+                    encode_set(root, one, sources, pool=pool, pace=pace, stopped=stopped)
                 except IntegrityError as error:
                     done.failed[one.id] = str(error)
                 else:
                     done.encoded += 1
                     done.read_bytes += sum(member.size for member in one.members)
                     done.parity_bytes += 2 * one.parity_bytes
-            if report is not None:
-                report(number + 1, len(chosen))
     return done
 
 
@@ -112,34 +95,26 @@ def encode_set(
     root: Store,
     one: ParitySet,
     stores: Sequence[Store],
-    targets: tuple[Store, Store],
     *,
     pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
-    bad_copy: Callable[[Descriptor, BadSource], None] | None = None,
 ) -> SetRecord:
     """P and Q of one set, then its document.
 
     Raises:
         IntegrityError: A member is in none of the stores.
-        StoreError: A target cannot be written.
+        StoreError: The root cannot be written.
     """
-
-    def told(bad: BadSource) -> None:
-        if bad_copy is not None and bad.position < one.k:
-            bad_copy(one.members[bad.position], bad)
-
     wanted: list[Descriptor | None] = [*one.members, None, None]
     made = restore(
         one,
         wanted,
-        {one.k: targets[0], one.k + 1: targets[1]},
+        {one.k: root, one.k + 1: root},
         stores,
         pool=pool,
         pace=pace,
         stopped=stopped,
-        bad_copy=told,
     )
     record = SetRecord(one, (made[0].descriptor.digest, made[1].descriptor.digest))
     put_record(root, one.record_name, record.to_bytes())
@@ -154,23 +129,18 @@ def _copies(repository: Repository) -> list[Store]:
         return []
 
 
-def _is_encoded(root: Store, one: ParitySet, targets: Sequence[Store]) -> bool:
+def _is_encoded(root: Store, one: ParitySet) -> bool:
     """Whether the document of a set is there, and its parity objects with their sizes."""
     try:
         record = read_record(root, one)
     except FormatError:
         return False
-    return record is not None and all(
-        _is_held(record.object_at(one.k + row), (root, *targets)) for row in (0, 1)
-    )
+    return record is not None and all(_is_held(root, record.object_at(one.k + row)) for row in (0, 1))
 
 
-def _is_held(wanted: Descriptor, stores: Sequence[Store]) -> bool:
-    for store in stores:
-        try:
-            stat = store.head(wanted.name)
-        except ShardkitError:
-            continue
-        if stat is not None and stat.size == wanted.size:
-            return True
-    return False
+def _is_held(root: Store, wanted: Descriptor) -> bool:
+    try:
+        stat = root.head(wanted.name)
+    except ShardkitError:
+        return False
+    return stat is not None and stat.size == wanted.size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from shardkit.errors import FormatError, UsageError
+from shardkit.errors import FormatError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
@@ -24,7 +24,6 @@ __all__ = [
     "SetRecord",
     "VersionRecord",
     "form_sets",
-    "parse_code",
     "parse_header",
     "version_record_name",
 ]
@@ -175,27 +174,6 @@ class VersionRecord:
 def version_record_name(manifest_id: str) -> str:
     """Where the document of a version lies below the root."""
     return f"parity/versions/{parse_digest(manifest_id)}.json"
-
-
-def parse_code(text: str) -> int:
-    """Members of a set, from what a policy says: ``"8+2"`` → 8.
-
-    Raises:
-        UsageError: Not of that form, or out of range.
-    """
-    members, plus, parity = text.partition("+")
-    if (
-        plus
-        and parity == "2"
-        and members.isascii()
-        and members.isdigit()
-        and 1 <= int(members) <= MAX_MEMBERS
-    ):
-        return int(members)
-    raise UsageError(
-        f'parity {text!r}: expected "k+2" with k from 1 to {MAX_MEMBERS}, such as "8+2"; two objects of a set may be '
-        "lost, more copies protect against more"
-    )
 
 
 def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:

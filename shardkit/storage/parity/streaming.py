@@ -30,12 +30,11 @@ class BadSource(Exception):
     Attributes:
         position: in the set.
         store: where.
-        result: "wrong", "missing" or "unreadable".
     """
 
-    def __init__(self, position: int, store: Store, result: str, why: str) -> None:
+    def __init__(self, position: int, store: Store, why: str) -> None:
         super().__init__(why)
-        self.position, self.store, self.result = position, store, result
+        self.position, self.store = position, store
 
 
 class _WrongResult(Exception):
@@ -67,11 +66,11 @@ class _Source:
         try:
             data = self.store.get_range(name, self._skip + offset, length)
         except NotFoundError as error:
-            raise BadSource(self.position, self.store, "missing", str(error)) from error
+            raise BadSource(self.position, self.store, str(error)) from error
         except IntegrityError as error:
-            raise BadSource(self.position, self.store, "wrong", str(error)) from error
+            raise BadSource(self.position, self.store, str(error)) from error
         except StoreError as error:
-            raise BadSource(self.position, self.store, "unreadable", str(error)) from error
+            raise BadSource(self.position, self.store, str(error)) from error
         if self._hash is not None:
             self._hash.update(data)
         return np.frombuffer(data, dtype=np.uint8)
@@ -83,11 +82,11 @@ class _Source:
         try:
             stat = self.store.head(self._wanted.name)
         except StoreError as error:
-            raise BadSource(self.position, self.store, "unreadable", str(error)) from error
+            raise BadSource(self.position, self.store, str(error)) from error
         same = f"sha256:{self._hash.hexdigest()}" == self._wanted.digest
         if not same or stat is None or stat.size != self._wanted.size:
             why = f"{self._wanted.name} in {self.store.url} is not what its name says"
-            raise BadSource(self.position, self.store, "wrong", why)
+            raise BadSource(self.position, self.store, why)
 
 
 def restore(
@@ -99,7 +98,6 @@ def restore(
     pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
-    bad_copy: Callable[[BadSource], None] | None = None,
     without: Collection[tuple[int | None, str]] = (),
 ) -> list[Made]:
     """Make objects of a set from k others, wherever those lie; a source that turns out bad is done without.
@@ -112,7 +110,6 @@ def restore(
         pool: For reads at the same time.
         pace: Called with the bytes that were read, before they are used; may sleep.
         stopped: Asked between pieces; KeyboardInterrupt is raised where it says so.
-        bad_copy: Told of each copy that was found bad on the way.
         without: (position, URL of a store) of copies that are known to be bad.
 
     Raises:
@@ -127,7 +124,7 @@ def restore(
         sources: dict[int, Store] = {}
         for i, wanted in enumerate(objects):
             if wanted is not None and i not in targets and len(sources) < one.k:
-                store = _holder(i, wanted, stores, excluded, bad_copy)
+                store = _holder(i, wanted, stores, excluded)
                 if store is not None:
                     sources[i] = store
         if len(sources) < one.k:
@@ -140,8 +137,6 @@ def restore(
             )
         except BadSource as bad:
             excluded.add((bad.position, bad.store.url))
-            if bad_copy is not None:
-                bad_copy(bad)
         except _WrongResult as wrong:
             if is_hashed:
                 raise IntegrityError(
@@ -155,7 +150,6 @@ def _holder(
     wanted: Descriptor,
     stores: Sequence[Store],
     excluded: set[tuple[int | None, str]],
-    bad_copy: Callable[[BadSource], None] | None,
 ) -> Store | None:
     """The nearest store that has an object of the right size, as far as it is known."""
     for store in stores:
@@ -168,9 +162,6 @@ def _holder(
         if stat is not None and stat.size == wanted.size:
             return store
         excluded.add((position, store.url))
-        if stat is not None and bad_copy is not None:
-            why = f"{wanted.name} in {store.url}: {stat.size} bytes, expected {wanted.size}"
-            bad_copy(BadSource(position, store, "wrong", why))
     return None
 
 

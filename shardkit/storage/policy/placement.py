@@ -17,12 +17,10 @@ from shardkit.formats.digest import parse_digest
 from shardkit.storage.policy.policy import Policy
 from shardkit.storage.policy.record import LocationRecord
 
-__all__ = ["ALWAYS_EVERYWHERE", "PLACED", "Placed", "placement"]
+__all__ = ["ALWAYS_EVERYWHERE", "Placed", "placement"]
 
 ALWAYS_EVERYWHERE: Final = frozenset({"manifest", "page", "index", "selection", "sources", "about", "lookup"})
 """Extensions of metadata: small, and without it no shard can be read or verified, so each location has all of it."""
-PLACED: Final = frozenset({"tar", "tar.zst", "arrow", "parity"})
-"""Extensions of what is large: as many copies as the policy says."""
 
 _FRACTION_BITS: Final = 32
 _SCALE_BITS: Final = 64

@@ -84,7 +84,7 @@ def repair_copies(
             break
         left = still
     for one in left:
-        _give_up(holders, found, one, why[one], done)
+        _give_up(found, one, why[one], done)
 
 
 def _from_copies(holders: Holders, bad: BadCopy, pace: Pace) -> Healed:
@@ -152,7 +152,7 @@ def _position(record: SetRecord, name: str) -> int | None:
     return record.position(parse_object_name(name)[0])
 
 
-def _give_up(holders: Holders, found: Survey, bad: BadCopy, why: list[_Failed], done: Repair) -> None:
+def _give_up(found: Survey, bad: BadCopy, why: list[_Failed], done: Repair) -> None:
     told = ", and ".join(map(str, why))
     if not all(one.is_sure for one in why):
         done.unchecked.append(Unchecked(bad.location, bad.name, f"it could not be healed: {told}"))
@@ -182,9 +182,7 @@ def mend_parity(holders: Holders, found: Survey, done: Repair, pace: Pace) -> No
 def _encode(holders: Holders, one: ParitySet, done: Repair, pace: Pace) -> None:
     with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
         try:
-            encode_set(
-                holders.root, one, holders.stores, (holders.root, holders.root), pool=pool, pace=pace.take
-            )
+            encode_set(holders.root, one, holders.stores, pool=pool, pace=pace.take)
         except ShardkitError as error:
             done.unchecked.append(Unchecked("root", one.record_name, f"it has no parity: {error}"))
         else:

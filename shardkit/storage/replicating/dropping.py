@@ -34,7 +34,7 @@ class Drops:
     problems: list[str] = field(default_factory=list)
 
 
-def surplus(table: LocationTable, facts: Facts, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
+def surplus(facts: Facts, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
     """(location, object) of copies that belong to some version and not there; what nothing needs is for `gc`."""
     return [
         (location, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import loads
 from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES, LogEntry
 from shardkit.storage.policy.record import SPARES, table_number
@@ -86,16 +86,3 @@ def _is_sound(data: bytes) -> bool:
     except FormatError:
         return False
     return True
-
-
-def log_lag(root: Store, copy: Store) -> int:
-    """How many entries a copy lacks.
-
-    Raises:
-        StoreError: one of the two failed.
-    """
-    try:
-        held = set(copy.list_after(LOG_PREFIX))
-    except NotFoundError as error:
-        raise StoreError(str(error)) from error
-    return len(set(root.list_after(LOG_PREFIX)) - held)

@@ -328,7 +328,7 @@ def _delete_due(
     table = placing.table
     if table is None:
         return
-    copies = surplus(table, facts, needed)
+    copies = surplus(facts, needed)
     placing.surplus = len(copies)
     since = clock() if table.time.startswith("1970") else seconds_of(table.time)
     placing.due_in_s = max(0, int(since + grace_s - clock())) if copies else 0

@@ -10,11 +10,10 @@ import typer
 from shardkit.errors import UsageError
 from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_tars
-from shardkit_tools.building import Progress
+from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
-    clean,
     count_text,
     duration_text,
     long_work,
@@ -22,8 +21,6 @@ from shardkit_tools.console import (
     print_heading,
     print_json,
     print_line,
-    print_table,
-    share_text,
 )
 from shardkit_tools.copies_options import (
     CopiesOption,
@@ -39,8 +36,6 @@ from shardkit_tools.importers.options import parse_field_types
 from shardkit_tools.versions import moved_document, moved_facts
 
 __all__ = ["adopt"]
-
-_STRATA_SHOWN = 15
 
 
 def adopt(
@@ -119,23 +114,15 @@ def adopt(
         root, location=location, copies=copies, critical=None, parity=parity, mode=mode, dry_run=dry_run
     )
     with long_work() as status:
-        result = adopt_tars(given, root, **settings, progress=lambda now: status.show(_progress(now)))
+        result = adopt_tars(
+            given, root, **settings, progress=lambda now: status.show(progress_text(now, "adopting"))
+        )
     lag = None if dry_run else finish_copies(root)
     if as_json:
         print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
     else:
         _print(result, root, ref)
         print_copies(root, lag)
-
-
-def _progress(now: Progress) -> str:
-    if now.phase == "commit":
-        return "committing …"
-    left = f", {duration_text(now.seconds_left)} left" if now.seconds_left is not None else ""
-    return (
-        f"adopting {count_text(now.rows, 'sample')}, {bytes_text(now.done_bytes)} of {bytes_text(now.total_bytes)} "
-        f"({share_text(now.done_bytes, now.total_bytes)}), {bytes_text(int(now.rate))}/s{left}"
-    )
 
 
 def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
@@ -175,15 +162,7 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     if result.reused:
         facts.append(("reused", f"{count_text(result.reused, 'tar')} of an interrupted run"))
     print_facts(facts)
-    if len(result.strata) > 1:
-        print_heading("Strata")
-        largest = sorted(result.strata.items(), key=lambda item: (-item[1], item[0]))
-        print_table(
-            ["*stratum", ">samples", ">share"],
-            [(clean(name), count_text(n), share_text(n, result.rows)) for name, n in largest[:_STRATA_SHOWN]],
-        )
-        if len(largest) > _STRATA_SHOWN:
-            print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")
+    print_strata(result.strata, result.rows)
     print_heading("What does not hold for adopted data")
     print_facts([(promise.name, promise.text) for promise in result.promises], indent=2)
     if manifest:

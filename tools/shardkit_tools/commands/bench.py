@@ -28,8 +28,6 @@ from shardkit_tools.console import (
 
 __all__ = ["bench"]
 
-_NOT_COMPARED = 3
-
 
 def bench(
     only: Annotated[
