@@ -25,7 +25,6 @@ __all__ = [
 
 # The largest object that one PUT takes on every object store, less room for trailers and incompressible data.
 MAX_SHARD_BYTES = 5 * 2**30 - 16 * 2**20
-"""Bytes of the largest shard."""
 
 MAX_STRATA = 65_536
 

@@ -38,7 +38,6 @@ RUN_BYTES = 64 * 2**20
 """Bytes of a run of scratch that is held in memory, at most and by default."""
 
 MIN_RUN_BYTES = 8 * 2**20
-"""Bytes of the shortest run."""
 
 _RANGE_BYTES = 2**20
 _JOIN_BYTES = 4 * 2**20

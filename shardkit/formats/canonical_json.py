@@ -14,7 +14,6 @@ from shardkit.errors import FormatError, UsageError
 __all__ = ["MAX_DEPTH", "dumps", "loads"]
 
 MAX_DEPTH = 64
-"""Of nested lists and objects."""
 
 _LIMIT = 2**63
 

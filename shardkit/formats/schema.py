@@ -18,10 +18,8 @@ from .encoding import decode_payload, encode_value
 __all__ = ["MAX_FIELDS", "MAX_FIELD_NAME", "RESERVED_NAMES", "FieldType", "Schema"]
 
 MAX_FIELDS = 256
-"""Of a schema."""
 
 MAX_FIELD_NAME = 40
-"""Characters of a name."""
 
 MAX_DIMENSIONS = 8
 MAX_ITEM_BYTES = 2**31 - 1  # a fixed-size list of Arrow counts its items in an int32

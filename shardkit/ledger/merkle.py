@@ -21,7 +21,6 @@ __all__ = [
 ]
 
 HASH_BYTES = 32
-"""Of SHA-256."""
 
 EMPTY_ROOT = hashlib.sha256(b"").digest()
 """Root of a tree without leaves (RFC 6962 §2.1)."""

@@ -39,7 +39,6 @@ RECORD: Final = np.dtype(
 """A merged step: its number, rows, the plan in force, its leaf, and the XXH3-64 of all of these."""
 
 RECORD_BYTES: Final = RECORD.itemsize
-"""Of one `RECORD`."""
 
 SUBSTITUTED: Final = "substituted"
 """Kind of the event of a sample that was handed out in the place of another: `lane`, `slot`, `sample`, `by`."""

@@ -19,7 +19,6 @@ MAX_INTEGER: Final = 2**62
 """Sums of two still fit int64."""
 
 DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
-"""A digest in text."""
 
 
 class Fields:

@@ -33,7 +33,6 @@ MAX_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, without its pages."""
 
 SHARDS_PER_PAGE: Final = 4_096
-"""At most."""
 
 MAX_SHARDS: Final = 2**26
 """16 PiB of 256 MiB shards; the columns of a table of this size still fit the memory of one machine."""

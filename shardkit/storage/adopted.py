@@ -131,7 +131,6 @@ class AdoptedStore:
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole object; see `Store.get`."""
         tar = self._tar(name)
         if tar is None:
             return self._inner.get(name, max_bytes=max_bytes)
@@ -145,11 +144,9 @@ class AdoptedStore:
         return self.get_range(name, 0, stat.size)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Part of an object; see `Store.get_range`."""
         return self.get_ranges(name, [(offset, length)])[0]
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object; see `Store.get_ranges`."""
         tar = self._tar(name)
         if tar is None:
             return self._inner.get_ranges(name, ranges)

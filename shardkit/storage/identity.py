@@ -15,7 +15,6 @@ IDENTITY_NAME: Final = "shardkit.json"
 """Object that makes a root a repository."""
 
 MAX_IDENTITY_BYTES: Final = 64 * 1024
-"""Of it."""
 
 _FORMAT: Final = "shardkit-repository/1"
 _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -60,7 +60,6 @@ class LocalStore:
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole object; see `Store.get`."""
         with self._reading(name) as file:
             size = active().stat_open(file).st_size
             if size > max_bytes:
@@ -72,7 +71,6 @@ class LocalStore:
         return self._whole(name, data, size)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Part of an object; see `Store.get_range`."""
         return self.get_ranges(name, [(offset, length)])[0]
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -87,7 +85,6 @@ class LocalStore:
         return parts
 
     def head(self, name: str) -> ObjectStat | None:
-        """Size of an object; see `Store.head`."""
         try:
             with self._reading(name) as file:
                 return ObjectStat(active().stat_open(file).st_size, None)
@@ -95,11 +92,9 @@ class LocalStore:
             return None
 
     def local_path(self, name: str) -> Path | None:
-        """The object's file; see `Store.local_path`."""
         return None if self.head(name) is None else Path(self._root, name)
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names in byte order; see `Store.list_after`."""
         components = check_prefix(prefix)
         with explained(f"list {prefix or 'objects'} in {self._root}"):
             try:

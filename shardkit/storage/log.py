@@ -29,10 +29,8 @@ __all__ = [
 ]
 
 LOG_PREFIX: Final = "log/"
-"""Folder of the commits."""
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
-"""Of a commit."""
 
 MAX_NAMES: Final = 50_000
 """Most refs and most tags of one repository: the table is in every entry."""

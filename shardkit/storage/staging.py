@@ -42,7 +42,6 @@ class LocalStage:
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; see `Stage.write`."""
         view = memoryview(data).cast("B")
         with explained(f"write {self._file.path}", writing=True):
             self._check_whole()

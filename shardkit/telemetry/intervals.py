@@ -22,7 +22,6 @@ __all__ = [
 ]
 
 WINDOW_S: Final = 60.0
-"""Seconds that rules look back."""
 
 _LEAST_INTERVALS: Final = 4
 BUSY: Final = ("data_s", "prepare_s", "compute_s", "update_s")

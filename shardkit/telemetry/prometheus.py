@@ -83,7 +83,6 @@ METRICS: Final = (
     _one("shardkit_process_resident_bytes", "Memory of the process", "process.resident_bytes", gauge=True),
     _one("shardkit_telemetry_errors", "Sources that raised when they were polled", "telemetry.errors"),
 )  # fmt: skip
-"""Every metric that is exported."""
 
 _HEARTBEAT: Final = ("shardkit_heartbeat_timestamp_seconds", "When the rank was last heard of")
 _ANOMALY: Final = ("shardkit_anomalies", "Anomalies that are found now, by kind")

@@ -3,8 +3,6 @@
 The truth that reading is held to is the samples that went in, never another output of the code under test.
 """
 
-# ruff: noqa: D102 (the names of tests say what they test)
-
 from __future__ import annotations
 
 import dataclasses

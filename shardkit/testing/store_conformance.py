@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (the names of the tests say what a store must do)
 """What every store must do, as tests: subclass `StoreConformance`, give it a store, and let pytest run it.
 
 ::

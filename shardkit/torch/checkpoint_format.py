@@ -29,7 +29,6 @@ REF_BYTES = 4096
 """Of the document that names a checkpoint, at most."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,79}")
-"""A name of a checkpoint."""
 
 
 def as_store(location: Store | str | os.PathLike[str]) -> Store:

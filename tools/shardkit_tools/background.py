@@ -37,7 +37,6 @@ BetweenOption = Annotated[
         help="Only at this time of day, such as 22:00-06:00; waits until then.",
     ),
 ]
-"""At which hours to work."""
 
 _LINE_EVERY_S = 30.0
 

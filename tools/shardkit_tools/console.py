@@ -45,7 +45,6 @@ __all__ = [
 ]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-"""Whether to print JSON."""
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _ID_DIGITS = 12

@@ -39,7 +39,6 @@ LocationOption = Annotated[
         help="Another place for copies: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
     ),
 ]
-"""Places for copies."""
 
 CopiesOption = Annotated[
     int | None,
@@ -51,7 +50,6 @@ CopiesOption = Annotated[
         help="In distinct failure domains, ROOT's among them.",
     ),
 ]
-"""How many copies."""
 
 CriticalOption = Annotated[
     list[str] | None,
@@ -62,7 +60,6 @@ CriticalOption = Annotated[
         help="More copies of shards with this stratum; may be repeated.",
     ),
 ]
-"""Strata with more of them."""
 
 ParityOption = Annotated[
     str | None,
@@ -73,7 +70,6 @@ ParityOption = Annotated[
         help="Sets of K shards with 2 parity objects, such as 8+2.",
     ),
 ]
-"""Parity of the policy."""
 
 ModeOption = Annotated[
     str | None,

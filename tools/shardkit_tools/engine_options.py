@@ -25,7 +25,6 @@ EngineOption = Annotated[
         help="This machine, or a Ray cluster; the result is the same.",
     ),
 ]
-"""Who does the work."""
 
 AddressOption = Annotated[
     str | None,
@@ -36,4 +35,3 @@ AddressOption = Annotated[
         help="Of a running Ray cluster, or auto; without it --engine ray starts one here.",
     ),
 ]
-"""Where the cluster is."""

@@ -15,7 +15,6 @@ __all__ = ["MAX_MEMBERS", "recover", "sums"]
 Bytes = NDArray[np.uint8]
 
 MAX_MEMBERS: Final = 128
-"""Of a parity set."""
 
 _POLYNOMIAL: Final = 0x11D
 _REDUCTION: Final = np.uint8(_POLYNOMIAL & 0xFF)

@@ -23,16 +23,13 @@ MAX_ATTESTATION_BYTES: Final = 16 * 2**10
 
 _FORMAT: Final = "shardkit-attestation/1"
 TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
-"""UTC, as in attestations."""
 
 WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 """A name of a location or of who looked."""
 
 RESULT: Final = re.compile(r"good|wrong|missing|healed")
-"""What was found."""
 
 LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
-"""How deep somebody looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

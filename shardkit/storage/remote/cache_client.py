@@ -52,7 +52,6 @@ class CacheClient:
         return self._address.url
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """A block; see `Store.get`."""
         check_name(name)
         try:
             return self._request(name, max_bytes)

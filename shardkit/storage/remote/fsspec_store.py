@@ -90,7 +90,6 @@ class FsspecStore:
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole object; see `Store.get`."""
         self._check_name(name)
         size = self._size(name)
         if size > max_bytes:
@@ -100,11 +99,9 @@ class FsspecStore:
         return self._read(name, 0, size)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Part of an object; see `Store.get_range`."""
         return self.get_ranges(name, [(offset, length)])[0]
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object; see `Store.get_ranges`."""
         self._check_name(name)
         check_ranges(name, ranges)
         if not ranges:
@@ -119,7 +116,6 @@ class FsspecStore:
         return [self._read(name, offset, length) for offset, length in ranges]
 
     def head(self, name: str) -> ObjectStat | None:
-        """Size of an object; see `Store.head`."""
         self._check_name(name)
         try:
             return ObjectStat(self._size(name), None)
@@ -132,7 +128,6 @@ class FsspecStore:
         return None
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names in byte order; see `Store.list_after`."""
         check_prefix(prefix)
         system, root = self._system()
 
@@ -160,14 +155,12 @@ class FsspecStore:
             return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put good bytes over bad ones; see `Store.replace`."""
         self._check_name(name)
         self._check_writable(name)
         with self._lock:
             self._put(name, data)
 
     def delete(self, name: str) -> None:
-        """Remove; see `Store.delete`."""
         self._check_name(name)
         self._check_writable(name)
         system, root = self._system()

@@ -116,7 +116,6 @@ class ObjectStore:
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole object; see `Store.get`."""
         self._check_name(name)
         size, data = self._try(name, "read", lambda client: client.get(name, max_bytes))
         if size > max_bytes:
@@ -127,7 +126,6 @@ class ObjectStore:
         return bytes(data)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Part of an object; see `Store.get_range`."""
         return bytes(self.read_range(name, offset, length))
 
     def read_range(self, name: str, offset: int, length: int) -> Buffer:
@@ -174,7 +172,6 @@ class ObjectStore:
         return None
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names in byte order; see `Store.list_after`."""
         check_prefix(prefix)
         last, what, since = after, prefix or "objects", WAITS.now()
         problem = Failure("no-answer", "")
@@ -218,13 +215,11 @@ class ObjectStore:
         return self._put_if_absent(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put good bytes over bad ones; see `Store.replace`."""
         self._check_name(name)
         self._check_put(name, len(data))
         self._try(name, "write", lambda client: client.put(name, data, write_id=None))
 
     def delete(self, name: str) -> None:
-        """Remove; see `Store.delete`."""
         self._check_name(name)
         self._check_writable(name)
         self._try(name, "delete", lambda client: client.delete(name))

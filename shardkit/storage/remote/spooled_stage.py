@@ -46,7 +46,6 @@ class SpooledStage:
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; see `Stage.write`."""
         view = memoryview(data).cast("B")
         if self._size + len(view) > self._max_bytes:
             raise UsageError(
@@ -64,7 +63,6 @@ class SpooledStage:
         return len(view)
 
     def publish(self, name: str, *, replace: bool = False) -> bool:
-        """Put the bytes; see `Stage.publish`."""
         check_name(name)
         self._check_whole()
         with explained(f"read a temporary file in {tempfile.gettempdir()}"), self._mapped() as data:

@@ -139,4 +139,3 @@ class Waits:
 
 
 WAITS: Final = Waits()
-"""Of this process."""

@@ -28,7 +28,6 @@ from shardkit.errors import ConfigurationError, RunError, ShardkitError
 __all__ = ["ENGINES", "Engine", "LocalEngine", "Report", "Worker", "open_engine", "run_here"]
 
 ENGINES = ("local", "ray")
-"""Names that `open_engine` knows."""
 
 Report = Callable[[int, int], None]
 """Called by work with (rows, bytes) done since the last call."""

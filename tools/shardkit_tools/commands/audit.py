@@ -104,7 +104,6 @@ audit = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-"""The group of audit commands."""
 
 
 # ---- audit RUN

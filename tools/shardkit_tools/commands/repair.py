@@ -39,7 +39,6 @@ LocationOption = Annotated[
         help="A further place with copies, beside those that the root knows; may be given again.",
     ),
 ]
-"""Further places with copies."""
 
 
 class RepairLevel(StrEnum):

@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 KEY = "__key__"
-"""Column that holds keys."""
 
 RowOrError = dict[str, object] | SourceError
 """A row, or why there is none."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["TOKENS", "TextTokenizer", "find_text_field"]
 
 TOKENS = "tokens"
-"""Field that a tokenizer makes."""
 
 _MAX_FILE_BYTES = 512 * 2**20
 
