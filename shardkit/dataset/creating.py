@@ -13,7 +13,7 @@ from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
 from shardkit.dataset.part_files import FOLDER as PARTS
 from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
-from shardkit.dataset.ref_moves import Standing, standing_refs
+from shardkit.dataset.ref_moves import Standing, block_size_for, standing_refs
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.dataset.version_writing import write_version
@@ -35,7 +35,7 @@ def create(
     format: str = "tar",
     compression: str = "none",
     shard_size: int | str = "256MiB",
-    block_size: int | str = "1MiB",
+    block_size: int | str | None = None,
     seed: int = 0,
     shuffle: bool = True,
     classes: Sequence[str] = (),
@@ -65,7 +65,7 @@ def create(
         format: ``"tar"`` or ``"arrow"``.
         compression: ``"none"``, ``"zstd"``, ``"zstd:9"`` or, for arrow, ``"lz4"``.
         shard_size: raw bytes per shard.
-        block_size: raw bytes per block.
+        block_size: raw bytes per block; by default those of the version that `ref` names, else 256 KiB.
         seed: of the shuffle.
         shuffle: False keeps the order of adding within each stratum.
         classes: names of the values 0, 1, … of the field ``label``.
@@ -94,7 +94,7 @@ def create(
         format=format,
         compression=compression,
         shard_size=shard_size,
-        block_size=block_size,
+        block_size=block_size_for(root, ref, block_size),
         seed=seed,
         shuffle=shuffle,
         split=split,

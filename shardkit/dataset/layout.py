@@ -6,6 +6,7 @@ Everything here is numpy over one entry per row; no payload is seen, nothing is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from shardkit.errors import UsageError
 from shardkit.ranges import Range
 
 __all__ = [
+    "BLOCK_BYTES",
     "MAX_SHARD_BYTES",
     "Layout",
     "LayoutSettings",
@@ -49,6 +51,10 @@ class RowTable:
         return len(self.stratum)
 
 
+BLOCK_BYTES: Final = 2**18
+"""Raw bytes per block of new datasets: a loader has some hundred blocks in memory. 1 MiB in 0.1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSettings:
     """Settings that the layout depends on; sizes in raw bytes."""
@@ -56,7 +62,7 @@ class LayoutSettings:
     seed: int = 0
     shuffle: bool = True
     shard_size: int = 256 * 2**20
-    block_size: int = 2**20
+    block_size: int = BLOCK_BYTES
 
     def __post_init__(self) -> None:
         Range(0, 2**63 - 1).check("seed", self.seed)

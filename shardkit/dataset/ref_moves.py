@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardkit.errors import CommitConflict, ShardkitError, UsageError
+from shardkit.dataset.layout import BLOCK_BYTES
+from shardkit.dataset.sizes import parse_size
+from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
 from shardkit.storage import LogEntry, Repository
 
-__all__ = ["NOT_MOVED", "Moved", "Standing", "move_refs", "standing_refs"]
+__all__ = ["NOT_MOVED", "Moved", "Standing", "block_size_for", "move_refs", "standing_refs"]
 
 Standing = Mapping[str, str | None]
 """Ref → the manifest id that it names, None where there is no such ref."""
@@ -47,11 +50,11 @@ def standing_refs(
         return None
     now = repository.refs
     for name in refs if schema is not None else ():
-        held = _schema(repository, now.get(name))
-        if held is not None and held != schema:
+        held = _manifest(repository, now.get(name))
+        if held is not None and held.schema != schema:
             raise UsageError(
-                f"ref {name!r} of {repository.url} names {now[name]}, samples of another schema ({held}; these are "
-                f"{schema}); give another --ref (ref=), or replace it with --replace (replace=True)"
+                f"ref {name!r} of {repository.url} names {now[name]}, samples of another schema ({held.schema}; "
+                f"these are {schema}); give another --ref (ref=), or replace it with --replace (replace=True)"
             )
     return {name: now.get(name) for name in refs}
 
@@ -102,12 +105,24 @@ def _conflict(
     return error
 
 
-def _schema(repository: Repository, manifest_id: str | None) -> Schema | None:
+def block_size_for(root: str | os.PathLike[str], ref: str, given: int | str | None) -> int:
+    """Raw bytes per block: as given, else those of the version that a ref names, else those of new datasets."""
+    if given is not None:
+        return parse_size(given)
+    try:
+        repository = Repository.open(root)
+    except (NotFoundError, UsageError):  # nothing is there yet
+        return BLOCK_BYTES
+    held = _manifest(repository, repository.refs.get(ref))
+    return BLOCK_BYTES if held is None else int(held.build.get("block_size", BLOCK_BYTES))
+
+
+def _manifest(repository: Repository, manifest_id: str | None) -> Manifest | None:
     """Of a version; None where it cannot be read: whoever repairs it by building it again must be able to."""
     if manifest_id is None:
         return None
     try:
         data = repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES)
-        return Manifest.from_bytes(data).schema
+        return Manifest.from_bytes(data)
     except ShardkitError:
         return None

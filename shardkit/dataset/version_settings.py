@@ -11,7 +11,7 @@ from typing import Any
 from shardkit.dataset.about import About, given_about
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.layout import LayoutSettings
+from shardkit.dataset.layout import BLOCK_BYTES, LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import Split, folder_split, parse_split
@@ -35,7 +35,7 @@ class VersionSettings:
     format: str = "tar"
     compression: str = "none"
     shard_size: int | str = "256MiB"
-    block_size: int | str = "1MiB"
+    block_size: int | str | None = None
     seed: int = 0
     shuffle: bool = True
     split: Mapping[str, float | str] | None = None
@@ -60,7 +60,7 @@ class VersionSettings:
             seed=self.seed,
             shuffle=self.shuffle,
             shard_size=parse_size(self.shard_size),
-            block_size=parse_size(self.block_size),
+            block_size=BLOCK_BYTES if self.block_size is None else parse_size(self.block_size),
         )
 
     def encoder(

@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.ref_moves import NOT_MOVED, Moved, move_refs, standing_refs
-from shardkit.dataset.sizes import parse_size
+from shardkit.dataset.ref_moves import NOT_MOVED, Moved, block_size_for, move_refs, standing_refs
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
@@ -69,7 +68,7 @@ def adopt(
     *,
     field_types: Mapping[str, str] | None = None,
     stratify: str | Sequence[str] | None = None,
-    block_size: int | str = "1MiB",
+    block_size: int | str | None = None,
     ref: str = "main",
     replace: bool = False,
     message: str = "",
@@ -91,7 +90,7 @@ def adopt(
         root: where the dataset is or is to be; only indexes, manifest and places are written to it.
         field_types: field → type that replaces the inferred one.
         stratify: field or fields by which runs of rows are told apart; runs must have 8 rows and more.
-        block_size: bytes that a block aims at.
+        block_size: bytes that a block aims at; by default those of the version that `ref` names, else 256 KiB.
         ref: the ref that is moved.
         replace: see `shardkit_tools.build`.
         message: of the commit.
@@ -117,7 +116,7 @@ def adopt(
     schema = _schema(files, field_types or {})
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
     _check_axes(axes, schema)
-    adopting = _Adopting(files, schema, axes, parse_size(block_size), doing, progress)
+    adopting = _Adopting(files, schema, axes, block_size_for(root, ref, block_size), doing, progress)
     if dry_run:
         return adopting.count()
     repository = Repository.create(root)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardkit.dataset.about import About
+from shardkit.dataset.ref_moves import block_size_for
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.formats import Schema
@@ -40,7 +41,7 @@ def build(
     format: str = "tar",
     compression: str = "none",
     shard_size: int | str = "256MiB",
-    block_size: int | str = "1MiB",
+    block_size: int | str | None = None,
     seed: int = 0,
     shuffle: bool = True,
     split: Mapping[str, float | str] | None = None,
@@ -82,7 +83,7 @@ def build(
         format: ``"tar"`` or ``"arrow"``.
         compression: ``"none"``, ``"zstd"``, ``"zstd:9"`` or, for arrow, ``"lz4"``.
         shard_size: raw bytes per shard.
-        block_size: raw bytes per block.
+        block_size: raw bytes per block; by default those of the version that `ref` names, else 256 KiB.
         seed: of the shuffle.
         shuffle: False keeps the order of the source within each stratum.
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all. Where the
@@ -133,7 +134,7 @@ def build(
         format=format,
         compression=compression,
         shard_size=shard_size,
-        block_size=block_size,
+        block_size=block_size_for(root, ref, block_size),
         seed=seed,
         shuffle=shuffle,
         split=split,

@@ -59,8 +59,13 @@ def adopt(
         typer.Option("--schema", metavar="FIELD=TYPE", help="Instead of the inferred type; may be repeated."),
     ] = None,
     block_size: Annotated[
-        str, typer.Option("--block-size", metavar="SIZE", help="Bytes that a block aims at.")
-    ] = "1MiB",
+        str | None,
+        typer.Option(
+            "--block-size",
+            metavar="SIZE",
+            help="Bytes that a block aims at; by default those of the ref as it stands, else 256KiB.",
+        ),
+    ] = None,
     ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that is moved.")] = "main",
     replace: Annotated[
         bool,

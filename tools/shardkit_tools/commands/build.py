@@ -193,9 +193,14 @@ def build(
         typer.Option("--shard-size", metavar="SIZE", rich_help_panel="Shards", help="Raw bytes per shard."),
     ] = "256MiB",
     block_size: Annotated[
-        str,
-        typer.Option("--block-size", metavar="SIZE", rich_help_panel="Shards", help="Raw bytes per block."),
-    ] = "1MiB",
+        str | None,
+        typer.Option(
+            "--block-size",
+            metavar="SIZE",
+            rich_help_panel="Shards",
+            help="Raw bytes per block; by default those of the ref as it stands, else 256KiB.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", rich_help_panel="Shards", help="Of the shuffle.")] = 0,
     shuffle: Annotated[
         bool,
