@@ -62,7 +62,7 @@ class Checkpointer:
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._damaged: set[str] = set()
         self._distrust = False  # something was damaged: what is saved must not build on objects that are
         self.last_saved_step = -1
@@ -90,8 +90,12 @@ class Checkpointer:
             self._copied.clear()
             strategy.before_update = self._copied.wait
         # the group is this save's and is never looked up again: the ranks may have changed meanwhile
-        work = (step, state, later, dict(meta), self._group)
-        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(step, state, later, dict(meta), self._group),
+            name="checkpoint",
+            daemon=True,
+        )
         self._thread.start()
         if wait or not self._asynchronous:
             self.wait()
@@ -107,8 +111,7 @@ class Checkpointer:
         Raises:
             RunError: it does not end.
         """
-        # Whoever has failed already lets go of the group, so that its sockets close and nobody waits for it.
-        self._group, self._error = None, None
+        self._group = None  # a save that runs has the last reference, and its sockets close with that
         gc.collect()
         if self._thread is not None:
             self._thread.join(patience_s)
@@ -128,10 +131,7 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            first = _first(error)
-            if is_collective_failure(first):  # a rank is gone: that is told, or survived, elsewhere
-                raise RuntimeError(str(first)) from error
-            raise RunError(f"checkpoint was not saved; the ones before it are intact: {first}") from error
+            raise error
 
     def _stage(self, entries: Sequence[Entry], state: State) -> None:
         """Put copies of this rank's parts into ``state``; their memory is kept, since fresh pages cost more."""
@@ -166,8 +166,17 @@ class Checkpointer:
                     prune_checkpoints(self._store, self._keep)
                 self._replicas.copy(self._store, name, self._keep)
             dist.barrier(group)
-        except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; it is raised again by `wait`
-            self._error = error
+        except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; `wait` raises what is kept
+            first = _first(error)
+            told = f"checkpoint was not saved; the ones before it are intact: {first}"
+            # where a rank is gone: that is told, or survived, elsewhere
+            self._error = RuntimeError(str(first)) if is_collective_failure(first) else RunError(told)
+            del first
+        if self._error is not None:
+            # Other ranks wait in the group for this one until its sockets close, and hold what this rank's own thread
+            # waits for: it goes with this thread, not when that one asks. Frames of a failure refer to it in circles.
+            self._group = None
+            gc.collect()
 
     def load_newest(self, strategy: Strategy, last: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole; collective.
