@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from shardkit.dataset.copies import find_copies
 from shardkit.dataset.erasing_copies import delete_from_copies
+from shardkit.dataset.erasing_parity import delete_parity
 from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
 from shardkit.dataset.rewriting import Rewriter
 from shardkit.dataset.store_survey import StoreSurvey
@@ -24,8 +25,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.manifest import Manifest, merge
-from shardkit.storage import Repository, Version, find_part, object_name, parse_object_name, put_manifest
-from shardkit.storage.parity import sets_that_hold
+from shardkit.storage import Repository, Version, find_part, put_manifest
 from shardkit.storage.temporaries import FOLDER
 
 __all__ = ["erase_rows", "finish_erasures", "plan_erasure"]
@@ -247,28 +247,12 @@ def _delete(repository: Repository, report: ErasureReport) -> None:
         return
     survey = StoreSurvey(repository)
     live = survey.live(without=set(report.versions))
-    _delete_parity(repository, report, live)
+    delete_parity(repository, report, live)
     for name in report.objects:
         if name not in live:
             repository.store.delete(name)
     report.objects = sorted(set(report.objects) - live)
     delete_from_copies(repository, report.objects, live, report.not_reached)
-
-
-def _delete_parity(repository: Repository, report: ErasureReport, live: set[str]) -> None:
-    """Parity of a set gives its members back: it goes before they do (parity SPEC.md §6)."""
-    store = repository.store
-    if next(iter(store.list_after("parity/sets/")), None) is None and not any(
-        name.endswith(".parity") for name in store.list_after("objects/")
-    ):
-        return
-    gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
-    for record in list(sets_that_hold(store, gone)):
-        names = [object_name(digest, "parity") for digest in record.parity]
-        for name in names:
-            store.delete(name)
-            _add(report.objects, name)
-        store.delete(record.set.record_name)
 
 
 def _scratch(repository: Repository) -> list[str]:

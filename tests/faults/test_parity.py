@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
+from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.storage import LocalStore, Repository, load_manifest
@@ -35,6 +36,7 @@ from shardkit.storage.parity import (
 from shardkit.storage.parity.encoding import encode_set
 from shardkit.storage.parity.galois import recover, sums
 from shardkit.storage.parity.sets import ParitySet, SetRecord, form_sets, parse_header
+from shardkit.storage.repairing import repair
 from shardkit.testing.memory_store import MemoryStore
 
 # An independent GF(2⁸): polynomials as integers, multiplied bit by bit, as the definition says.
@@ -353,6 +355,24 @@ def test_a_dataset_with_parity_is_read_through_damage(tmp_path: Path, damage: st
     assert len(seen) == len(set(seen.tolist())) == 288
     assert stats["remote_rebuilt"] > 0
     assert sorted(values(tmp_path)) == list(range(300))
+
+
+def test_an_erasure_leaves_the_parity_that_another_shard_lives_by(tmp_path: Path) -> None:
+    repository = make(tmp_path)
+    encode_sets(repository, repository.resolve(), k=4)
+    table = load_manifest(repository, repository.resolve()).table
+    shards = [table.digest_text(shard) for shard in range(len(table))]
+    record = next(one for one in find_records([repository.store]) if one.set.members[0].digest in shards)
+    erased, beside = record.set.members[:2]
+    before = values(tmp_path)
+    row = int(table.rows[: shards.index(erased.digest)].sum())
+    (tmp_path / beside.name).unlink()
+    with pytest.raises(IntegrityError, match="run: shardkit repair"):
+        erase(str(tmp_path), rows=[row], reason="asked for")
+    assert repair(str(tmp_path), level="read").lost == []
+    resume_erasures(str(tmp_path))
+    assert sorted(values(tmp_path)) == sorted(set(before) - {before[row]})
+    assert not (tmp_path / erased.name).exists()
 
 
 def test_it_survives_pickling_and_forks(tmp_path: Path) -> None:

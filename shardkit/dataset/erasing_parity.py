@@ -1,0 +1,66 @@
+"""The parity of erased rows: it goes before they do, and never while anything else lives by it."""
+
+from __future__ import annotations
+
+from shardkit.dataset.erasure_journal import ErasureReport
+from shardkit.errors import IntegrityError
+from shardkit.storage import Repository, object_name, parse_object_name
+from shardkit.storage.parity import SetRecord, sets_that_hold
+from shardkit.storage.policy import read_table
+from shardkit.storage.policy.opening import root_store
+from shardkit.storage.policy.table import first_root
+from shardkit.storage.replicating.dropping import is_good_now
+from shardkit.storage.replicating.facts import open_all
+from shardkit.storage.replicating.pacing import Pace
+
+__all__ = ["delete_parity"]
+
+_MOST_LOST = 2  # that a set gives back
+
+
+def delete_parity(repository: Repository, report: ErasureReport, live: set[str]) -> None:
+    """Delete the parity of every set that holds what is erased: it gives its members back (parity SPEC.md §6).
+
+    Args:
+        repository: open for writing.
+        report: names of what is deleted; gets those of the parity.
+        live: names of all objects that some version needs.
+
+    Raises:
+        IntegrityError: an object that stays is good nowhere, and this parity can still make it again.
+    """
+    store = repository.store
+    if next(iter(store.list_after("parity/sets/")), None) is None and not any(
+        name.endswith(".parity") for name in store.list_after("objects/")
+    ):
+        return
+    gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
+    records = list(sets_that_hold(store, gone))
+    for record in records:
+        _check_others(repository, record, live)
+    for record in records:
+        for digest in record.parity:
+            name = object_name(digest, "parity")
+            store.delete(name)
+            if name not in report.objects:
+                report.objects.append(name)
+        store.delete(record.set.record_name)
+
+
+def _check_others(repository: Repository, record: SetRecord, live: set[str]) -> None:
+    root = root_store(repository.store)
+    table = read_table(root, repository.id)
+    facts = open_all(repository, table.locations if table else (first_root(root),))
+    pace = Pace()
+    lost = [
+        name
+        for name in (record.object_at(position).name for position in range(record.set.k + _MOST_LOST))
+        if not any(is_good_now(location, name, pace) for location in facts.stores.values())
+    ]
+    needed = [name for name in lost if name in live]
+    if needed and len(lost) <= _MOST_LOST:
+        raise IntegrityError(
+            f"{needed[0]} is good in no location of {repository.url} that answers, and can be made again from parity "
+            f"that would go with the erased rows; run: shardkit repair {repository.url}, then shardkit remove "
+            f"{repository.url} --resume"
+        )
