@@ -127,8 +127,11 @@ class Disk(Bucket):
                 if isinstance(node, Folder):
                     survivors(node)
                 elif bytes(node.data) != node.synced:
-                    kept = scheduler.random.randrange(len(node.synced), len(node.data) + 1)
-                    node.synced = bytes(node.data[:kept])
+                    if len(node.data) >= len(node.synced):
+                        kept = scheduler.random.randrange(len(node.synced), len(node.data) + 1)
+                        node.synced = bytes(node.data[:kept])
+                    elif scheduler.random.random() < 0.5:  # it was cut
+                        node.synced = bytes(node.data)
                     node.data = bytearray(node.synced)
 
         survivors(self.root)

@@ -295,7 +295,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "repair believes what is there": _replaced(checking, "check_copy", _looked_at),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(Journal, "begin", _nothing),
-    "erasing leaves the parity": _replaced(erasing, "_delete_parity", _nothing),
+    "erasing leaves the parity": _replaced(erasing, "delete_parity", _nothing),
     "repair passes over indexes": _placed(".index"),
     "replication forgets pages": _needs(".page"),
 }

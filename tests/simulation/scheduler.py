@@ -30,10 +30,12 @@ class Deadlock(AssertionError):
 class Actor:
     """A process of the simulation: work that may be killed, and is then begun again."""
 
-    def __init__(self, name: str, work: Callable[[], None], *, kills: int) -> None:
+    def __init__(self, name: str, work: Callable[[], None], *, kills: int, skew_s: float = 0.0) -> None:
         self.name, self.work = name, work
         self.is_mortal = kills > 0
         self.kills_left = kills
+        self.skew_s = skew_s
+        """How far the clock of its machine is ahead."""
         self.process = 0
         """Its number; another one each time that it begins again."""
         self.is_dead = False
@@ -135,6 +137,10 @@ class Scheduler:
         """The number of the process that asks."""
         actor = self._running
         return 1 if actor is None else actor.process
+
+    def time(self) -> float:
+        """Seconds since 1970, as the machine of the process that asks has them."""
+        return self.now + (self._running.skew_s if self._running else 0.0)
 
     def is_alive(self, process: int) -> bool:
         """Whether a process is."""

@@ -59,7 +59,8 @@ def simulated(
         stack.enter_context(file_operations.substituted(files))
         stack.enter_context(mock.patch.object(open_files, "os", BlockFiles(files)))
         stack.enter_context(mock.patch.object(blocks, "open_files", files.blocks))
-        for name in ("time", "monotonic", "perf_counter"):
+        stack.enter_context(mock.patch.object(time, "time", scheduler.time))
+        for name in ("monotonic", "perf_counter"):
             stack.enter_context(mock.patch.object(time, name, read_clock))
         stack.enter_context(mock.patch.object(time, "sleep", scheduler.sleep))
         stack.enter_context(mock.patch.object(uuid, "uuid4", new_id))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from shardkit.errors import ShardkitError
-from tests.simulation.actors import MISFORTUNES, WORK, settle
+from tests.simulation.actors import DAY, MISFORTUNES, WORK, settle
 from tests.simulation.buckets import Faults
 from tests.simulation.scheduler import Actor, Killed, Scheduler
 from tests.simulation.seams import simulated
@@ -66,15 +68,18 @@ def simulate(seed: int, muted: Collection[int] = (), absent: Collection[str] = (
     actors = []
     for number in range(scheduler.random.randint(2, 4)):
         work = scheduler.random.choice(WORK)
-        actors.append(Actor(f"{work.__name__}-{number}", tried(work), kills=2))
+        skew_s = scheduler.random.choice((0.0, 0.0, -3_600.0, 3.0 * DAY))
+        actors.append(Actor(f"{work.__name__}-{number}", tried(work), kills=2, skew_s=skew_s))
     for number in range(scheduler.random.randint(0, 3)):
         fate = scheduler.random.choice(MISFORTUNES)
         actors.append(Actor(f"{fate.__name__}-{number}", tried(fate), kills=0))
-    actors = [actor for actor in actors if actor.name not in absent]
+    for actor in actors:  # some begin when a collection that marks garbage now deletes it
+        late = scheduler.random.choice((False, False, True))
+        actor.wakes_at = scheduler.now + (1.5 * DAY + 5.0 * scheduler.random.random() if late else 0.0)
     problem = ""
     with simulated(scheduler, world.open_client, world.files):
         try:
-            scheduler.run(actors)
+            scheduler.run([actor for actor in actors if actor.name not in absent])
             scheduler.is_calm = True
             scheduler.trace.append("==== faults have stopped")
             settle(world)
@@ -82,7 +87,8 @@ def simulate(seed: int, muted: Collection[int] = (), absent: Collection[str] = (
         except Violated as error:
             problem = str(error)
         except (Exception, Killed) as error:
-            problem = f"{type(error).__name__}: {error}"
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
     return Outcome(problem, scheduler.trace, scheduler.drawn, errors, tuple(actor.name for actor in actors))
 
 
@@ -91,7 +97,7 @@ def shorten(seed: int, found: Outcome, attempts: int = 200) -> Outcome:
     absent: set[str] = set()
     for name in found.actors:
         again = simulate(seed, absent={*absent, name})
-        if again.problem:
+        if _kind(again) == _kind(found):
             absent.add(name)
             found = again
     muted: set[int] = set()
@@ -102,10 +108,15 @@ def shorten(seed: int, found: Outcome, attempts: int = 200) -> Outcome:
             some = found.drawn[place : place + size]
             attempts -= 1
             again = simulate(seed, muted.union(some), absent)
-            if again.problem:
+            if _kind(again) == _kind(found):
                 muted.update(some)
                 found = again
             else:
                 place += size
         size //= 2
     return found
+
+
+def _kind(outcome: Outcome) -> str:
+    """What is wrong, whatever the name is of what it is wrong with."""
+    return re.sub(r"[0-9a-f]{8,}|[0-9]", "", outcome.problem)[:60]

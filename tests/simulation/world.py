@@ -94,6 +94,8 @@ class World:
         rebuilt: names of those of them of which parity alone was left.
         erased: numbers of rows that nobody may find any more in the end.
         gone: those of them of which nothing was left.
+        erasing: numbers of rows that somebody is about to erase, and never builds again.
+        built_again: numbers of rows that nobody erases.
         promised: manifest → the numbers of its rows, as who made it knows them.
     """
 
@@ -119,6 +121,8 @@ class World:
         self.rebuilt: set[str] = set()
         self.erased: set[int] = set()
         self.gone: set[int] = set()
+        self.erasing: set[int] = set()
+        self.built_again: set[int] = set()
         self.next_row = start.rows
         self._needs: dict[str, frozenset[str]] = {}
         self._good: dict[tuple[str, str], tuple[Stored, bool]] = {}
@@ -135,6 +139,16 @@ class World:
         first = self.next_row
         self.next_row += count
         return range(first, self.next_row)
+
+    def take_known_rows(self) -> list[int]:
+        """Numbers of the rows of some version, as nobody erases them; often none."""
+        rows = self.scheduler.random.choice(
+            [*self.promised.values(), *(frozenset[int]() for _ in self.promised)]
+        )
+        if rows & self.erasing:
+            return []
+        self.built_again |= rows
+        return sorted(rows)
 
     # ---- what everybody may rely on
 
