@@ -208,19 +208,23 @@ def _note(
 
 
 def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) -> None:
-    """Move refs off the old versions and withdraw tags; nothing where none is left on them."""
-    head = repository.head()
-    refs = {name: old for name, old in (head.refs if head else {}).items() if old in report.versions}
-    tags = {name: old for name, old in (head.tags if head else {}).items() if old in report.versions}
-    if not refs and not tags:
-        return
-    new_refs = {name: report.versions[old] or None for name, old in refs.items()}
-    repository.commit(
-        new_refs,
-        message=f"erased {report.rows} rows: {plan.reason[:9_000]} {_mark(plan)}",
-        author=plan.author,
-        expected=refs,
-        withdraw=tags,
+    """Move refs off the old versions and withdraw tags, until none is left on them."""
+    for _ in range(_ATTEMPTS):
+        head = repository.head()
+        refs = {name: old for name, old in (head.refs if head else {}).items() if old in report.versions}
+        tags = {name: old for name, old in (head.tags if head else {}).items() if old in report.versions}
+        if not refs and not tags:
+            return
+        new_refs = {name: report.versions[old] or None for name, old in refs.items()}
+        repository.commit(
+            new_refs,
+            message=f"erased {report.rows} rows: {plan.reason[:9_000]} {_mark(plan)}",
+            author=plan.author,
+            expected=refs,
+            withdraw=tags,
+        )
+    raise CommitConflict(
+        f"{repository.url}: others name the erased versions again and again; run the command again"
     )
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.dataset.removing import erase
 from shardkit.dataset.verify import verify
-from shardkit.storage import Repository
+from shardkit.storage import LocalStore, Repository
 from tests.drills import drill_count
 
 GONE = (3, 17, 28)
@@ -77,6 +78,31 @@ def state(root: Path) -> dict[str, Any]:
         refs[ref] = (ds.manifest.id, {ds.key(sample): ds[sample]["secret"] for sample in range(len(ds))})
     objects = sorted(str(path.relative_to(root)) for path in (root / "objects").rglob("*.*"))
     return {"refs": refs, "tags": repository.tags, "objects": objects}
+
+
+def test_a_tag_that_races_is_withdrawn_before_anything_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    old = Repository.open(tmp_path).refs["main"]
+    commit, delete, tags, named = Repository.commit, LocalStore.delete, [{"late": old}], list[bool]()
+
+    def tagged_first(self: Repository, *given: Any, **options: Any) -> Any:
+        if tags:
+            commit(Repository.open(tmp_path), set_tags=tags.pop(), message="late")
+        return commit(self, *given, **options)
+
+    def watched(self: LocalStore, name: str) -> None:
+        if name.startswith("objects/"):
+            named.append(old in Repository.open(tmp_path, read_only=True).tags.values())
+        delete(self, name)
+
+    monkeypatch.setattr(Repository, "commit", tagged_first)
+    monkeypatch.setattr(LocalStore, "delete", watched)
+    erase(str(tmp_path), keys=["key-3"], reason="asked for")
+    assert named
+    assert not any(named)
+    assert "late" not in Repository.open(tmp_path).tags
 
 
 @pytest.mark.drill
