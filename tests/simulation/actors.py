@@ -236,7 +236,7 @@ def rot_everywhere(world: World) -> None:
         world.scheduler.trace.append(f"misfortune: no good copy is left of {name}")
         world.rebuilt.add(name)
         for bucket in world.buckets.values():
-            if (stored := bucket.objects.get(name)) is not None:
+            if (stored := bucket.objects.get(name)) is not None and stored.data:
                 world.damaged.add(name)
                 bucket.damage(
                     name, None if bucket.keeps_checksums else stored.data[:-1] + bytes([stored.data[-1] ^ 1])
@@ -321,6 +321,11 @@ def settle(world: World) -> None:
     clock = world.scheduler
     with contextlib.suppress(IntegrityError):  # damage stops an erasure; it must not go on over it
         resume_erasures(world.root)
+    if world.too_late & set(world.head().values()):
+        clock.trace.append(
+            "==== a ref names a version that was erased before it was named: SPEC.md of dataset §10"
+        )
+        return
     mended = repair(world.root, level="read")
     if mended.lost or mended.unchecked:
         raise Violated(f"repair did not heal: {[*mended.lost, *mended.unchecked][:3]}")

@@ -94,6 +94,8 @@ class World:
         rebuilt: names of those of them of which parity alone was left.
         erased: numbers of rows that nobody may find any more in the end.
         gone: those of them of which nothing was left.
+        erased_versions: manifests of which an erasure has noted that others take their places.
+        too_late: those of them to which a ref or tag was moved after that; what they need is not kept.
         erasing: numbers of rows that somebody is about to erase, and never builds again.
         built_again: numbers of rows that nobody erases.
         promised: manifest → the numbers of its rows, as who made it knows them.
@@ -121,6 +123,8 @@ class World:
         self.rebuilt: set[str] = set()
         self.erased: set[int] = set()
         self.gone: set[int] = set()
+        self.erased_versions: set[str] = set()
+        self.too_late: set[str] = set()
         self.erasing: set[int] = set()
         self.built_again: set[int] = set()
         self.next_row = start.rows
@@ -180,7 +184,7 @@ class World:
 
     def needed(self) -> frozenset[str]:
         """Names of all objects that some ref or tag needs."""
-        return frozenset().union(*map(self.needs, set(self.head().values())))
+        return frozenset().union(*map(self.needs, set(self.head().values()) - self.too_late))
 
     def residue(self) -> list[str]:
         """Objects that no ref or tag needs, parity aside."""
@@ -274,7 +278,7 @@ class World:
                     and not self.is_good(disk, name)
                 ):
                     raise Violated(f"after a power cut {name} is torn: its name was there before its bytes")
-        for name in sorted(name for name in self.archive if name.startswith(_LOG)):
+        for name in sorted(name for name in self.archive if name.startswith((_LOG, "locations/"))):
             if not self.copies(name):
                 del self.archive[name]  # nobody was told of it, or:
         self.check_acknowledged()
@@ -294,6 +298,8 @@ class World:
         elif name.startswith("locations/") and bucket.name == "root":
             if after is None or self.archive.setdefault(name, after.data) != after.data:
                 raise Violated(f"root: {name} became another table")
+        elif name.startswith("erasures/") and name.endswith("/objects.json") and after is not None:
+            self.erased_versions |= json.loads(after.data)["report"]["versions"].keys()
         elif (
             name == IDENTITY_NAME
             and after is not None
@@ -328,8 +334,9 @@ class World:
             raise Violated(f"{name} does not follow the entry before it")
         if entry["n"] > 1:
             self._check_moves(json.loads(before), entry)
+            self._note_too_late(json.loads(before), entry)
         self.archive[name] = after.data
-        for manifest in {*entry["refs"].values(), *entry["tags"].values()}:
+        for manifest in sorted({*entry["refs"].values(), *entry["tags"].values()} - self.too_late):
             lost = [one for one in sorted(self.needs(manifest)) if self.is_lost(one)]
             if lost:
                 raise Violated(f"{name} names {manifest}, of which {lost[0]} is nowhere")
@@ -347,6 +354,12 @@ class World:
             raise Violated(
                 f"main was {old}; its successor {new} follows {manifest['parent']}: an update is lost"
             )
+
+    def _note_too_late(self, before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> None:
+        """A commit that races with an erasure may name a version that is going (SPEC.md of shardkit.dataset §10)."""
+        known = {*before["refs"].values(), *before["tags"].values()}
+        named = {*after["refs"].values(), *after["tags"].values()}
+        self.too_late |= (named - known) & self.erased_versions
 
     def rows_left(self, erased: Iterable[int]) -> list[str]:
         """Objects in which the text of an erased row still is."""
