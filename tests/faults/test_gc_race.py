@@ -21,7 +21,7 @@ from shardkit.storage.inventory import take_inventory
 from shardkit.storage.policy import LocationRecord, read_table
 from shardkit.storage.replicating import find_needed, place
 from shardkit.storage.replicating.placing import Change
-from tests.drills import drill_count
+from tests.drills import DRILLS
 
 COMMITTERS = 8
 VERSIONS = 6
@@ -121,7 +121,7 @@ def test_nothing_that_a_ref_needs_is_collected(
 ) -> None:
     root = tmp_path / "root"
     copies = [str(tmp_path / "a"), str(tmp_path / "b")] if mirrored else []
-    total = race(root, drill_count(200) // (2 if mirrored else 1) or 1, copies)
+    total = race(root, (200 if DRILLS else 6) // (2 if mirrored else 1), copies)
     for key, value in total.items():
         record_property(key, value)
     print(total)

@@ -24,7 +24,7 @@ from shardkit.storage.policy import LocationRecord, Policy, read_table
 from shardkit.storage.replicating import find_needed, look, place, replicate
 from shardkit.storage.replicating.needed import live_versions
 from shardkit.storage.replicating.placing import Change
-from tests.drills import drill_count
+from tests.drills import drill_cases, drill_count
 from tests.faults.faulty_operations import FaultyOperations
 
 # One process forks a child per kill, so that the interpreter starts once. A child dies at its n-th change, from 1.
@@ -246,9 +246,13 @@ def _failing_points(total: int, share: int) -> Iterator[int]:
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    ("error", "torn_write"), [(errno.EIO, True), (errno.ENOSPC, False), (errno.ENOSPC, True)]
-)
-@pytest.mark.parametrize("work", ["replicate", "place"])
+    ("work", "error", "torn_write"),
+    drill_cases(
+        [(work, *failure) for work in ("replicate", "place")
+         for failure in ((errno.EIO, True), (errno.ENOSPC, False), (errno.ENOSPC, True))],
+        [0, 5],
+    ),
+)  # fmt: skip
 def test_disks_that_fail_or_fill_up(tmp_path: Path, work: str, error: int, torn_write: bool) -> None:
     folder, original = tmp_path / "work", tmp_path / "original"
     folder.mkdir()

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info  # noqa: E402
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import UsageError  # noqa: E402
-from tests.drills import drill_count  # noqa: E402
+from tests.drills import drill_cases, drill_count  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -102,8 +102,10 @@ def test_forked_workers_that_are_late_or_slow_change_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.parametrize(
-    ("context", "persistent"), [("spawn", False), ("spawn", True), ("forkserver", False)]
+    ("context", "persistent"),
+    drill_cases([("spawn", False), ("spawn", True), ("forkserver", False)], [1, 2]),
 )
 def test_workers_that_are_started_otherwise_change_nothing(
     ds: shardkit.Dataset, context: str, persistent: bool

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 import shardkit
 from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.run_directory import read_lines
+from tests.drills import drill_cases
 
 STEPS, BATCH = 30, 24
 
@@ -107,9 +108,13 @@ def test_a_frozen_rank_is_killed_and_the_others_go_on(
     np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("nproc", "recovery", "asked"),
-    [(1, "restart", signal.SIGINT), (2, "restart", signal.SIGINT), (2, "in-process", signal.SIGTERM)],
+    drill_cases(
+        [(1, "restart", signal.SIGINT), (2, "restart", signal.SIGINT), (2, "in-process", signal.SIGTERM)],
+        [1, 2],
+    ),
 )
 def test_the_command_hands_a_signal_on_and_all_ranks_save_and_end(
     tmp_path: Path, numbers: str, launch_trainer: Any, nproc: int, recovery: str, asked: signal.Signals
@@ -149,7 +154,8 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path, numbers: str,
     assert all("the supervisor has died" in line and "start the run again" in line for line in lines), lines
 
 
-@pytest.mark.parametrize("harm", ["ref", "manifest", "tensor"])
+@pytest.mark.drill
+@pytest.mark.parametrize("harm", drill_cases(["ref", "manifest", "tensor"], [2]))
 def test_a_damaged_checkpoint_is_passed_over_and_the_console_says_why(
     tmp_path: Path, numbers: str, launch_trainer: Any, harm: str
 ) -> None:

@@ -22,7 +22,7 @@ from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_m
 from shardkit_trainer import supervisor
 from shardkit_trainer.configuration import load_configuration
 from shardkit_trainer.run_directory import read_lines, read_steps
-from tests.drills import drill_count
+from tests.drills import DRILLS, drill_cases
 
 STEPS, BATCH, LANES = 16, 24, 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -124,8 +124,11 @@ def check(run: Path, kind: str, found: dict[str, torch.Tensor], expected: dict[s
     assert (record.steps, record.checked) == (STEPS, STEPS)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    drill_cases([(kind, victim) for kind in KINDS for victim in range(3)], [0, 4, 6, 7, 8, 11, 13, 17, 21]),
+)
 def test_a_rank_of_three_dies_and_is_replaced(
     tmp_path: Path, take: Any, expected: Any, kind: str, victim: int
 ) -> None:
@@ -183,7 +186,8 @@ def test_the_record_of_a_step_outlives_the_rank_that_writes_it(
 SHRINK_AND_GROW = {"die": [[1, "compute", 7]], "late": [[3, 1, 9]], "wait": [[10, 2]]}
 
 
-@pytest.mark.parametrize("kind", ["exact ddp", "exact zero2"])
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", drill_cases(["exact ddp", "exact zero2"], [1]))
 def test_stages_are_kept_when_ranks_die_and_join(tmp_path: Path, take: Any, kind: str) -> None:
     """A rank dies in the second stage; zero2 goes back into the first one for it."""
     staged = {"data.stages": "[{from_step = 6, global_batch = 48}]", "checkpoint.asynchronous": False}
@@ -194,7 +198,8 @@ def test_stages_are_kept_when_ranks_die_and_join(tmp_path: Path, take: Any, kind
     assert [record["samples"] for record in read_steps(run)] == [BATCH] * 6 + [2 * BATCH] * 10
 
 
-@pytest.mark.parametrize("kind", ["exact ddp", "exact zero2"])
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", drill_cases(["exact ddp", "exact zero2"], [1]))
 def test_lanes_move_in_every_group_and_leave_no_trace(
     tmp_path: Path, take: Any, expected: Any, kind: str
 ) -> None:
@@ -295,7 +300,7 @@ def sequence(seed: int) -> tuple[str, int, dict[str, Any], int]:
 def test_random_deaths_leave_no_trace(tmp_path: Path, take: Any, expected: Any) -> None:
     """SHARDKIT_SEQUENCES=17,41 repeats those; else from 0 on, a family of strategies after the other."""
     chosen = os.environ.get("SHARDKIT_SEQUENCES")
-    seeds = [int(one) for one in chosen.split(",")] if chosen else range(drill_count(200))
+    seeds = [int(one) for one in chosen.split(",")] if chosen else range(200 if DRILLS else 5)
     for seed in seeds:
         kind, ranks, script, replacements = sequence(seed)
         run = tmp_path / f"run-{seed}"

@@ -22,6 +22,7 @@ from shardkit.torch import CheckpointReader, checkpoint_names
 from shardkit_trainer import load_configuration
 from shardkit_trainer.run_directory import RunDirectory, read_lines
 from shardkit_trainer.training import train
+from tests.drills import drill_cases
 
 STEPS, BATCH = 30, 24
 
@@ -198,8 +199,10 @@ def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
     assert {"read_mismatches", "read_missing"} <= kinds, kinds
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
-    ("strategy", "exact"), [("ddp", "int64"), ("zero2", "int64"), ("zero2", "off"), ("zero3", "off")]
+    ("strategy", "exact"),
+    drill_cases([("ddp", "int64"), ("zero2", "int64"), ("zero2", "off"), ("zero3", "off")], [1, 3]),
 )
 def test_a_stragglers_lanes_move_and_the_result_stays(
     tmp_path: Path, digits: dict[str, str], launch_trainer: Any, strategy: str, exact: str
