@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import os
 import random
 import signal
 import subprocess
@@ -73,6 +74,22 @@ class TestMarker:
         with pytest.raises(UsageError, match="use another directory"):
             BlockCache(tmp_path, limit=MIB)
         assert marker.read_bytes() == b'{"format":"shardkit-cache/2"}'
+
+
+def test_a_part_of_a_filler_that_was_killed_after_naming_it_stops_nobody(
+    cache: BlockCache, tmp_path: Path
+) -> None:
+    request, data = block_of(1)
+    part = tmp_path / "cache" / "tmp" / f"{request.sha256.hex()}.part"
+    part.write_bytes(b"left by the killed")
+    os.link(part, tmp_path / "named")
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(cache.fetch(request, lambda: data)), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert found == [data]
+    assert not part.exists()
+    assert cache.get(request) == data
 
 
 class TestBlocks:

@@ -184,8 +184,14 @@ class BlockCache:
                 part = operations.open_shared(folder, name)
             try:
                 if operations.try_lock(part):
-                    if operations.stat_open(part).st_nlink == 1:
+                    links = operations.stat_open(part).st_nlink
+                    if links == 1:
                         return part
+                    if (
+                        links > 1
+                    ):  # whoever held it named the block, and was killed before it was removed here
+                        with self._directories.opened((_PARTS,)) as folder:
+                            operations.unlink(folder, name)
                 elif time.monotonic() > deadline:
                     operations.close(part)
                     return None
