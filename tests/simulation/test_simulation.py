@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 _ROOT: Final = Path(__file__).parents[2]
-_PART: Final = 200
+_PART: Final = 250
 _SEEDS: Final = 100_000 if os.environ.get("SHARDKIT_DRILLS") == "full" else 2_000
 _SEED: Final = os.environ.get("SEED")
 

@@ -96,6 +96,7 @@ class World:
         gone: those of them of which nothing was left.
         erased_versions: manifests of which an erasure has noted that others take their places.
         too_late: those of them to which a ref or tag was moved after that; what they need is not kept.
+        was_moved: whether locations were given other shares, so that some have more than is theirs.
         erasing: numbers of rows that somebody is about to erase, and never builds again.
         built_again: numbers of rows that nobody erases.
         promised: manifest → the numbers of its rows, as who made it knows them.
@@ -122,6 +123,7 @@ class World:
         self.damaged: set[str] = set()
         self.rebuilt: set[str] = set()
         self.erased: set[int] = set()
+        self.was_moved = False
         self.gone: set[int] = set()
         self.erased_versions: set[str] = set()
         self.too_late: set[str] = set()
