@@ -432,27 +432,36 @@ class BlockWindow:
 
     # ---- loops
 
-    def begin_loop(self) -> None:
-        """What is admitted from now on is for another loop."""
+    def begin_loop(self) -> int:
+        """What is admitted from now on is for another loop, of this number; the one before it has ended."""
         with self._changed:
+            self._end()
             self._loop += 1
             self._dropped.clear()
             self._loop_bytes = 0
             self.count_anew()
+            return self._loop
 
     def mean_block(self) -> float:
         """Bytes of a block, of those that are there."""
         with self._changed:
             return self._bytes / max(1, len(self._entries))
 
-    def end_loop(self) -> None:
-        """No step needs anything any more; what was not begun is forgotten, what failed is tried again."""
+    def end_loop(self, loop: int) -> None:
+        """No step of this loop needs anything any more; says nothing of one that was begun since.
+
+        What was not begun is forgotten, what failed is tried again.
+        """
         with self._changed:
-            self._now = self._planned
-            for block, entry in list(self._entries.items()):
-                if entry.task.give_up():
-                    self._remove(block, entry)
-            self._changed.notify_all()
+            if loop == self._loop:
+                self._end()
+
+    def _end(self) -> None:
+        self._now = self._planned
+        for block, entry in list(self._entries.items()):
+            if entry.task.give_up():
+                self._remove(block, entry)
+        self._changed.notify_all()
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what has, drop everything; may be called twice."""

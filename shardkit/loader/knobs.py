@@ -12,8 +12,8 @@ from shardkit.formats.sizes import parse_size
 from shardkit.loader.control import Knob
 
 if TYPE_CHECKING:
-    from shardkit.loader.loader import Loader
     from shardkit.loader.remote_blocks import RemoteBlocks
+    from shardkit.loader.telemetry_sources import LiveLoader
 
 __all__ = ["count_of", "flag_of", "loader_knobs", "size_of"]
 
@@ -22,8 +22,8 @@ _MOST_PREFETCH: Final = 1024
 _FARTHEST: Final = 1000
 
 
-def loader_knobs(loader: Loader) -> Mapping[str, Knob]:
-    """The knobs of a loader whose machinery is open; they hold it weakly."""
+def loader_knobs(loader: LiveLoader) -> Mapping[str, Knob]:
+    """The knobs of a loader whose resources is open; they hold it weakly."""
     live = _Live(loader)
     knobs = {
         "loader.memory": Knob(live.memory, live.set_memory, size_of(loader.memory_needed), gradual=True),
@@ -45,21 +45,21 @@ def loader_knobs(loader: Loader) -> Mapping[str, Knob]:
 class _Live:
     """A loader as it is now; everything is None once it is gone."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: LiveLoader) -> None:
         self._loader = weakref.ref(loader)
 
     def remote(self) -> RemoteBlocks | None:
         loader = self._loader()
-        return None if loader is None or loader.machinery is None else loader.machinery.remote
+        return None if loader is None or loader.resources is None else loader.resources.remote
 
     def memory(self) -> int | None:
         loader = self._loader()
-        return None if loader is None or loader.machinery is None else loader.machinery.memory
+        return None if loader is None or loader.resources is None else loader.resources.memory
 
     def set_memory(self, num_bytes: int) -> None:
         loader = self._loader()
-        if loader is not None and loader.machinery is not None:
-            loader.machinery.is_bounded, loader.machinery.memory = True, num_bytes
+        if loader is not None and loader.resources is not None:
+            loader.resources.is_bounded, loader.resources.memory = True, num_bytes
 
     def prefetch(self) -> int | None:
         loader = self._loader()

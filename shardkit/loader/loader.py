@@ -19,15 +19,14 @@ from shardkit.loader.decoders import find_decoders
 from shardkit.loader.events import EventLog
 from shardkit.loader.gather import is_only_copied
 from shardkit.loader.loop import Loop, Steps
-from shardkit.loader.machinery import Machinery
-from shardkit.loader.memory_bound import memory_bound, memory_needed
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.prefetcher import Prefetcher, PrefetchSettings
 from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.rebalancing import make_rebalancer
+from shardkit.loader.resources import LoaderResources
 from shardkit.loader.row_work import RowWork
 from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.shares import own_fields, own_lanes
+from shardkit.loader.shares import memory_bound, memory_needed, own_fields, own_lanes
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.statistics import LoaderCounts
 from shardkit.loader.telemetry_sources import LoaderSource
@@ -68,7 +67,7 @@ class Loader:
         self._ahead: Steps | None = None  # of the next one, where it was looked at
         self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
-        self._machinery: Machinery | None = None
+        self._resources: LoaderResources | None = None
         self._told: set[str] = set()  # of what is said once
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
@@ -204,8 +203,8 @@ class Loader:
 
     def _record(self, one: StepBatches, *, last: bool) -> None:
         """Journal a step that is about to be handed out."""
-        machinery = self._open_machinery()
-        journal, remote = machinery.journal, machinery.remote
+        resources = self._open_resources()
+        journal, remote = resources.journal, resources.remote
         if journal is not None:
             journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
         for facts in one.replaced:
@@ -240,7 +239,7 @@ class Loader:
 
     def _record_decision(self, step: int, **details: Any) -> None:
         self._events.record("rebalance", step=step, **details)
-        journal = None if self._machinery is None else self._machinery.journal
+        journal = None if self._resources is None else self._resources.journal
         if journal is not None:
             journal.event(step, "rebalance", **details)
 
@@ -277,36 +276,36 @@ class Loader:
             kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
             journal.event(**(facts | {"kind": kind}))  # the audit accounts for it
 
-    def _open_machinery(self) -> Machinery:
+    def _open_resources(self) -> LoaderResources:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
-        if self._machinery is None or self._machinery.process != os.getpid():
-            self._machinery = Machinery(self.plan, self._sources, self._config, self.topology, self._function,
+        if self._resources is None or self._resources.process != os.getpid():
+            self._resources = LoaderResources(self.plan, self._sources, self._config, self.topology, self._function,
                                          self._fields, self.lanes, self._events, self._memory)  # fmt: skip
             if self._config.run is not None:  # whoever has no run does not wait for these imports
                 from shardkit.loader.run_watch import open_watch
 
-                self._machinery.watch = open_watch(self, self._config, self._sources, self._events)
-            # not through `self`: what the machinery's threads hold must not keep the loader alive
-            weakref.finalize(self, self._machinery.close_unwatched)
-        return self._machinery
+                self._resources.watch = open_watch(self, self._config, self._sources, self._events)
+            # not through `self`: what the resources's threads hold must not keep the loader alive
+            weakref.finalize(self, self._resources.close_unwatched)
+        return self._resources
 
     def _open_pipeline(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Pipeline:
         plan, sources, config = self.plan, self._sources, self._config
-        machinery = self._open_machinery()
-        if machinery.remote is not None and numbers:
-            machinery.remote.own(lanes)
-            machinery.remote.start(numbers.start, machinery.window.is_loaded)
-        machinery.memory = max(machinery.memory, self.memory_needed)  # lanes may have come
-        work = machinery.row_work(plan, sources)
+        resources = self._open_resources()
+        if resources.remote is not None and numbers:
+            resources.remote.own(lanes)
+            resources.remote.start(numbers.start, resources.window.is_loaded)
+        resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
+        work = resources.row_work(plan, sources)
         rows = max(1, plan.cell_size * len(lanes))
         step_bytes = rows * sources.row_bytes(self._fields)
-        watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, machinery.window, work,
-                            self._events, config.on_stall, self._told, machinery.make_room)  # fmt: skip
+        watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, resources.window, work,
+                            self._events, config.on_stall, self._told, resources.make_room)  # fmt: skip
 
-        limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, make_room=machinery.make_room,
+        limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, make_room=resources.make_room,
                                   over_memory=watchdog.over_memory, admitted=watchdog.admitted)  # fmt: skip
-        find = machinery.group_planner(plan, sources, lanes)
-        prefetcher = Prefetcher(find, machinery.window, numbers, limits, counts)
+        find = resources.group_planner(plan, sources, lanes)
+        prefetcher = Prefetcher(find, resources.window, numbers, limits, counts)
         settings = PipelineSettings(
             prefetch=self._prefetch(step_bytes, work), stall_s=config.stall_s, report=watchdog
         )
@@ -322,7 +321,7 @@ class Loader:
             work=work,
             counts=counts,
         )
-        return Pipeline(prefetcher, assembler, machinery.window, settings=settings, counts=counts)
+        return Pipeline(prefetcher, assembler, settings=settings, counts=counts)
 
     def _pins(self) -> bool:
         """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
@@ -342,7 +341,7 @@ class Loader:
 
     def _is_forked(self) -> bool:
         """Whether what is open is a parent process's."""
-        return self._machinery is None or self._machinery.process != os.getpid()
+        return self._resources is None or self._resources.process != os.getpid()
 
     def _close_pipeline(self, pipeline: Pipeline | None) -> None:
         """End what runs."""
@@ -417,9 +416,9 @@ class Loader:
         return self._pipeline
 
     @property
-    def machinery(self) -> Machinery | None:
+    def resources(self) -> LoaderResources | None:
         """What is open in this process."""
-        return self._machinery
+        return self._resources
 
     @property
     def memory_needed(self) -> int:
@@ -443,12 +442,12 @@ class Loader:
         if self._rebalancer is not None:
             result["moves"] = float(self._rebalancer.moves)
         result["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
-        if self._machinery is not None:
-            window = self._machinery.window
+        if self._resources is not None:
+            window = self._resources.window
             result |= {name: float(getattr(window.counts, name)) for name in window.counts.__slots__}
             result["window_bytes"] = float(window.nbytes)
-            if self._machinery.remote is not None:
-                result |= self._machinery.remote.stats()
+            if self._resources.remote is not None:
+                result |= self._resources.remote.stats()
         pipeline = self._pipeline
         if pipeline is not None:
             elapsed = pipeline.elapsed_s
@@ -479,9 +478,9 @@ class Loader:
         """Stop threads and processes, sync and close the journal; may be called twice."""
         self._end_loop("the loader was closed")
         self._drop_pipeline()
-        if self._machinery is not None and self._machinery.process == os.getpid():
-            self._machinery.close()
-        self._machinery = None
+        if self._resources is not None and self._resources.process == os.getpid():
+            self._resources.close()
+        self._resources = None
 
     def __enter__(self) -> Loader:
         return self

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from shardkit.errors import UsageError
 from shardkit.loader.assembly import Assembler, BegunStep, StepBatches
 from shardkit.loader.background import Background, Waits
-from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.prefetcher import Prefetcher
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.statistics import LoaderCounts
@@ -45,12 +44,11 @@ class PipelineSettings:
 
 
 class Pipeline:
-    """One pass over the steps of a prefetcher. The window outlives it.
+    """One pass over the steps of a prefetcher.
 
     Args:
         prefetcher: finds and loads what the steps need.
         assemble: gathers and transforms one group, in step order.
-        window: the blocks in memory.
         settings: see there.
         counts: where time goes.
     """
@@ -59,12 +57,11 @@ class Pipeline:
         self,
         prefetcher: Prefetcher,
         assemble: Assembler,
-        window: BlockWindow,
         *,
         settings: PipelineSettings,
         counts: LoaderCounts,
     ) -> None:
-        self._prefetcher, self._assemble, self._window = prefetcher, assemble, window
+        self._prefetcher, self._assemble = prefetcher, assemble
         self._settings, self._counts = settings, counts
         self._process = os.getpid()
         self._stopping = threading.Event()
@@ -144,7 +141,7 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
-        self._window.end_loop()
+        self._prefetcher.end()
 
     def _stop(self) -> None:
         self._stopping.set()

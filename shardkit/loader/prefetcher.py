@@ -57,7 +57,7 @@ class Prefetcher:
         self._plan_group, self._window, self._left = plan_group, window, numbers
         self._settings, self._counts = settings, counts
         self._stopping = threading.Event()
-        window.begin_loop()
+        self._loop = window.begin_loop()
 
     def __iter__(self) -> Iterator[GroupBlocks]:
         settings, left = self._settings, self._left
@@ -89,6 +89,10 @@ class Prefetcher:
         if rest is not None:
             sizes, _ = window.sizes(group.blocks)
         return window.admit(group, sizes), rest
+
+    def end(self) -> None:
+        """Nothing is loaded for this loop any more; once nobody iterates, and as often as one likes."""
+        self._window.end_loop(self._loop)
 
     def stop(self) -> None:
         """No more groups."""

@@ -35,7 +35,7 @@ OnError: TypeAlias = Literal["raise", "substitute", "mask"]
 """What becomes of a verified sample that does not decode."""
 
 Substitutes: TypeAlias = Callable[[int, int, int, int], tuple[int, dict[str, Any]]]
-"""(sample, step, slot, attempt) → another sample of the same stratum and its fields; `substitutes.py`."""
+"""(sample, step, slot, attempt) → another sample of the same stratum and its fields; `transforms.SubstituteDraw`."""
 
 Rows: TypeAlias = list[Mapping[str, Any] | RowFailure]
 """What became of each row of some."""

@@ -19,16 +19,18 @@ from shardkit.telemetry.stacks import StackWriter
 from shardkit.telemetry.watching import AnomalyWatch
 
 if TYPE_CHECKING:
-    from shardkit.loader.loader import Loader
     from shardkit.loader.settings import LoaderConfig, Sources
+    from shardkit.loader.telemetry_sources import LiveLoader
 
 __all__ = ["RunWatch", "open_watch"]
 
 _BETWEEN_STACKS_S: Final = 60.0
 
 
-def open_watch(loader: Loader, config: LoaderConfig, sources: Sources, events: EventLog) -> RunWatch | None:
-    """Begin to watch a loader whose machinery is open; None where it has no run directory, or telemetry is off."""
+def open_watch(
+    loader: LiveLoader, config: LoaderConfig, sources: Sources, events: EventLog
+) -> RunWatch | None:
+    """Begin to watch a loader whose resources is open; None where it has no run directory, or telemetry is off."""
     settings = config.telemetry
     if config.run is None or settings is None:
         return None

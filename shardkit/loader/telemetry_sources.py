@@ -5,24 +5,57 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardkit.loader.statistics import LoaderCounts
 from shardkit.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from shardkit.loader.loader import Loader
     from shardkit.loader.pipeline import Pipeline
+    from shardkit.loader.ranks import Topology
+    from shardkit.loader.resources import LoaderResources
 
-__all__ = ["LoaderSource"]
+__all__ = ["LiveLoader", "LoaderSource"]
 
 _SUMMED = tuple(name for name in LoaderCounts.__slots__ if name != "last_wait_s")
+
+
+class LiveLoader(Protocol):
+    """A loader as those see it that watch and steer it while it runs."""
+
+    topology: Topology
+    lanes: list[int]
+    counts: LoaderCounts
+    telemetry: Telemetry
+
+    @property
+    def prefetch(self) -> int | None:
+        """How many finished steps may wait."""
+
+    @prefetch.setter
+    def prefetch(self, steps: int) -> None: ...
+
+    @property
+    def resources(self) -> LoaderResources | None:
+        """What is open in this process."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Of the current or last loop."""
+
+    @property
+    def handed_out(self) -> int:
+        """The step after the last one handed out."""
+
+    @property
+    def memory_needed(self) -> int:
+        """Bytes that the windows of its lanes need."""
 
 
 class LoaderSource:
     """Counters that only grow, while a loader's own begin anew in each loop. Holds the loader weakly."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: LiveLoader) -> None:
         self._loader = weakref.ref(loader)
         self._lock = threading.Lock()
         self._past: Counter[str] = Counter()  # of loops and pipelines that are over
@@ -67,43 +100,43 @@ class LoaderSource:
                 found[name] = found.get(name, 0.0) + value
             found |= {"queued_steps": pipeline.queued_steps, "queued_groups": pipeline.queued_groups}
         found |= {"step": loader.handed_out, "cells": self.cells, "last_wait_s": counts.last_wait_s}
-        machinery = loader.machinery
-        if machinery is not None:
-            window = machinery.window
+        resources = loader.resources
+        if resources is not None:
+            window = resources.window
             found |= {name: getattr(window.counts, name) for name in window.counts.__slots__}
             found |= {"window_bytes": window.nbytes, "memory_bytes": window.budget}
-            found["verification_failures"] = machinery.verification_failures
+            found["verification_failures"] = resources.verification_failures
         return found
 
     def reads(self) -> dict[str, float]:
         """Of reads over a network, and of the cache; empty where all is local."""
         loader = self._loader()
-        machinery = None if loader is None else loader.machinery
-        return {} if machinery is None or machinery.remote is None else machinery.remote.stats()
+        resources = None if loader is None else loader.resources
+        return {} if resources is None or resources.remote is None else resources.remote.stats()
 
     def blocks(self) -> dict[str, float]:
         """Shards in use, bytes of local ones."""
         loader = self._loader()
-        machinery = None if loader is None else loader.machinery
-        return {} if machinery is None or machinery.times is None else machinery.times.numbers()
+        resources = None if loader is None else loader.resources
+        return {} if resources is None or resources.times is None else resources.times.numbers()
 
     def hot_shards(self) -> list[list[object]]:
         """Rows of (shard, loads, bytes)."""
         loader = self._loader()
-        machinery = None if loader is None else loader.machinery
-        return [] if machinery is None or machinery.times is None else machinery.times.hot_shards()
+        resources = None if loader is None else loader.resources
+        return [] if resources is None or resources.times is None else resources.times.hot_shards()
 
     def slow_blocks(self) -> list[list[object]]:
         """Rows of (seconds, time, shard, block)."""
         loader = self._loader()
-        machinery = None if loader is None else loader.machinery
-        return [] if machinery is None or machinery.times is None else machinery.times.slowest()
+        resources = None if loader is None else loader.resources
+        return [] if resources is None or resources.times is None else resources.times.slowest()
 
     def lane_loads(self) -> list[list[object]]:
         """Rows of (lane, loads, seconds, bytes)."""
         loader = self._loader()
-        machinery = None if loader is None else loader.machinery
-        return [] if machinery is None or machinery.times is None else machinery.times.lane_loads()
+        resources = None if loader is None else loader.resources
+        return [] if resources is None or resources.times is None else resources.times.lane_loads()
 
     def lanes(self) -> list[int]:
         """Of the rank, now."""

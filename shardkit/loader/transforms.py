@@ -1,4 +1,4 @@
-"""User functions over samples, with randomness that does not depend on who runs them, and rows put together again."""
+"""User functions over samples and draws of other samples, with randomness that does not depend on who runs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardkit.formats import sha256_digest
 from shardkit.loader.decoders import Decoder
+from shardkit.plan import Population
 
 __all__ = [
     "BatchTransform",
@@ -20,6 +21,7 @@ __all__ = [
     "RowFailure",
     "RowFunction",
     "SampleTransform",
+    "SubstituteDraw",
     "columns_of_rows",
     "row_reader",
     "sample_generator",
@@ -152,3 +154,35 @@ def _stack(values: list[Any]) -> Any:
     if isinstance(first, (bool, int, float, np.generic)):
         return np.array(values)
     return values
+
+
+class SubstituteDraw:
+    """Draws by SHA-256 of (seed, sample, step, slot, attempt), uniform over the stratum's selected rows.
+
+    Args:
+        population: strata and where their rows lie.
+        seed: of the plan.
+        fetch: reads one sample, verified.
+    """
+
+    def __init__(self, population: Population, seed: int, fetch: Callable[[int], dict[str, Any]]) -> None:
+        self._population, self._seed, self._fetch = population, seed, fetch
+        self._ends = np.cumsum(np.asarray(population.segment_rows, dtype=np.int64))
+
+    def __call__(self, sample: int, step: int, slot: int, attempt: int) -> tuple[int, dict[str, Any]]:
+        """(another sample, its fields)."""
+        population = self._population
+        stratum = population.segment_stratum[int(np.searchsorted(self._ends, sample, side="right"))]
+        segments = np.flatnonzero(population.segment_stratum == stratum)
+        rows = population.segment_rows[segments].astype(np.int64)
+        place = f"{self._seed} {sample} {step} {slot} {attempt}".encode()
+        draw = int(sha256_digest(place).removeprefix("sha256:")[:16], 16) % int(rows.sum())
+        ends = np.cumsum(rows)
+        inside = int(np.searchsorted(ends, draw, side="right"))
+        segment = segments[inside]
+        other = (
+            int(self._ends[segment] - population.segment_rows[segment])
+            + draw
+            - int(ends[inside] - rows[inside])
+        )
+        return other, self._fetch(other)

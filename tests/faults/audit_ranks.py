@@ -74,7 +74,7 @@ def work(rank: int, told: dict[str, Any], barrier: Any) -> None:
                     if told["kill"] == [rank, step]:
                         os.killpg(0, signal.SIGKILL)
                     if told.get("failover") == [rank, step]:
-                        journal = loader._open_machinery().journal
+                        journal = loader._open_resources().journal
                         assert journal is not None
                         journal.event(step, "failover", location="mirror", block=3)
                     barrier.wait()  # what a collective does

@@ -279,9 +279,9 @@ def test_a_loader_may_be_collected_on_a_thread_of_its_own(ds: shardkit.Dataset) 
     before = _own_threads()
     loader = ds.loader(_plan(ds), rank=0, world=1, tensors=False)
     next(iter(loader))
-    machinery = loader._machinery
-    assert machinery is not None
-    ended = machinery.window._pool.submit(machinery.close_unwatched)
+    resources = loader._resources
+    assert resources is not None
+    ended = resources.window._pool.submit(resources.close_unwatched)
     ended.result(timeout=30)
     loader.close()
     _until_ended(before)

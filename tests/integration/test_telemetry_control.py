@@ -75,8 +75,8 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
         trainer = Trainer(loader)
         trainer.until(lambda: loader.stats()["bytes_from_root"] > 0)
         assert loader.stats().get("bytes_from_mirror", 0) == 0
-        machinery: Any = loader.machinery
-        window, remote = machinery.window, machinery.remote
+        resources: Any = loader.resources
+        window, remote = resources.window, resources.remote
         (run / "control.toml").write_text(
             '[loader]\nmemory = "2MiB"\nprefetch = 9\n[reading]\nhedge = false\n[cache]\nsize = "16MiB"\n'
             "[locations.root]\noff = true\n[locations.mirror]\nrank = -3\n[change]\nguard_s = 0\n"

@@ -338,13 +338,13 @@ def test_counters_grow_over_loops_and_a_loader_without_a_run_writes_nothing(tmp_
             assert record.value("loader.samples") == 640 * epoch
             assert record.value("loader.cells") == 160 * epoch
             assert record.value("loader.step") == 40 * epoch
-        loader.machinery.window.close()  # waits for what is being read for a fourth loop
+        loader.resources.window.close()  # waits for what is being read for a fourth loop
         record = loader.telemetry.read()
         assert record.value("blocks.local_bytes") == record.value("loader.bytes_loaded") > 0
         assert record.lanes == (0, 1, 2, 3)
     with dataset.loader(plan, tensors=False) as plain:
         list(plain)
-        assert plain.machinery.watch is None
+        assert plain.resources.watch is None
     with dataset.loader(plan, run=tmp_path / "quiet", telemetry=None, tensors=False) as quiet:
         list(quiet)
     assert not (tmp_path / "quiet" / "telemetry").exists()

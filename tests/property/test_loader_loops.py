@@ -83,6 +83,18 @@ def test_a_loader_that_is_moved_or_closed_ends_its_loop_with_an_error(
     loader.close()
 
 
+def test_a_loop_that_is_closed_late_takes_nothing_from_the_next(ds: shardkit.Dataset) -> None:
+    expected = [_facts(batch) for batch in ds.loader(_plan(ds), tensors=False)]
+    with ds.loader(_plan(ds), tensors=False, threads=1) as loader:
+        for _ in range(20):
+            late = iter(loader)
+            next(late)
+            current = iter(loader)
+            late.close()
+            assert [_facts(batch) for batch in current] == expected
+            loader.seek(0)
+
+
 def test_a_loop_that_has_handed_out_its_last_step_ends_like_any_other(ds: shardkit.Dataset) -> None:
     with ds.loader(_plan(ds), tensors=False) as loader:
         first = iter(loader)

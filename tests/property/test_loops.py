@@ -95,8 +95,8 @@ def test_files_that_change_after_they_were_read_change_nothing(root: Path) -> No
 def test_what_is_damaged_before_it_is_read_is_found(root: Path) -> None:
     with _loader(root) as loader:
         _rows(loader)
-        loader.machinery.window.budget = 0  # all of it is dropped
-        loader.machinery.window.budget = 1 << 30
+        loader.resources.window.budget = 0  # all of it is dropped
+        loader.resources.window.budget = 1 << 30
         _flip_everywhere(root)
         with pytest.raises(IntegrityError, match="mismatch"):
             _rows(loader)

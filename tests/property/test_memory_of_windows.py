@@ -108,6 +108,6 @@ def test_a_later_pass_over_a_stratum_is_no_want_of_memory(tmp_path: Path) -> Non
         warnings.simplefilter("error")
         assert sum(len(batch.samples) for batch in loader) == 24000
         stats = loader.stats()
-        assert loader.machinery is not None
-        assert loader.machinery.memory < 2 * loader.memory_needed
+        assert loader.resources is not None
+        assert loader.resources.memory < 2 * loader.memory_needed
     assert stats["block_reloads"] > stats["block_loads"] / 2

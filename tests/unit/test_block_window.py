@@ -76,11 +76,11 @@ def test_every_step_finds_its_blocks_within_the_budget(
     budget = max(len(set(step)) for step in steps) * most + room
     window = BlockWindow(source, budget, threads)
     for _ in range(2):
-        window.begin_loop()
+        loop = window.begin_loop()
         for step, there in zip(steps, work(window, steps), strict=True):
             assert set(step) <= there
             assert len(there) <= budget
-        window.end_loop()
+        window.end_loop(loop)
     assert window.counts.peak_bytes <= budget
     assert window.counts.block_loads >= len({block for step in steps for block in step})
     window.close()
@@ -126,9 +126,22 @@ def test_a_failed_block_is_raised_at_its_step_and_tried_again_in_the_next_loop()
     assert [sorted(next(steps)) for _ in range(2)] == [[1], [2, 3]]
     with pytest.raises(IntegrityError, match="block 7"):
         next(steps)
-    window.end_loop()
+    window.end_loop(0)
     fails[0] = False
     assert {7} <= next(work(window, [[7]]))
+    window.close()
+
+
+def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since() -> None:
+    window = BlockWindow(block_source(), budget=100, threads=2)
+    late = window.begin_loop()
+    window.begin_loop()
+    group = group_of([[1], [2, 3]])
+    admitted = window.admit(group, window.sizes(group.blocks)[0])
+    window.end_loop(late)
+    window.load(admitted, lambda: False)
+    window.end_loop(late)
+    assert [len(admitted.wait(step, 60, lambda waited: None)[1]) for step in range(2)] == [1, 2]
     window.close()
 
 

@@ -174,7 +174,7 @@ def stalls(endpoint: str, folder: Path) -> Iterator[str]:
             with contextlib.closing(loader):
                 iterator = iter(loader)
                 if not prefetch:
-                    loader._machinery.remote.supply.close()  # type: ignore[union-attr]  # noqa: SLF001
+                    loader._resources.remote.supply.close()  # type: ignore[union-attr]  # noqa: SLF001
                 if cache:
                     for _ in iterator:
                         pass

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -24,22 +24,29 @@ from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.substitutes import SubstituteDraw
-from shardkit.loader.transforms import RowFunction
+from shardkit.loader.transforms import RowFunction, SubstituteDraw
 from shardkit.plan import Plan
 from shardkit.storage.open_files import raise_file_limit
 from shardkit.telemetry.slow_blocks import BlockTimes
 
-if TYPE_CHECKING:
-    from shardkit.loader.run_watch import RunWatch
-
-__all__ = ["Machinery", "default_threads"]
+__all__ = ["LoaderResources", "default_threads"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
-class Machinery:
+class Watch(Protocol):
+    """What runs beside a loader."""
+
+    @property
+    def port(self) -> int | None:
+        """Where /metrics and /healthz are served."""
+
+    def close(self) -> None:
+        """Write the last record, stop; may be called twice."""
+
+
+class LoaderResources:
     """What a loader opens in one process: the window and its threads, the workers, the journal."""
 
     def __init__(
@@ -69,7 +76,7 @@ class Machinery:
                     return reader.raw_size(shard, inside)
             return sources.block_bytes(block)
 
-        self.watch: RunWatch | None = None
+        self.watch: Watch | None = None
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
