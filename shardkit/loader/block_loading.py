@@ -88,7 +88,7 @@ class BlockLoading:
         if self._times is not None:
             each = (time.perf_counter() - started) / max(1, len(blocks))
             for block, (shard, inside) in zip(blocks, places, strict=True):
-                self._times.note(shard, inside, each, self._sources.block_bytes(block), number=block)
+                self._times.note(shard, inside, each, self._reader.raw_size(shard, inside), number=block)
         return found
 
     def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:

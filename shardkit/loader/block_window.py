@@ -348,9 +348,10 @@ class BlockWindow:
     def _load(self, task: _Task) -> None:
         started = self._loading[task] = time.perf_counter()
         found: list[GatherColumns | None] | None = None
+        size_of, loaded_size_of = self._source.size_of, self._source.loaded_size_of
         try:
             found = [*self._source.load(task.blocks)]
-            smaller = [] if task.is_near else list(map(self._source.loaded_size_of, task.blocks))
+            sizes = list(map(size_of if task.is_near else loaded_size_of, task.blocks))
         except BaseException as error:  # noqa: BLE001  raised where a step waits for it
             task.error = error
         finally:
@@ -360,8 +361,8 @@ class BlockWindow:
             self.counts.load_s += elapsed
             if found is not None:
                 self.counts.block_loads += len(task.blocks)
-                self.counts.bytes_loaded += sum(map(self._source.size_of, task.blocks))
-                self._correct(task, smaller)
+                self.counts.bytes_loaded += sum(sizes)
+                self._correct(task, sizes)
                 task.found = found
             if self._waiting or self._coming:
                 self._changed.notify_all()
@@ -372,7 +373,7 @@ class BlockWindow:
     def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
         """From what the blocks of a task could at most have been to what they are: there may be room for another."""
         before = self._bytes
-        for block, loaded in zip(task.blocks, sizes, strict=False):
+        for block, loaded in zip(task.blocks, sizes, strict=True):
             entry, size = self._entries.get(block), self._whole_pages(loaded)
             if entry is not None and entry.task is task and size < entry.size:
                 self._bytes -= entry.size - size
