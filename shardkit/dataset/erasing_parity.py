@@ -5,12 +5,14 @@ from __future__ import annotations
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
 from shardkit.storage import Repository, object_name, parse_object_name
+from shardkit.storage.inventory import walk_versions
 from shardkit.storage.parity import SetRecord, sets_that_hold
 from shardkit.storage.policy import read_table
 from shardkit.storage.policy.opening import root_store
 from shardkit.storage.policy.table import first_root
 from shardkit.storage.replicating.dropping import is_good_now
 from shardkit.storage.replicating.facts import open_all
+from shardkit.storage.replicating.needed import live_versions
 from shardkit.storage.replicating.pacing import Pace
 
 __all__ = ["delete_parity"]
@@ -27,7 +29,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
         live: names of all objects that some version needs.
 
     Raises:
-        IntegrityError: an object that stays is good nowhere, and this parity can still make it again.
+        IntegrityError: an object that a ref or tag needs is good nowhere, and this parity can still make it again.
     """
     store = repository.store
     if next(iter(store.list_after("parity/sets/")), None) is None and not any(
@@ -36,8 +38,10 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
         return
     gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
     records = list(sets_that_hold(store, gone))
+    versions = live_versions(repository) if records else []  # what no ref or tag names, nobody repairs
+    named = {name for _, one in walk_versions(repository, versions) for name, _ in one.names()}
     for record in records:
-        _check_others(repository, record, live)
+        _check_others(repository, record, named)
     for record in records:
         for digest in record.parity:
             name = object_name(digest, "parity")
@@ -47,7 +51,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
         store.delete(record.set.record_name)
 
 
-def _check_others(repository: Repository, record: SetRecord, live: set[str]) -> None:
+def _check_others(repository: Repository, record: SetRecord, named: set[str]) -> None:
     root = root_store(repository.store)
     table = read_table(root, repository.id)
     facts = open_all(repository, table.locations if table else (first_root(root),))
@@ -57,7 +61,7 @@ def _check_others(repository: Repository, record: SetRecord, live: set[str]) -> 
         for name in (record.object_at(position).name for position in range(record.set.k + _MOST_LOST))
         if not any(is_good_now(location, name, pace) for location in facts.stores.values())
     ]
-    needed = [name for name in lost if name in live]
+    needed = [name for name in lost if name in named]
     if needed and len(lost) <= _MOST_LOST:
         raise IntegrityError(
             f"{needed[0]} is good in no location of {repository.url} that answers, and can be made again from parity "
