@@ -15,7 +15,7 @@ nodes=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do nodes+=("$1"); shift; done
 [ ${#nodes[@]} -gt 0 ] || { echo "$usage" >&2; exit 2; }
 [ $# -eq 0 ] || shift
-options=$([ $# -eq 0 ] || printf ' %q' "$@")
+options=$([ $# -eq 0 ] || printf '%q ' "$@")
 VENV=${VENV:-/opt/shardkit}
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 PORT=${PORT:-29500}
@@ -31,7 +31,7 @@ for node in "${nodes[@]}"; do
         "OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $VENV/bin/python -m torch.distributed.run" \
         "--nnodes=${#nodes[@]} --nproc-per-node=$RANKS_PER_NODE --rdzv-backend=c10d --rdzv-id=$run" \
         "--rdzv-endpoint=${nodes[0]}:$PORT --max-restarts=20 --shutdown-timeout=60" \
-        "-m shardkit_trainer '$config' 'data.cache=$CACHE' data.cache_size=800GiB$options" \
+        "-m shardkit_trainer '$config' 'data.cache=$CACHE' data.cache_size=800GiB $options" \
         </dev/null > >(sed -u "s/^/$node: /") 2>&1 &
     pids+=($!)
 done
