@@ -198,7 +198,7 @@ def test_text_with_splits_by_line_and_appended(call: Call, tmp_path: Path) -> No
 
 
 def test_other_folders_keep_their_ids(call: Call, tmp_path: Path) -> None:
-    """What 0.1 gave to these files."""
+    """What 0.1 gave to these files, in the blocks that were its default."""
     done = document(call, pictures(tmp_path / "imgs", "cat/1.png", "dog/2.png", "dog/3.png"), tmp_path / "d",
-                    "--stratify", "label")  # fmt: skip
+                    "--stratify", "label", "--block-size", "1MiB")  # fmt: skip
     assert done["id"] == "sha256:c903ff3d7498e7ffd5e0c16132b217b8e2b9765dcb80887a5d307b621a7f70af"
