@@ -25,6 +25,7 @@ _BLOCKS_PER_TASK, _BYTES_PER_TASK = (
     16,
     8 << 20,
 )  # a hand-over between threads costs as much as a tenth of a block
+_CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 _ROOM_AT_ONCE = 16  # a part of the budget: room is waited for not task by task but for some of them
 
 
@@ -87,9 +88,7 @@ class _Task:
     def give_up(self) -> bool:
         """Do not load it, if that has not begun; whether it will have no blocks."""
         if self.found is None and self.error is None and (self.future is None or self.future.cancel()):
-            self.error = UsageError(
-                "the loader was closed while this loop waited for a block; begin another loop"
-            )
+            self.error = UsageError(_CLOSED)
         return self.error is not None
 
 
@@ -108,15 +107,16 @@ class GroupBlocks:
     """The blocks of one group of steps; each stays from the first step that needs it to the last."""
 
     def __init__(
-        self, window: BlockWindow, group: StepGroup, entries: list[_Entry], tasks: list[_Task], origin: int
+        self,
+        window: BlockWindow,
+        group: StepGroup,
+        entries: list[_Entry],
+        tasks: list[_Task],
+        origin: int,
+        stopped: Callable[[], bool],
     ) -> None:
-        self.group, self.tasks, self._window, self._entries, self._origin = (
-            group,
-            tasks,
-            window,
-            entries,
-            origin,
-        )
+        self.group, self.tasks, self.stopped = group, tasks, stopped
+        self._window, self._entries, self._origin = window, entries, origin
         steps = np.arange(len(group.numbers) + 1)
         self._needed: list[int] = np.searchsorted(
             group.first, steps, side="left"
@@ -139,7 +139,7 @@ class GroupBlocks:
         loaded = []
         for entry in self._entries[first:end]:
             if entry.task.found is None:
-                self._window.wait_for(entry, self._origin + step, timeout_s, on_stall)
+                self._window.wait_for(entry, self._origin + step, timeout_s, on_stall, self.stopped)
             found = entry.task.found and entry.task.found[entry.position]
             assert found  # only a block that no step needs any more is taken out
             loaded.append(found)
@@ -218,8 +218,13 @@ class BlockWindow:
 
     # ---- what steps need
 
-    def admit(self, group: StepGroup, sizes: NDArray[np.int64]) -> GroupBlocks:
-        """Keep the blocks of a group that are there, and know which are to be loaded; `load` loads them."""
+    def admit(
+        self, group: StepGroup, sizes: NDArray[np.int64], stopped: Callable[[], bool] = lambda: False
+    ) -> GroupBlocks:
+        """Keep the blocks of a group that are there, and know which are to be loaded; `load` loads them.
+
+        Once `stopped` says so, nothing more is loaded, and whoever waits for a block gets a UsageError; `wake` them.
+        """
         with self._changed:
             entries, find = self._entries, self._entries.get
             missing = [n for n, block in enumerate(group.blocks) if find(block) is None]
@@ -238,7 +243,9 @@ class BlockWindow:
                 used(block)
             self._count([group.blocks[n] for n in missing], int(sizes[missing].sum()))
             self.counts.block_uses += len(group.blocks)
-            return GroupBlocks(self, group, [entries[block] for block in group.blocks], tasks, origin)
+            return GroupBlocks(
+                self, group, [entries[block] for block in group.blocks], tasks, origin, stopped
+            )
 
     def _tasks(self, blocks: list[int], sizes: list[int], steps: list[int]) -> list[_Task]:
         near = all(map(self._source.near, blocks))
@@ -258,12 +265,12 @@ class BlockWindow:
             entry.task, entry.position = one, 0
         return single
 
-    def load(self, wanted: GroupBlocks, stopped: Callable[[], bool]) -> None:
+    def load(self, wanted: GroupBlocks) -> None:
         """Begin to load what is missing of a group, in its order; returns when there was room for all of it.
 
         While there is none, steps that need what is there end, and make some.
         """
-        left = wanted.tasks
+        left, stopped = wanted.tasks, wanted.stopped
         while left and not stopped():
             some, need = self._some_of(left)
             with self._changed:
@@ -302,27 +309,34 @@ class BlockWindow:
                 self._entries[block].size = size
             task.future = self._pool.submit(self._load, task)
 
-    def wait_for(self, entry: _Entry, step: int, timeout_s: float, on_stall: Callable[[float], None]) -> None:
-        """Until a block is there that `step` needs; raises what loading raised."""
+    def wait_for(
+        self,
+        entry: _Entry,
+        step: int,
+        timeout_s: float,
+        on_stall: Callable[[float], None],
+        stopped: Callable[[], bool],
+    ) -> None:
+        """Until a block is there that `step` needs; raises what loading raised, or that nobody loads it any more."""
         started = time.perf_counter()
-        while not entry.task.is_over():
+
+        def is_over() -> bool:
+            return entry.task.is_over() or self._closed or stopped()
+
+        while not is_over():
             with self._changed:
                 self._wanted = max(self._wanted, step)
                 self._waiting += 1
                 if self._wake_at is not None:
                     self._changed.notify_all()
-                while not entry.task.is_over() and not self._closed:
-                    if not self._changed.wait(timeout_s):
-                        break
+                in_time = self._changed.wait_for(is_over, timeout_s)
                 self._waiting -= 1
-            if entry.task.is_over() or self._closed:
-                break
-            on_stall(time.perf_counter() - started)
-        task = entry.task
-        if task.found is None:
-            task.give_up()
-        if task.error is not None:
-            raise task.error
+            if not in_time:
+                on_stall(time.perf_counter() - started)
+        if entry.task.error is not None:
+            raise entry.task.error
+        if entry.task.found is None:
+            raise UsageError(_CLOSED)
 
     def advance(self, step: int) -> None:
         """Steps before this one are over."""

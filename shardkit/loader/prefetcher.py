@@ -74,7 +74,7 @@ class Prefetcher:
                 self._counts.plan_s += time.perf_counter() - started
                 settings.admitted()
                 yield admitted
-                self._window.load(admitted, self._stopping.is_set)
+                self._window.load(admitted)
 
     def _admit(self, planned: StepGroup) -> tuple[GroupBlocks, StepGroup | None]:
         """As many steps as there is room for, and the others."""
@@ -88,7 +88,7 @@ class Prefetcher:
         group, rest = planned.split(steps)
         if rest is not None:
             sizes, _ = window.sizes(group.blocks)
-        return window.admit(group, sizes), rest
+        return window.admit(group, sizes, self._stopping.is_set), rest
 
     def end(self) -> None:
         """Nothing is loaded for this loop any more; once nobody iterates, and as often as one likes."""

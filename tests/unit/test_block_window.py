@@ -51,7 +51,7 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]]) -> Iterator[set[in
         fitting, _ = steps_that_fit(left, sizes, held, window.budget)
         group, left = left.split(fitting)
         admitted = window.admit(group, window.sizes(group.blocks)[0])
-        loading = threading.Thread(target=window.load, args=(admitted, lambda: False))
+        loading = threading.Thread(target=window.load, args=(admitted,))
         loading.start()
         there: dict[int, GatherColumns] = {}
         for step in range(len(group.numbers)):
@@ -139,7 +139,7 @@ def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since()
     group = group_of([[1], [2, 3]])
     admitted = window.admit(group, window.sizes(group.blocks)[0])
     window.end_loop(late)
-    window.load(admitted, lambda: False)
+    window.load(admitted)
     window.end_loop(late)
     assert [len(admitted.wait(step, 60, lambda waited: None)[1]) for step in range(2)] == [1, 2]
     window.close()
