@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import IntegrityError
+from shardkit.errors import IntegrityError, UsageError
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.gather import GatherColumns
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
@@ -142,6 +142,24 @@ def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since()
     window.load(admitted)
     window.end_loop(late)
     assert [len(admitted.wait(step, 60, lambda waited: None)[1]) for step in range(2)] == [1, 2]
+    window.close()
+
+
+def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
+    window, stopped = BlockWindow(block_source(), budget=100, threads=2), threading.Event()
+    window.begin_loop()
+    group = group_of([[1], [2, 3]])
+    admitted = window.admit(group, window.sizes(group.blocks)[0], stopped.is_set)
+
+    def stop() -> None:
+        stopped.set()
+        window.wake()
+
+    threading.Timer(0.2, stop).start()
+    with pytest.raises(UsageError, match="closed while this loop waited"):
+        admitted.wait(0, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
+    window.load(admitted)
+    assert not window.is_loaded(1), "nothing is loaded for it"
     window.close()
 
 
