@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Sequence
 from ctypes import string_at
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,17 +14,11 @@ from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.formats import BlockSpan, ShardIndex, fixed_places
 from shardkit.loader import plain_rows
 from shardkit.loader.block_memory import BlockMemory, Loan
-from shardkit.loader.gather import DECIMALS, GatherColumns
+from shardkit.loader.gather import DECIMALS, GatherColumns, block_rows
 from shardkit.loader.settings import Sources
 from shardkit.storage import BlockReader
 from shardkit.storage.open_files import open_files
 from shardkit.telemetry.slow_blocks import BlockTimes
-
-block_rows: Any
-try:
-    from shardkit.loader import block_rows
-except ImportError:  # not compiled where this was installed
-    block_rows = plain_rows
 
 __all__ = ["BlockLoading", "placer_of", "read_together"]
 
@@ -216,10 +210,8 @@ class TarPlacer:
     """The index has seen that all members lie inside their blocks."""
 
     def __init__(self, shard: ShardIndex, members: list[tuple[int, int, int]]) -> None:
-        self._shard, self._members = (
-            shard,
-            members,
-        )  # of each field, where starts and ends lie in memory, and the pitch
+        self._shard = shard
+        self._members = members  # of each field, where starts and ends lie in memory, and the pitch
         self._facts = struct.Struct(f"={1 + 4 * len(members)}q")
 
     @classmethod

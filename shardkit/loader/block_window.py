@@ -21,10 +21,8 @@ from shardkit.loader.schedule import StepGroup
 
 __all__ = ["BlockSource", "BlockWindow", "GroupBlocks", "WindowCounts"]
 
-_BLOCKS_PER_TASK, _BYTES_PER_TASK = (
-    16,
-    8 << 20,
-)  # a hand-over between threads costs as much as a tenth of a block
+_BLOCKS_PER_TASK = 16  # a hand-over between threads costs as much as a tenth of a block
+_BYTES_PER_TASK = 8 << 20
 _CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 _ROOM_AT_ONCE = 16  # a part of the budget: room is waited for not task by task but for some of them
 

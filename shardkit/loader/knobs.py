@@ -23,7 +23,7 @@ _FARTHEST: Final = 1000
 
 
 def loader_knobs(loader: LiveLoader) -> Mapping[str, Knob]:
-    """The knobs of a loader whose resources is open; they hold it weakly."""
+    """The knobs of a loader whose resources are open; they hold it weakly."""
     live = _Live(loader)
     knobs = {
         "loader.memory": Knob(live.memory, live.set_memory, size_of(loader.memory_needed), gradual=True),

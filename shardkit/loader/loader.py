@@ -285,7 +285,7 @@ class Loader:
                 from shardkit.loader.run_watch import open_watch
 
                 self._resources.watch = open_watch(self, self._config, self._sources, self._events)
-            # not through `self`: what the resources's threads hold must not keep the loader alive
+            # not through `self`: what the threads of the resources hold must not keep the loader alive
             weakref.finalize(self, self._resources.close_unwatched)
         return self._resources
 

@@ -86,9 +86,8 @@ class Prefetcher:
                 return self._admit(planned)
             settings.over_memory(planned.numbers[0], needed)
         group, rest = planned.split(steps)
-        if rest is not None:
-            sizes, _ = window.sizes(group.blocks)
-        return window.admit(group, sizes, self._stopping.is_set), rest
+        needed_first = sizes[: len(group.blocks)]  # blocks are in the order of first need
+        return window.admit(group, needed_first, self._stopping.is_set), rest
 
     def end(self) -> None:
         """Nothing is loaded for this loop any more; once nobody iterates, and as often as one likes."""

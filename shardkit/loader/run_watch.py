@@ -30,7 +30,7 @@ _BETWEEN_STACKS_S: Final = 60.0
 def open_watch(
     loader: LiveLoader, config: LoaderConfig, sources: Sources, events: EventLog
 ) -> RunWatch | None:
-    """Begin to watch a loader whose resources is open; None where it has no run directory, or telemetry is off."""
+    """Begin to watch a loader whose resources are open; None where it has no run directory, or telemetry is off."""
     settings = config.telemetry
     if config.run is None or settings is None:
         return None

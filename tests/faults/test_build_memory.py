@@ -12,14 +12,14 @@ import pytest
 
 import shardkit
 import shardkit_tools
+from tests.drills import DRILLS
 
 resource = pytest.importorskip("resource")
 
-FULL = os.environ.get("SHARDKIT_DRILLS") == "full"
-HEADROOM = (96 if FULL else 40) << 20
+HEADROOM = (96 if DRILLS else 40) << 20
 """What a build may take, in bytes, beyond what a process that has done a build before holds."""
 
-SOURCE_BYTES = (768 << 20) if FULL else 3 * HEADROOM
+SOURCE_BYTES = (768 << 20) if DRILLS else 3 * HEADROOM
 """Three times the headroom; in full, three times all that the process may hold."""
 
 BUILDER = """
@@ -80,7 +80,7 @@ def test_a_source_of_three_times_the_limit(tmp_path: Path, by: str) -> None:
     limit, rows, scratch, found = done.stdout.split()
     assert int(rows) == size // 8192
     assert int(scratch) >= size, "nothing was left in the source"
-    if FULL:
+    if DRILLS:
         assert size >= 3 * int(limit)
     result = shardkit_tools.build(source, tmp_path / "free", jobs=1, shard_size="64MiB", format=by)
     assert result.manifest is not None

@@ -10,9 +10,11 @@ from typing import Final
 
 import pytest
 
+from tests.drills import DRILLS
+
 _ROOT: Final = Path(__file__).parents[2]
 _PART: Final = 250
-_SEEDS: Final = 100_000 if os.environ.get("SHARDKIT_DRILLS") == "full" else 2_000
+_SEEDS: Final = 100_000 if DRILLS else 2_000
 _SEED: Final = os.environ.get("SEED")
 
 pytestmark = pytest.mark.filterwarnings("default")
