@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
 from shardkit.storage import Repository, object_name, parse_object_name
@@ -40,8 +42,8 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
     records = list(sets_that_hold(store, gone))
     versions = live_versions(repository) if records else []  # what no ref or tag names, nobody repairs
     named = {name for _, one in walk_versions(repository, versions) for name, _ in one.names()}
-    for record in records:
-        _check_others(repository, record, named)
+    if records:
+        _check_others(repository, records, named)
     for record in records:
         for digest in record.parity:
             name = object_name(digest, "parity")
@@ -51,20 +53,22 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
         store.delete(record.set.record_name)
 
 
-def _check_others(repository: Repository, record: SetRecord, named: set[str]) -> None:
+def _check_others(repository: Repository, records: Sequence[SetRecord], named: set[str]) -> None:
     root = root_store(repository.store)
     table = read_table(root, repository.id)
     facts = open_all(repository, table.locations if table else (first_root(root),))
     pace = Pace()
-    lost = [
-        name
-        for name in (record.object_at(position).name for position in range(record.set.k + _MOST_LOST))
-        if not any(is_good_now(location, name, pace) for location in facts.stores.values())
-    ]
-    needed = [name for name in lost if name in named]
-    if needed and len(lost) <= _MOST_LOST:
-        raise IntegrityError(
-            f"{needed[0]} is good in no location of {repository.url} that answers, and can be made again from parity "
-            f"that would go with the erased rows; run: shardkit repair {repository.url}, then shardkit remove "
-            f"{repository.url} --resume"
-        )
+    for record in records:
+        members = (record.object_at(position).name for position in range(record.set.k + _MOST_LOST))
+        lost = [
+            name
+            for name in members
+            if not any(is_good_now(location, name, pace) for location in facts.stores.values())
+        ]
+        needed = [name for name in lost if name in named]
+        if needed and len(lost) <= _MOST_LOST:
+            raise IntegrityError(
+                f"{needed[0]} is good in no location of {repository.url} that answers, and can be made again from "
+                f"parity that would go with the erased rows; run: shardkit repair {repository.url}, then shardkit "
+                f"remove {repository.url} --resume"
+            )

@@ -187,9 +187,8 @@ class BlockCache:
                     links = operations.stat_open(part).st_nlink
                     if links == 1:
                         return part
-                    if (
-                        links > 1
-                    ):  # whoever held it named the block, and was killed before it was removed here
+                    if links > 1:
+                        # whoever held it named the block, and was killed before it was removed here
                         with self._directories.opened((_PARTS,)) as folder:
                             operations.unlink(folder, name)
                 elif time.monotonic() > deadline:
