@@ -1,6 +1,6 @@
 """Build benchmark: limits of the machine, shardkit, and its peers' writers, in turns; medians and ranges.
 
-    python tools/bench/build.py FOLDER --scale 0.25 --peers-python PATH --out tools/bench/results/DATE-build-speed
+    python tools/bench/build.py FOLDER --scale 0.25 --peers-python PATH --out tools/bench/results/build-peers
 
 FOLDER is on the disk to be measured and must not be in memory (tmpfs); everything made there is removed again. Two
 workloads of ``--scale`` times 1.6 GB: rows of 2,048 tokens out of an ``.npy``, and files of 100 kB. Everybody writes

@@ -1,6 +1,6 @@
 """Image pipelines: JPEGs decoded, cropped at random, flipped, normalised; shardkit beside torchvision and webdataset.
 
-    python tools/bench/images.py --peers-python PATH --out tools/bench/results/DATE-images
+    python tools/bench/images.py --peers-python PATH --out tools/bench/results/images
 
 The JPEGs are crops of photographs that scikit-learn and matplotlib bring along, each another one, of about 100 KB.
 Every reader is a process of its own, has a copy of them in its own format, and decodes with Pillow. Epochs are

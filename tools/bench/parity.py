@@ -1,6 +1,6 @@
 """Parity per core, in CPU time: P+Q of 8+2, every way of losing two, beside XOR and SHA-256.
 
-Run: nice -n 5 .venv/bin/python tools/bench/parity.py [--write tools/bench/results/DATE-parity.md]
+Run: nice -n 5 .venv/bin/python tools/bench/parity.py [--write parity.md]
 """
 
 from __future__ import annotations
