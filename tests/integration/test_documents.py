@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from shardkit.exit_codes import ExitCode
 from shardkit_tools.main import COMMANDS, make_app
 from shardkit_trainer import load_configuration
 
@@ -28,6 +29,7 @@ DOCUMENTS = sorted(
         for kind in ("md", "sh", "sbatch", "py", "toml")
         for path in (ROOT / "examples").rglob(f"*.{kind}")
     ]
+    + [path for folder in ("docs", "tools/bench/results") for path in (ROOT / folder).glob("*.md")]
 )
 YAML = sorted((DEPLOYMENT / "kubernetes").glob("*.yaml"))
 SCRIPTS = sorted([*(DEPLOYMENT / "ssh").glob("*.sh"), *(DEPLOYMENT / "slurm").glob("*.sbatch")])
@@ -88,6 +90,30 @@ def test_links_lead_somewhere(path: Path) -> None:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             if not link.startswith(("http://", "https://")):
                 assert (path.parent / link).exists(), link
+
+
+def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [(bytes([number % 251]) * 9, number % 3) for number in range(1100)]
+    seen: list[int] = []
+    names: dict[str, Any] = {
+        "my_images": lambda: images,
+        "train_step": lambda jpegs, labels: seen.append(len(jpegs) if len(jpegs) == len(labels) else -1),
+    }
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert seen == [512, 512]
+    assert len(json.dumps(names["state"])) < 200
+    resumed = next(iter(names["loader"]))
+    assert resumed.step == 1
+    planned = names["plan"].step(1)[list(names["loader"].lanes)].ravel()
+    assert resumed.samples.tolist() == planned[planned >= 0].tolist()
+
+
+def test_every_exit_code_is_explained() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert [int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)] == sorted(ExitCode)
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
