@@ -16,7 +16,6 @@ from shardkit.dataset.population import check_plan, population_of
 from shardkit.dataset.sample_numbers import numbers_of
 from shardkit.dataset.samples import Samples
 from shardkit.dataset.selecting import select_rows
-from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.where import Where
 from shardkit.errors import UsageError
 from shardkit.formats import FixedColumn, Schema, Verify
@@ -24,6 +23,7 @@ from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Selection
 from shardkit.plan import Plan, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
+from shardkit.ranges import parse_size
 from shardkit.storage import BlockReader, Repository, RowMap, Version
 from shardkit.telemetry import TelemetrySettings
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from shardkit.dataset.layout import BLOCK_BYTES
-from shardkit.dataset.sizes import parse_size
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
+from shardkit.ranges import parse_size
 from shardkit.storage import LogEntry, Repository
 
 __all__ = ["NOT_MOVED", "Moved", "Standing", "block_size_for", "move_refs", "standing_refs"]

@@ -13,10 +13,10 @@ from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import BLOCK_BYTES, LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
-from shardkit.dataset.sizes import parse_size
 from shardkit.dataset.splits import Split, folder_split, parse_split
 from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, normalise_compression
+from shardkit.ranges import parse_size
 
 __all__ = ["VersionSettings"]
 

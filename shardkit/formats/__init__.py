@@ -4,24 +4,19 @@ No store and no clock: bytes in, columns out, and back. Digests are checked befo
 before memory is taken. Programs that know tar, zstd and Arrow read what is written here.
 """
 
-from .arrow_batches import record_batch
 from .arrow_reading import FixedPlace, fixed_places
-from .arrow_schema import arrow_schema
+from .arrow_writing import arrow_schema, record_batch
 from .block import Block, Column, FixedColumn, VariableColumn
-from .columns import Columns, pack_columns, unpack_columns
+from .columns import Columns, Texts, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
 from .digest import format_digest, parse_digest, sha256_digest, sha256_each, xxh3
 from .index import BlockSpan, ShardIndex, block_starts
-from .keys import fit_key, is_key, max_key_bytes
-from .npy import npy_payload_offset
 from .reading import Verify, read_block, verify_block
-from .rebuilding import build_index
-from .row_block import JoinedPayloads, RowBlock
-from .rows import Row
+from .rows import JoinedPayloads, Row, RowBlock, fit_key, is_key, max_key_bytes
 from .schema import RESERVED_NAMES, FieldType, Schema
 from .tar_blocks import parse_decimals
-from .texts import Texts
-from .whole_shard import Damage, check_whole_shard, find_damage
+from .tar_members import npy_payload_offset
+from .whole_shard import Damage, build_index, check_whole_shard, find_damage
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
 
 __all__ = [

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, UsageError
 
 from .arrow_message import BatchHeader, compressed_buffer, raw_message_bytes, read_batch_header
-from .arrow_schema import KEY_FIELD, arrow_schema
+from .arrow_writing import KEY_FIELD, arrow_schema
 from .block import Column, FixedColumn, VariableColumn
 from .compression import MAX_RATIO, decompress_frame
 from .schema import FieldType, Schema

@@ -1,4 +1,4 @@
-"""Writing blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4)."""
+"""Fields as Arrow has them: the schema of a shard, its blocks as messages of an IPC file (SPEC.md §4), tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,58 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shardkit.errors import SampleError
+from shardkit.errors import FormatError, SampleError
 
+from . import canonical_json
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
-from .arrow_schema import arrow_item_type, arrow_schema, arrow_type
+from .block import Block, FixedColumn, VariableColumn
 from .compression import zstd_level
-from .row_block import JoinedPayloads, PayloadColumn, RowBlock, sizes_of
+from .rows import JoinedPayloads, PayloadColumn, RowBlock, sizes_of
 from .schema import FieldType, Schema
 
-__all__ = ["ArrowEncoder", "arrow_array"]
+__all__ = [
+    "KEY_FIELD",
+    "ArrowEncoder",
+    "arrow_array",
+    "arrow_item_type",
+    "arrow_schema",
+    "arrow_type",
+    "record_batch",
+]
+
+KEY_FIELD = "__key__"
+"""Name of the column of keys."""
+
+METADATA_KEY = b"shardkit"
+
+
+def arrow_item_type(kind: FieldType) -> Any:
+    """The Arrow type of one number of a field."""
+    return pa.bool_() if kind.dtype == "bool" else pa.from_numpy_dtype(kind.numpy_dtype)
+
+
+def arrow_type(kind: FieldType) -> Any:
+    """The Arrow type of a field; no level of it is nullable."""
+    if kind.kind == "bytes":
+        return pa.large_binary()
+    if kind.kind in ("str", "json"):
+        return pa.large_string()
+    item = arrow_item_type(kind)
+    if kind.kind == "ragged":
+        return pa.large_list(pa.field("item", item, nullable=False))
+    for size in reversed(kind.shape):
+        item = pa.list_(pa.field("item", item, nullable=False), size)
+    return item
+
+
+def arrow_schema(schema: Schema, *, keys: bool = True) -> Any:
+    """Key column, where wanted, then the fields; the shardkit schema and format version are in its metadata."""
+    fields = [pa.field(KEY_FIELD, pa.large_string(), nullable=False)] if keys else []
+    for name, kind in schema.items():
+        metadata = {METADATA_KEY: b"json"} if kind.kind == "json" else None
+        fields.append(pa.field(name, arrow_type(kind), nullable=False, metadata=metadata))
+    text = canonical_json.dumps({"fields": schema.to_json(), "version": 1})
+    return pa.schema(fields, metadata={METADATA_KEY: text})
 
 
 class _Chunks:
@@ -159,3 +202,52 @@ def arrow_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
         count //= kind.shape[place]
         values = pa.Array.from_buffers(level, count, [None], null_count=0, children=[values])
     return values
+
+
+def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: Any) -> Any:
+    """Some rows of a block, without their keys.
+
+    Args:
+        block: verified; in memory that nobody writes to, for columns may be views of it.
+        rows: (n,) int64, ascending, n ≥ 1.
+        schema: the fields that are wanted, all of them fields of the block.
+        arrow: `arrow_schema` of them.
+
+    Raises:
+        FormatError: a text of the block is not UTF-8, or a member is not what its type calls for.
+    """
+    run = slice(int(rows[0]), int(rows[-1]) + 1)
+    which = (
+        run if run.stop - run.start == len(rows) else rows
+    )  # neighbours need no copy where they lie together
+    arrays = []
+    for name, kind in schema.items():
+        column = block.column(name)
+        try:
+            if isinstance(column, FixedColumn):
+                arrays.append(arrow_array(kind, _fixed(column, which), name))
+            else:
+                arrays.append(arrow_array(kind, _variable(column, which), name))
+        except SampleError as error:
+            raise FormatError(str(error)) from None
+    return pa.RecordBatch.from_arrays(arrays, schema=arrow)
+
+
+def _fixed(column: FixedColumn, which: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
+    values = np.require(column.values[which], requirements=("C", "A"))
+    octets: NDArray[np.uint8] = values.reshape(len(values), -1).view(np.uint8)
+    return octets
+
+
+def _variable(column: VariableColumn, which: slice | NDArray[np.int64]) -> PayloadColumn:
+    starts, ends = column.starts[which], column.ends[which]
+    if bool((starts[1:] == ends[:-1]).all()):
+        data = column.data[starts[0] : ends[-1]]
+        return JoinedPayloads(_aligned(data, column.kind.numpy_dtype.itemsize), ends - starts)
+    view = column.data.data
+    return [view[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _aligned(data: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8]:
+    """Readers of Arrow memory may take the address of an item for granted."""
+    return data if data.ctypes.data % item_bytes == 0 else data.copy()

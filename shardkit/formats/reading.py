@@ -11,7 +11,7 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
 from .arrow_reading import BatchReader
-from .arrow_schema import KEY_FIELD
+from .arrow_writing import KEY_FIELD
 from .block import Block, Column, VariableColumn
 from .compression import decompress_frame
 from .digest import xxh3

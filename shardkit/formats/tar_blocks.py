@@ -13,11 +13,18 @@ from shardkit.errors import FormatError
 
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import compress_frame, zstd_level
-from .media import member_extension
-from .npy import RAGGED_HEADER_BYTES, npy_header
-from .row_block import RowBlock, payloads_of
+from .rows import RowBlock, payloads_of
 from .schema import FieldType, Schema
-from .ustar import BLOCK, TRAILER, member_header, member_headers, padded
+from .tar_members import (
+    BLOCK,
+    RAGGED_HEADER_BYTES,
+    TRAILER,
+    member_extension,
+    member_header,
+    member_headers,
+    npy_header,
+    padded,
+)
 
 __all__ = ["TarEncoder", "member_bytes", "parse_decimals", "tar_column"]
 

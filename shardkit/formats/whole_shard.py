@@ -1,21 +1,35 @@
-"""A shard as a whole: where it is damaged, and whether what lies around its blocks is right."""
+"""A shard as a whole: where it is damaged, what lies around its blocks, and its index made again from its bytes."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import zstandard
 
 from shardkit.errors import FormatError, IntegrityError
 
-from .arrow_message import END_OF_STREAM, file_head_size, read_footer_blocks
-from .arrow_schema import arrow_schema
-from .compression import decompress_frame
-from .index import ShardIndex
-from .ustar import TRAILER
+from .arrow_message import (
+    END_OF_STREAM,
+    file_head_size,
+    raw_message_bytes,
+    read_batch_header,
+    read_footer_blocks,
+)
+from .arrow_reading import BatchReader
+from .arrow_writing import arrow_schema
+from .columns import Texts
+from .compression import MAX_RATIO, decompress_frame, extension, normalise_compression
+from .digest import xxh3
+from .index import MAX_BLOCK_BYTES, ShardIndex, block_starts
+from .schema import Schema
+from .tar_members import BLOCK, TRAILER, iter_members, member_extension
 
-__all__ = ["Damage", "check_whole_shard", "find_damage"]
+__all__ = ["Damage", "build_index", "check_whole_shard", "find_damage"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -100,3 +114,183 @@ def _check_arrow_frame(view: memoryview, index: ShardIndex) -> None:
         raise FormatError(f"arrow shard: pyarrow refuses its schema: {str(error)[:200]}") from None
     if not all(schema.equals(expected, check_metadata=True) for schema in schemas):
         raise FormatError(f"arrow shard: its schema is not that of the index ({index.schema})")
+
+
+@dataclass(slots=True)
+class _Found:
+    """Rows and blocks met while walking through a shard."""
+
+    keys: list[str]
+    fields: list[list[tuple[int, int]]]  # per row: (offset in the raw block, size) of each field
+    spans: list[tuple[int, int, int]]  # per block: offset, stored bytes, raw bytes
+    starts: list[int]
+    tail: int
+
+
+def build_index(
+    data: Buffer,
+    *,
+    format: str,
+    compression: str,
+    schema: Schema,
+    block_rows: int,
+    segment_rows: Sequence[int] | None = None,
+) -> ShardIndex:
+    """Make the index of a shard from its bytes: the writer's, but for lineage, which the shard does not hold.
+
+    Args:
+        data: The whole shard, its SHA-256 checked; a memory map will do.
+        format: ``tar`` or ``arrow``.
+        compression: As it was written; the manifest says it.
+        schema: Fields of every row.
+        block_rows: Rows of a full block.
+        segment_rows: Rows of each segment (default: one segment); needed for a plain tar, which does not show
+            where its blocks end.
+
+    Raises:
+        FormatError: the shard is not what shardkit writes.
+    """
+    compression = normalise_compression(compression)
+    extension(format, compression)
+    view = memoryview(data).cast("B")
+    if format == "arrow":
+        found = _walk_arrow(view, schema, compression)
+    elif compression == "none":
+        found = _walk_plain_tar(view, schema, block_rows, segment_rows)
+    else:
+        found = _walk_frames(view, schema)
+    return _index_of(
+        view, found, format=format, compression=compression, schema=schema, block_rows=block_rows
+    )
+
+
+def _index_of(view: memoryview, found: _Found, **settings: Any) -> ShardIndex:
+    spans = np.array(found.spans, np.uint64).reshape(-1, 3)
+    stored = [view[offset : offset + size] for offset, size, _ in found.spans]
+    head = found.spans[0][0] if found.spans else found.tail
+    fields: dict[str, Any] = {}
+    if settings["format"] == "tar":
+        table = np.array(found.fields, np.uint64).reshape(len(found.keys), len(settings["schema"]), 2)
+        fields = {"field_offset": table[:, :, 0].copy(), "field_size": table[:, :, 1].copy()}
+    return ShardIndex(
+        rows=len(found.keys),
+        shard_size=len(view),
+        head_size=head,
+        head_sha256=hashlib.sha256(view[:head]).hexdigest(),
+        tail_sha256=hashlib.sha256(view[found.tail :]).hexdigest(),
+        block_offset=spans[:, 0].copy(),
+        block_size=spans[:, 1].copy(),
+        block_raw_size=spans[:, 2].copy(),
+        block_start=np.array(found.starts, np.int64),
+        block_xxh3=np.array([xxh3(block) for block in stored], np.uint64),
+        block_sha256=np.frombuffer(
+            b"".join(hashlib.sha256(block).digest() for block in stored), np.uint8
+        ).reshape(-1, 32),
+        key_texts=Texts.pack(found.keys),
+        **settings,
+        **fields,
+    )
+
+
+def _rows_of(
+    raw: memoryview, start: int, end: int, schema: Schema
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Rows of a run of tar members: (key, [(offset, size) of each field])."""
+    names, kinds = list(schema), list(schema.values())
+    key, fields = "", list[tuple[int, int]]()
+    for name, offset, size in iter_members(raw, start, end):
+        place = len(fields)
+        member_key, _, rest = name.partition(".")
+        wanted = f"{names[place]}.{member_extension(kinds[place], raw[offset : offset + size])}"
+        if rest != wanted or (place and member_key != key):
+            raise FormatError(f"tar member {name} at {offset}: expected {key or 'KEY'}.{wanted}")
+        key = member_key
+        fields.append((offset, size))
+        if len(fields) == len(names):
+            yield key, fields
+            fields = []
+    if fields:
+        raise FormatError(f"tar: sample {key} ends after {len(fields)} of {len(names)} fields")
+
+
+def _walk_plain_tar(
+    view: memoryview, schema: Schema, block_rows: int, segment_rows: Sequence[int] | None
+) -> _Found:
+    tail = len(view) - len(TRAILER)
+    if tail < 0 or view[tail:] != TRAILER:
+        raise FormatError("tar shard: expected two zero blocks of 512 bytes at its end")
+    rows = list(_rows_of(view, 0, tail, schema))
+    segments = [len(rows)] if segment_rows is None else segment_rows
+    if sum(segments) != len(rows):
+        raise FormatError(f"tar shard: {len(rows)} rows, the segments have {sum(segments)}")
+    starts = block_starts(segments, block_rows).tolist()
+    # A row begins at the header of its first member.
+    borders = [rows[start][1][0][0] - BLOCK for start in starts[:-1]] + [tail]
+    found = _Found([key for key, _ in rows], [], [], starts, tail)
+    for block, begin in enumerate(borders[:-1]):
+        size = borders[block + 1] - begin
+        found.spans.append((begin, size, size))
+        for _, fields in rows[starts[block] : starts[block + 1]]:
+            found.fields.append([(offset - begin, length) for offset, length in fields])
+    return found
+
+
+def _walk_frames(view: memoryview, schema: Schema) -> _Found:
+    found = _Found([], [], [], [0], 0)
+    position = 0
+    while True:
+        size, raw_size = _frame_sizes(view, position)
+        frame = view[position : position + size]
+        raw = memoryview(decompress_frame(frame, raw_size, f"frame at {position}"))
+        if position + size == len(view):
+            if raw != TRAILER:
+                raise FormatError("tar shard: its last frame is not the end of the archive")
+            found.tail = position
+            return found
+        for key, fields in _rows_of(raw, 0, raw_size, schema):
+            found.keys.append(key)
+            found.fields.append(fields)
+        found.spans.append((position, size, raw_size))
+        found.starts.append(len(found.keys))
+        position += size
+
+
+def _frame_sizes(view: memoryview, position: int) -> tuple[int, int]:
+    """(stored, declared raw) bytes of the zstd frame at `position`, without opening it (RFC 8878 §3.1.1)."""
+    try:
+        header = zstandard.get_frame_parameters(view[position : position + 18])
+        end = position + zstandard.frame_header_size(view[position : position + 18])
+    except zstandard.ZstdError as error:
+        raise FormatError(f"zstd frame at {position}: {error}") from None
+    last = False
+    while not last:
+        block = int.from_bytes(view[end : end + 3], "little")
+        last, kind = bool(block & 1), block >> 1 & 3
+        if end + 3 > len(view) or kind == 3:
+            raise FormatError(f"zstd frame at {position}: cut short or broken at {end}")
+        end += 3 + (1 if kind == 1 else block >> 3)
+    end += 4 if header.has_checksum else 0
+    if end > len(view) or not 0 < header.content_size <= MAX_BLOCK_BYTES:
+        raise FormatError(f"zstd frame at {position}: declares {header.content_size} bytes, ends at {end}")
+    return end - position, header.content_size
+
+
+def _walk_arrow(view: memoryview, schema: Schema, compression: str) -> _Found:
+    position = file_head_size(view)
+    found = _Found([], [], [], [0], 0)
+    while view[position : position + 8] != END_OF_STREAM:
+        header = read_batch_header(view[position:])
+        stored = view[position : position + header.message_bytes]
+        raw_size = raw_message_bytes(header, stored)
+        if raw_size > min(MAX_BLOCK_BYTES, MAX_RATIO * len(stored)) or not 0 < header.rows < 2**31:
+            raise FormatError(f"arrow message at {position}: declares {header.rows} rows, {raw_size} bytes")
+        batch = BatchReader(stored, schema, compression.partition(":")[0], header.rows, raw_size)
+        keys = batch.keys()
+        for name in schema:
+            batch.column(name)  # a rebuilt index must not name rows that do not decode
+        found.keys += [keys.payload(row).decode() for row in range(header.rows)]
+        found.spans.append((position, header.message_bytes, raw_size))
+        found.starts.append(len(found.keys))
+        position += header.message_bytes
+    found.tail = position
+    return found

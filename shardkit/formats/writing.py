@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 from shardkit.errors import SampleError, UsageError
 
 from .arrow_writing import ArrowEncoder
+from .columns import Texts
 from .compression import extension, normalise_compression
 from .digest import sha256_each, xxh3
 from .index import ShardIndex
-from .keys import check_keys, max_key_bytes
-from .row_block import RowBlock, sizes_of
-from .rows import Row
+from .rows import Row, RowBlock, check_keys, max_key_bytes, sizes_of
 from .schema import Schema
 from .tar_blocks import TarEncoder, member_bytes
-from .texts import Texts
 
 __all__ = ["MAX_SAMPLE_BYTES", "ShardWriter", "Sink", "open_writer", "raw_row_bytes"]
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardkit.errors import ConfigurationError
-from shardkit.formats.sizes import parse_size
 from shardkit.loader.control import Knob
+from shardkit.ranges import parse_size
 
 if TYPE_CHECKING:
     from shardkit.loader.remote_blocks import RemoteBlocks

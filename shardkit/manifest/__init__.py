@@ -3,7 +3,15 @@
 Pure: bytes in, columns out; nothing here opens a store. SPEC.md says the bytes and why.
 """
 
-from shardkit.manifest.composing import check_against, compose, merge, stratum_counts
+from shardkit.manifest.composing import (
+    check_against,
+    compose,
+    merge,
+    pack_page,
+    paginate,
+    stratum_counts,
+    unpack_page,
+)
 from shardkit.manifest.manifest import (
     ADOPTED,
     MAX_MANIFEST_BYTES,
@@ -16,7 +24,6 @@ from shardkit.manifest.manifest import (
     PageRef,
     Stratum,
 )
-from shardkit.manifest.pages import pack_page, paginate, unpack_page
 from shardkit.manifest.selection import Selection, max_selection_bytes
 from shardkit.manifest.shard_table import ShardRecord, ShardTable
 

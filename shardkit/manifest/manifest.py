@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.formats.schema import Schema
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
-from shardkit.manifest.root_checks import check_totals
 
 __all__ = [
     "ADOPTED",
@@ -51,25 +50,22 @@ _FEATURES: Final[tuple[str, ...]] = (ADOPTED,)
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_KEYS: Final = (
-    "axes",
-    "build",
-    "classes",
-    "compression",
-    "features",
-    "pages",
-    "parent",
-    "parts",
-    "raw_bytes",
-    "rows",
-    "schema",
-    "selected",
-    "shard_format",
-    "shards",
-    "sources",
-    "stored_bytes",
-    "strata",
-)
+_PLAIN: Final = (
+    *(
+        "axes",
+        "classes",
+        "compression",
+        "features",
+        "parent",
+        "parts",
+        "raw_bytes",
+        "rows",
+        "selected",
+        "shards",
+    ),
+    *("sources", "stored_bytes"),
+)  # as the attributes are
+_KEYS: Final = (*_PLAIN, "build", "pages", "schema", "shard_format", "strata")
 _STRATUM_KEYS: Final = ("values", "rows", "selected", "pooled", "in_pool")
 _PAGE_KEYS: Final = ("digest", "size", "shards", "rows")
 _OPTIONAL_KEYS: Final = ("about", "lookups")
@@ -170,7 +166,7 @@ class Manifest:
     """Hash sidecars, by field; sorted by field."""
 
     def __post_init__(self) -> None:
-        check_totals(self)
+        _check_totals(self)
         _refuse_urls(self.build, "build")
 
     @cached_property
@@ -187,40 +183,20 @@ class Manifest:
         # What is not used is not written: manifests from before these fields keep their ids.
         optional: dict[str, object] = {} if self.about is None else {"about": self.about}
         if self.lookups:
-            optional["lookups"] = [_lookup_json(lookup) for lookup in self.lookups]
+            optional["lookups"] = [
+                {"field": lookup.field, "pieces": [_as_json(piece, _PIECE_KEYS) for piece in lookup.pieces]}
+                for lookup in self.lookups
+            ]
         return dumps(
             {
                 **optional,
+                **_as_json(self, _PLAIN),
                 "format": _FORMAT,
                 "schema": self.schema.to_json(),
                 "shard_format": self.format,
-                "compression": self.compression,
-                "axes": list(self.axes),
-                "strata": [
-                    {
-                        "values": list(stratum.values),
-                        "rows": stratum.rows,
-                        "selected": stratum.selected,
-                        "pooled": stratum.pooled,
-                        "in_pool": stratum.in_pool,
-                    }
-                    for stratum in self.strata
-                ],
-                "classes": list(self.classes),
-                "shards": self.shards,
-                "rows": self.rows,
-                "selected": self.selected,
-                "raw_bytes": self.raw_bytes,
-                "stored_bytes": self.stored_bytes,
-                "pages": [
-                    {"digest": page.digest, "size": page.size, "shards": page.shards, "rows": page.rows}
-                    for page in self.pages
-                ],
-                "sources": self.sources,
+                "strata": [_as_json(stratum, _STRATUM_KEYS) for stratum in self.strata],
+                "pages": [_as_json(page, _PAGE_KEYS) for page in self.pages],
                 "build": dict(self.build),
-                "parent": self.parent,
-                "parts": [list(part) for part in self.parts],
-                "features": list(self.features),
             }
         )
 
@@ -259,6 +235,10 @@ class Manifest:
             raise FormatError(f"{where}: {error}") from error
 
 
+def _as_json(item: object, names: Iterable[str]) -> dict[str, object]:
+    return {name: getattr(item, name) for name in names}
+
+
 def _strata(fields: Fields) -> tuple[Stratum, ...]:
     strata: list[Stratum] = []
     for item in fields.items("strata", maximum=_MAX_STRATA):
@@ -288,11 +268,6 @@ def _pages(fields: Fields) -> tuple[PageRef, ...]:
             )
         )
     return tuple(pages)
-
-
-def _lookup_json(lookup: Lookup) -> dict[str, object]:
-    pieces = [{name: getattr(piece, name) for name in _PIECE_KEYS} for piece in lookup.pieces]
-    return {"field": lookup.field, "pieces": pieces}
 
 
 def _lookups(fields: Fields) -> tuple[Lookup, ...]:
@@ -339,3 +314,82 @@ def _refuse_urls(value: object, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             _refuse_urls(item, f"{where}.{number}")
+
+
+def _check_totals(manifest: Manifest) -> None:
+    """Compare the totals of a root with its pages and strata.
+
+    Raises:
+        FormatError: They contradict each other, or a stratum or part appears twice.
+    """
+    if not 0 <= manifest.selected <= manifest.rows:
+        _refuse(f"{manifest.selected} of {manifest.rows} rows are selected")
+    _check_strata(manifest)
+    _check_lookups(manifest)
+    if manifest.parts:
+        _check_parts(manifest)
+        return
+    if sum(page.shards for page in manifest.pages) != manifest.shards:
+        _refuse(
+            f"its pages hold {sum(page.shards for page in manifest.pages)} shards, the root {manifest.shards}"
+        )
+    if sum(page.rows for page in manifest.pages) != manifest.rows:
+        _refuse(f"its pages hold {sum(page.rows for page in manifest.pages)} rows, the root {manifest.rows}")
+
+
+def _check_strata(manifest: Manifest) -> None:
+    own = [stratum for stratum in manifest.strata if not stratum.in_pool]
+    if len({stratum.values for stratum in manifest.strata}) != len(manifest.strata):
+        _refuse("a stratum appears twice")
+    for stratum in manifest.strata:
+        _check_stratum(manifest, stratum)
+    if sum(stratum.rows for stratum in own) != manifest.rows:
+        _refuse(f"its strata hold {sum(stratum.rows for stratum in own)} rows, the root {manifest.rows}")
+    if sum(stratum.selected for stratum in own) != manifest.selected:
+        _refuse(
+            f"{sum(stratum.selected for stratum in own)} rows of its strata are selected, "
+            f"{manifest.selected} in all"
+        )
+    # Every pooled row is in a pool, and the other way round.
+    inside = [stratum for stratum in manifest.strata if stratum.in_pool]
+    pools = [stratum for stratum in manifest.strata if stratum.pooled]
+    if sum(s.rows for s in inside) != sum(s.rows for s in pools):
+        _refuse("the strata in the pool do not add up to the pool")
+    if sum(s.selected for s in inside) != sum(s.selected for s in pools):
+        _refuse("the selected rows of the strata in the pool do not add up to the pool's")
+
+
+def _check_stratum(manifest: Manifest, stratum: Stratum) -> None:
+    if not 0 <= stratum.selected <= stratum.rows:
+        _refuse(f"stratum {stratum.name!r}: {stratum.selected} of {stratum.rows} rows are selected")
+    if stratum.pooled and stratum.in_pool:
+        _refuse(f"stratum {stratum.name!r} is a pool inside a pool")
+    if not stratum.pooled and not manifest.parts and len(stratum.values) != len(manifest.axes):
+        _refuse(f"stratum {stratum.name!r} has {len(stratum.values)} values for {len(manifest.axes)} axes")
+
+
+def _check_lookups(manifest: Manifest) -> None:
+    fields = [lookup.field for lookup in manifest.lookups]
+    if fields != sorted(set(fields)):
+        _refuse(f"its lookups are of the fields {fields[:10]}, expected each once and sorted")
+    for lookup in manifest.lookups:
+        if lookup.field != "key" and lookup.field not in manifest.schema:
+            _refuse(f"it has a lookup of {lookup.field!r}, which is no field")
+        covered = sum(piece.shards for piece in lookup.pieces)
+        if covered != manifest.shards or manifest.parts:
+            _refuse(f"its lookup of {lookup.field!r} covers {covered} shards of {manifest.shards}")
+
+
+def _check_parts(manifest: Manifest) -> None:
+    if manifest.pages:
+        _refuse("a merged manifest has pages of its own")
+    names = [name for name, _ in manifest.parts]
+    if len(set(names)) != len(names):
+        _refuse("a part appears twice")
+    unknown = {stratum.values[0] if stratum.values else "" for stratum in manifest.strata} - set(names)
+    if unknown:
+        _refuse(f"a stratum belongs to {min(unknown)[:100]!r}, which is no part")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise FormatError(f"the manifest contradicts itself: {why}; do not trust it")

@@ -18,7 +18,7 @@ from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.scratch_parts import Part, read_rows
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row, RowBlock, Schema
-from shardkit.formats.row_block import payloads_of
+from shardkit.formats.rows import payloads_of
 
 TYPES = ["bool", "int64", "uint8", "float16", "int32[5]", "float64[2,3]"]
 COLUMNS = (

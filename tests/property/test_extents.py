@@ -20,7 +20,7 @@ from shardkit.dataset.scratch_blocks import HeldRecords, ScratchReader
 from shardkit.dataset.scratch_parts import Part, read_rows
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import Row, RowBlock, Schema
-from shardkit.formats.row_block import payloads_of
+from shardkit.formats.rows import payloads_of
 
 SCHEMA = Schema.parse({"blob": "bytes", "n": "int64"})
 

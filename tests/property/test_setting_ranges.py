@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.errors import ConfigurationError, PlanError, UsageError
-from shardkit.formats.sizes import parse_size
 from shardkit.loader import Rebalancing
 from shardkit.loader.control import Knob, parse_control
 from shardkit.loader.knobs import count_of, size_of
 from shardkit.loader.settings import LoaderConfig
 from shardkit.plan.rebalance import Rules
 from shardkit.plan.settings import Settings
+from shardkit.ranges import parse_size
 from shardkit.storage.policy import Policy
 from shardkit.storage.reading.read_path import ReadSettings
 from shardkit.telemetry import TelemetrySettings

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.formats.sizes import parse_size
+from shardkit.ranges import parse_size
 from shardkit_tools.building import build
 from shardkit_tools.building.rebuilding import rebuild
 

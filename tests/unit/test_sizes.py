@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.dataset.sizes import parse_size
 from shardkit.errors import ConfigurationError
+from shardkit.ranges import parse_size
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,9 @@ from shardkit.formats import (
     read_block,
     xxh3,
 )
-from shardkit.formats.media import sniff_extension
-from shardkit.formats.npy import npy_header
 from shardkit.formats.schema import DTYPES
 from shardkit.formats.tar_blocks import tar_column
-from shardkit.formats.ustar import iter_members, member_header
+from shardkit.formats.tar_members import iter_members, member_header, npy_header, sniff_extension
 from shardkit.formats.writing import MAX_SAMPLE_BYTES
 from shardkit.testing.format_conformance import EXAMPLE_SCHEMA, example_samples, stored_block, write_shard
 

@@ -13,7 +13,7 @@ import pytest
 from shardkit.errors import FormatError
 from shardkit.formats import Schema, ShardIndex, block_starts, build_index, check_whole_shard
 from shardkit.formats.compression import compress_frame
-from shardkit.formats.ustar import TRAILER
+from shardkit.formats.tar_members import TRAILER
 from shardkit.testing.format_conformance import EXAMPLE_SCHEMA, FORMAT_PAIRS, example_samples, write_shard
 
 

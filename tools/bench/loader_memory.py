@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
-from shardkit.formats.sizes import parse_size
+from shardkit.ranges import parse_size
 from shardkit_tools.benchmarks.machine import machine_facts
 from shardkit_tools.benchmarks.reading import write_dataset
 from shardkit_tools.benchmarks.workloads import WORKLOADS

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.dataset.sizes import parse_size
+from shardkit.ranges import parse_size
 from shardkit.storage import Repository
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.replicating import place, replicate

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shardkit.errors import ConfigurationError
-from shardkit.formats.sizes import parse_size
-from shardkit.ranges import Range
+from shardkit.ranges import Range, parse_size
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.serving import parse_listen
 

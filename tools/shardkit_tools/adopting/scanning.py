@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
-from shardkit.formats.encoding import decode_json
+from shardkit.formats.schema import decode_json
 from shardkit.formats.tar_blocks import tar_column
 from shardkit_tools.adopting.tar_places import BUILD_INSTEAD, look_at
 from shardkit_tools.importers.member_values import field_of

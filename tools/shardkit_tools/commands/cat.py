@@ -14,7 +14,7 @@ import typer
 
 import shardkit
 from shardkit.errors import NotFoundError, StoreError, UsageError
-from shardkit.formats.media import sniff_extension
+from shardkit.formats.tar_members import sniff_extension
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,

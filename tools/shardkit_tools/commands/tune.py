@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.dataset.sizes import parse_size
 from shardkit.errors import MissingDependency, RunError
+from shardkit.ranges import parse_size
 from shardkit_tools.console import (
     JsonFlag,
     StatusLine,

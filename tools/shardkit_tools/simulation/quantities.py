@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from shardkit.dataset.sizes import parse_size
 from shardkit.errors import ConfigurationError
-from shardkit.ranges import Range, shown
+from shardkit.ranges import Range, parse_size, shown
 
 __all__ = ["parse_bytes", "parse_count", "parse_duration", "parse_number", "parse_rate"]
 
