@@ -15,9 +15,9 @@ from shardkit.errors import ConfigurationError
 from shardkit.storage import Repository
 from shardkit.storage.repairing import repair, scrub
 from shardkit.storage.replicating import replicate
-from shardkit_tools.engine_options import EngineName
 from shardkit_tools.main import run
-from shardkit_tools.spread_copies import copy_engine, spread_checks, spread_copies
+from shardkit_tools.options import EngineName
+from shardkit_tools.spread_copies import copying, spread_checks, spread_copies
 
 
 class Elsewhere:
@@ -130,11 +130,11 @@ def test_a_location_that_a_node_does_not_see_is_not_called_empty(root: Path) -> 
 def test_a_rate_is_for_threads() -> None:
     with (
         pytest.raises(ConfigurationError, match="--bandwidth and --between"),
-        copy_engine(EngineName.RAY, None, 1, bandwidth="1MB/s", between=None),
+        copying(EngineName.RAY, None, 1, "1MB/s", None),
     ):
         pass
     with (
         pytest.raises(ConfigurationError, match="only --engine ray"),
-        copy_engine(EngineName.LOCAL, "auto", 1, bandwidth=None, between=None),
+        copying(EngineName.LOCAL, "auto", 1, None, None),
     ):
         pass

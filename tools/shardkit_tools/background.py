@@ -6,37 +6,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated
-
-import typer
 
 from shardkit.storage.replicating.pacing import Hours, Pace, parse_bandwidth
 from shardkit_tools.console import StatusLine, bytes_text, count_text, duration_text
 
-__all__ = ["BandwidthOption", "BetweenOption", "LooksOption", "Work", "running"]
-
-LooksOption = Annotated[
-    int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Copies looked at at once.")
-]
-"""How many copies are looked at at a time."""
-
-BandwidthOption = Annotated[
-    str | None,
-    typer.Option(
-        "--bandwidth", metavar="RATE", rich_help_panel="Running", help="At most this, such as 200MB/s."
-    ),
-]
-"""How fast to copy or read at most."""
-
-BetweenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--between",
-        metavar="FROM-TO",
-        rich_help_panel="Running",
-        help="Only at this time of day, such as 22:00-06:00; waits until then.",
-    ),
-]
+__all__ = ["Work", "running"]
 
 _LINE_EVERY_S = 30.0
 

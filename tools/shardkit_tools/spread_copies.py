@@ -17,10 +17,11 @@ from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, ch
 from shardkit.storage.replicating.copying import CopyAll, CopyTask, copy_task
 from shardkit.storage.replicating.pacing import Pace
 from shardkit.storage.store import Store
+from shardkit_tools.background import Work, running
 from shardkit_tools.building.engines import Engine, Report, open_engine
-from shardkit_tools.engine_options import EngineName
+from shardkit_tools.options import EngineName
 
-__all__ = ["copy_engine", "spread_checks", "spread_copies"]
+__all__ = ["copying", "spread_checks", "spread_copies"]
 
 _TASK_BYTES = 64 * 2**20
 _TASK_OBJECTS = 64
@@ -137,27 +138,29 @@ def spread_copies(engine: Engine | None) -> CopyAll | None:
 
 
 @contextlib.contextmanager
-def copy_engine(
-    engine: EngineName, address: str | None, jobs: int | None, *, bandwidth: str | None, between: str | None
-) -> Iterator[Engine | None]:
-    """The engine of a command that looks at copies or makes them; None where threads of this process do it.
+def copying(
+    engine: EngineName, address: str | None, jobs: int | None, bandwidth: str | None, between: str | None
+) -> Iterator[tuple[Work, Engine | None]]:
+    """Work on copies that can be seen and interrupted, and the engine for it; None where threads of this process do it.
 
     Raises:
         ConfigurationError: a rate or hours were given, which hold for the threads of one process; or an address
             without Ray.
+        KeyboardInterrupt: after Ctrl-C, and says how to go on.
     """
-    if engine is EngineName.LOCAL:
-        if address is not None:
-            open_engine("local", None, address)  # says what is wrong with it
-        yield None
-        return
-    if bandwidth is not None or between is not None:
-        raise ConfigurationError(
-            "--bandwidth and --between hold for the threads of one machine; leave them out with --engine ray, or use "
-            "--engine local"
-        )
-    with open_engine(engine.value, jobs, address) as opened:
-        yield opened
+    with running(bandwidth, between) as work, contextlib.ExitStack() as stack:
+        opened = None
+        if engine is EngineName.LOCAL:
+            if address is not None:
+                open_engine("local", None, address)  # says what is wrong with it
+        elif bandwidth is not None or between is not None:
+            raise ConfigurationError(
+                "--bandwidth and --between hold for the threads of one machine; leave them out with --engine ray, or "
+                "use --engine local"
+            )
+        else:
+            opened = stack.enter_context(open_engine(engine.value, jobs, address))
+        yield work, opened
 
 
 def _check_tasks(checks: Sequence[CopyCheck]) -> Iterator[_Checks]:

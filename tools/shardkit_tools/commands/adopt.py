@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from shardkit.errors import UsageError
+from shardkit_tools import options
 from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_tars
 from shardkit_tools.build_report import print_strata, progress_text
@@ -22,17 +23,9 @@ from shardkit_tools.console import (
     print_json,
     print_line,
 )
-from shardkit_tools.copies_options import (
-    CopiesOption,
-    LocationOption,
-    ModeOption,
-    ParityOption,
-    begin_copies,
-    finish_copies,
-    print_copies,
-)
-from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
+from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.options import parse_field_types
+from shardkit_tools.options import EngineName
 from shardkit_tools.versions import moved_document, moved_facts
 
 __all__ = ["adopt"]
@@ -54,38 +47,23 @@ def adopt(
             help="Tell runs of rows of one value apart, of 8 rows and more; may be repeated.",
         ),
     ] = None,
-    schema: Annotated[
-        list[str] | None,
-        typer.Option("--schema", metavar="FIELD=TYPE", help="Instead of the inferred type; may be repeated."),
-    ] = None,
-    block_size: Annotated[
-        str | None,
-        typer.Option(
-            "--block-size",
-            metavar="SIZE",
-            help="Bytes that a block aims at; by default those of the ref as it stands, else 256KiB.",
-        ),
-    ] = None,
-    ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that is moved.")] = "main",
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace", help="Even if the ref names samples of another schema, or was moved meanwhile."
-        ),
-    ] = False,
-    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
-    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes.")] = None,
-    location: LocationOption = None,
-    copies: CopiesOption = None,
-    parity: ParityOption = None,
-    mode: ModeOption = None,
-    engine: EngineOption = EngineName.LOCAL,
-    address: AddressOption = None,
+    schema: Annotated[list[str] | None, options.SCHEMA] = None,
+    block_size: Annotated[str | None, options.BLOCK_SIZE] = None,
+    ref: options.RefOption = "main",
+    replace: options.ReplaceOption = False,
+    message: options.MessageOption = "",
+    author: options.AuthorOption = "",
+    location: options.LocationOption = None,
+    copies: options.CopiesOption = None,
+    parity: options.ParityOption = None,
+    mode: options.ModeOption = None,
+    jobs: options.JobsOption = None,
+    engine: options.EngineOption = EngineName.LOCAL,
+    address: options.AddressOption = None,
     scratch: Annotated[
         Path | None, typer.Option("--scratch", metavar="FOLDER", help="Folder for the journal.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and check all, write nothing.")] = False,
+    dry_run: options.DryRunOption = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Index and hash WebDataset tars where they lie; nothing of them is copied.
@@ -101,27 +79,11 @@ def adopt(
     if len(tars) < 2:
         raise UsageError("adopt takes at least one tar, and the ROOT that the dataset goes to")
     *given, root = tars
-    settings: dict[str, Any] = {
-        "field_types": parse_field_types(schema or []),
-        "stratify": stratify,
-        "block_size": block_size,
-        "ref": ref,
-        "replace": replace,
-        "message": message,
-        "author": author,
-        "jobs": jobs,
-        "engine": engine.value,
-        "address": address,
-        "scratch": scratch,
-        "dry_run": dry_run,
-    }
-    begin_copies(
-        root, location=location, copies=copies, critical=None, parity=parity, mode=mode, dry_run=dry_run
-    )
+    settings = options.settings_for(adopt_tars, locals() | {"tars": given})
+    settings["field_types"] = parse_field_types(schema or [])
+    begin_copies(root, location, {"copies": copies, "parity": parity, "mode": mode}, dry_run=dry_run)
     with long_work() as status:
-        result = adopt_tars(
-            given, root, **settings, progress=lambda now: status.show(progress_text(now, "adopting"))
-        )
+        result = adopt_tars(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
     lag = None if dry_run else finish_copies(root)
     if as_json:
         print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))

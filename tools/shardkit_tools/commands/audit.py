@@ -33,6 +33,7 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit_tools import options
 from shardkit_tools.commands.verify import LevelName, parse_share
 from shardkit_tools.console import (
     JsonFlag,
@@ -59,12 +60,6 @@ DatasetOption = Annotated[
     str | None,
     typer.Option(
         "--dataset", metavar="ROOT", help="Where the dataset lies now, if not where the run found it."
-    ),
-]
-JobsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", "-j", min=1, metavar="N", help="Processes for the replay; default: one per processor."
     ),
 ]
 
@@ -126,7 +121,7 @@ def run_command(
         str, typer.Option("--sample", metavar="SHARE", help="Look at a share of the shards, such as 5%.")
     ] = "100%",
     dataset: DatasetOption = None,
-    jobs: JobsOption = None,
+    jobs: options.JobsOption = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML page, too.")
     ] = None,
@@ -366,7 +361,7 @@ def trace_command(
         ),
     ] = None,
     dataset: DatasetOption = None,
-    jobs: JobsOption = None,
+    jobs: options.JobsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Trace a sample, a step, or a list of samples that must not have been used.

@@ -15,6 +15,7 @@ import typer
 import shardkit
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.formats.tar_members import sniff_extension
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -36,7 +37,7 @@ _SPACES = str.maketrans("\t\n\r", "   ")
 
 
 def cat(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    root: options.VersionArgument,
     row: Annotated[int, typer.Argument(metavar="ROW", help="The sample's number, from 0.")],
     field: Annotated[
         str | None, typer.Option("--field", "-f", metavar="NAME", help="Only this field, and whole.")

@@ -12,6 +12,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit_tools import options
 from shardkit_tools.console import JsonFlag, clean, count_text, print_json, print_line, print_table
 from shardkit_tools.row_lists import read_lines
 
@@ -21,7 +22,7 @@ _SHOWN_MISSING = 10
 
 
 def find(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    root: options.VersionArgument,
     field: Annotated[
         list[str] | None,
         typer.Option(

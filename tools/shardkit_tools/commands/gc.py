@@ -12,6 +12,7 @@ from shardkit.storage.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER
 from shardkit.storage.policy.durations import duration_text as short_duration
 from shardkit.storage.policy.durations import parse_duration
 from shardkit.storage.policy.opening import root_store
+from shardkit_tools import options
 from shardkit_tools.building.job_directory import abandoned_jobs, remove_job
 from shardkit_tools.console import (
     JsonFlag,
@@ -29,7 +30,7 @@ __all__ = ["gc"]
 
 
 def gc(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    root: options.RootArgument,
     delete: Annotated[
         bool, typer.Option("--delete", help="Mark what is found, and delete what was marked before.")
     ] = False,

@@ -9,6 +9,7 @@ import typer
 
 from shardkit.dataset.merging import merge_datasets
 from shardkit.errors import UsageError
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     clean,
@@ -35,11 +36,9 @@ def merge(
             help="Versions to merge, each ROOT or ROOT@REF, and last where the merged version goes.",
         ),
     ],
-    ref: Annotated[
-        str, typer.Option("--ref", metavar="NAME", help="The ref that the version gets.")
-    ] = "main",
-    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
-    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    ref: options.RefOption = "main",
+    message: options.MessageOption = "",
+    author: options.AuthorOption = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Merge datasets of one schema into a version over their shards, where they lie.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any
 
 import typer
 
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
-from shardkit.storage.policy import LocationRecord, Policy
+from shardkit.storage.policy import LocationRecord
 from shardkit.storage.policy.durations import duration_text as short_duration
 from shardkit.storage.policy.durations import parse_duration
 from shardkit.storage.replicating import Placing, promote, undo
 from shardkit.storage.replicating import place as place_root
 from shardkit.storage.replicating.placing import GRACE_S, Change
-from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools import options
+from shardkit_tools.background import running
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -24,85 +26,59 @@ from shardkit_tools.console import (
     print_json,
     print_line,
 )
-from shardkit_tools.copies_options import CopiesOption, CriticalOption, ModeOption, ParityOption
-from shardkit_tools.replication_report import print_locations
+from shardkit_tools.copies import print_locations
 from shardkit_tools.versions import parse_url
 
 __all__ = ["place"]
 
-_PANEL = "Placement"
+_PLACEMENT = functools.partial(typer.Option, rich_help_panel="Placement")
+_RUNNING = functools.partial(typer.Option, rich_help_panel="Running")
 
 
 def place(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
-    location: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--location",
-            metavar="NAME=URL",
-            rich_help_panel=_PANEL,
-            help="Add or change: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
-        ),
-    ] = None,
+    root: options.RootArgument,
+    location: options.LocationOption = None,
     empty: Annotated[
         list[str] | None,
-        typer.Option(
-            "--empty", metavar="NAME", rich_help_panel=_PANEL, help="Move everything away from this location."
-        ),
+        _PLACEMENT("--empty", metavar="NAME", help="Move everything away from this location."),
     ] = None,
     forget: Annotated[
         list[str] | None,
-        typer.Option(
+        _PLACEMENT(
             "--forget",
             metavar="NAME",
-            rich_help_panel=_PANEL,
             help="It is lost: make its copies elsewhere, and never look at it again.",
         ),
     ] = None,
     refill: Annotated[
         list[str] | None,
-        typer.Option(
-            "--refill", metavar="NAME", rich_help_panel=_PANEL, help="Its disk was replaced: fill it again."
-        ),
+        _PLACEMENT("--refill", metavar="NAME", help="Its disk was replaced: fill it again."),
     ] = None,
-    copies: CopiesOption = None,
-    critical: CriticalOption = None,
-    parity: ParityOption = None,
-    mode: ModeOption = None,
+    copies: options.CopiesOption = None,
+    critical: options.CriticalOption = None,
+    parity: options.ParityOption = None,
+    mode: options.ModeOption = None,
     max_scrub_age: Annotated[
         str | None,
-        typer.Option(
-            "--max-scrub-age", metavar="AGE", rich_help_panel=_PANEL, help="When a copy is due to be checked."
-        ),
+        _PLACEMENT("--max-scrub-age", metavar="AGE", help="When a copy is due to be checked."),
     ] = None,
     undone: Annotated[
         bool,
-        typer.Option("--undo", rich_help_panel=_PANEL, help="Back to the placement before the newest."),
+        _PLACEMENT("--undo", help="Back to the placement before the newest."),
     ] = False,
     promoted: Annotated[
         bool,
-        typer.Option(
-            "--promote",
-            rich_help_panel=_PANEL,
-            help="ROOT is a copy, and its root is lost for good: let it be the root.",
-        ),
+        _PLACEMENT("--promote", help="ROOT is a copy, and its root is lost for good: let it be the root."),
     ] = False,
     grace: Annotated[
         str,
-        typer.Option(
-            "--grace",
-            metavar="AGE",
-            rich_help_panel="Running",
-            help="How long surplus copies stay, such as 7d, 12h.",
-        ),
+        _RUNNING("--grace", metavar="AGE", help="How long surplus copies stay, such as 7d, 12h."),
     ] = short_duration(GRACE_S),
-    bandwidth: BandwidthOption = None,
-    between: BetweenOption = None,
-    message: Annotated[str, typer.Option("--message", "-m", rich_help_panel="Running", help="Why.")] = "",
-    author: Annotated[str, typer.Option("--author", rich_help_panel="Running", help="Who.")] = "",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", rich_help_panel="Running", help="Only say what would be done.")
-    ] = False,
+    bandwidth: options.BandwidthOption = None,
+    between: options.BetweenOption = None,
+    message: options.MessageOption = "",
+    author: options.AuthorOption = "",
+    dry_run: Annotated[bool, _RUNNING("--dry-run", help="Only say what would be done.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Say where copies of ROOT belong, and move them there.
@@ -116,35 +92,34 @@ def place(
     if promoted:
         promote(parse_url(root)[0], copies=copies, message=message, author=author)
         copies = None
+    policy: dict[str, Any] = {
+        "copies": copies,
+        "critical": critical,
+        "parity": parity,
+        "mode": mode,
+        "max_scrub_age": max_scrub_age,
+    }
     repository = Repository.open(parse_url(root)[0])
-    wants = (location, empty, forget, refill, copies, critical, parity, mode, max_scrub_age)
-    if undone and any(one is not None for one in wants):
+    if undone and any(one is not None for one in (location, empty, forget, refill, *policy.values())):
         raise UsageError("--undo goes back to the placement before; it takes no other change")
-
-    def policy(before: Policy) -> Policy:
-        return before.changed(
-            copies=copies, critical=critical, parity=parity, mode=mode, max_scrub_age=max_scrub_age
-        )
-
     change = Change(
         locations=tuple(LocationRecord.parse(text) for text in location or ()),
         empty=tuple(empty or ()),
         forget=tuple(forget or ()),
         refill=tuple(refill or ()),
-        policy=policy,
+        policy=lambda before: before.changed(**policy),
     )
     seconds = parse_duration(grace, "--grace")
     with running(bandwidth, between) as work:
-        options = {
+        settings: dict[str, Any] = {
             "pace": work.pace,
             "dry_run": dry_run,
             "grace_s": seconds,
             "report": work.report,
             "author": author,
+            **({"message": message} if message else {}),
         }
-        if message:
-            options["message"] = message
-        placing = undo(repository, **options) if undone else place_root(repository, change, **options)  # type: ignore[arg-type]
+        placing = undo(repository, **settings) if undone else place_root(repository, change, **settings)
     if as_json:
         print_json(placing.to_json())
     else:

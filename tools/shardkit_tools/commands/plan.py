@@ -12,6 +12,7 @@ import typer
 import shardkit
 from shardkit.errors import MissingDependency, PlanError, UsageError
 from shardkit.plan import Plan
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -29,7 +30,7 @@ _SHOWN = 12
 
 
 def plan(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    root: options.VersionArgument,
     global_batch: Annotated[
         int, typer.Option("--global-batch", "-b", help="Samples per step over all ranks.")
     ] = 256,

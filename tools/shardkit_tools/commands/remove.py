@@ -12,6 +12,7 @@ from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.dataset.removing import Removal, erase, resume_erasures
 from shardkit.dataset.removing import remove as remove_samples
 from shardkit.errors import UsageError
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -45,7 +46,7 @@ def remove(
         Path | None, typer.Option("--list", metavar="FILE", help="A file of keys, one a line.")
     ] = None,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log keeps it.")] = "",
-    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    author: options.AuthorOption = "",
     erase_bytes: Annotated[
         bool,
         typer.Option(

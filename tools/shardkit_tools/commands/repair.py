@@ -10,7 +10,7 @@ import typer
 from shardkit.storage.policy import LocationRecord
 from shardkit.storage.repairing import Lost, Repair, Unchecked
 from shardkit.storage.repairing import repair as repair_root
-from shardkit_tools.background import BandwidthOption, BetweenOption, LooksOption, running
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -23,22 +23,13 @@ from shardkit_tools.console import (
     print_table,
     short_ids,
 )
-from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
-from shardkit_tools.spread_copies import copy_engine, spread_checks
+from shardkit_tools.options import EngineName
+from shardkit_tools.spread_copies import copying, spread_checks
 from shardkit_tools.versions import parse_url
 
-__all__ = ["LocationOption", "RepairLevel", "print_repair", "repair", "repair_document"]
+__all__ = ["RepairLevel", "print_repair", "repair", "repair_document"]
 
 _SHOWN = 20
-
-LocationOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--location",
-        metavar="NAME=URL",
-        help="A further place with copies, beside those that the root knows; may be given again.",
-    ),
-]
 
 
 class RepairLevel(StrEnum):
@@ -51,7 +42,7 @@ class RepairLevel(StrEnum):
 
 
 def repair(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    root: options.RootArgument,
     level: Annotated[
         RepairLevel | None,
         typer.Option(
@@ -70,12 +61,12 @@ def repair(
             help="Heal what the readers of this run met and had no right to heal; may be given again.",
         ),
     ] = None,
-    location: LocationOption = None,
-    bandwidth: BandwidthOption = None,
-    between: BetweenOption = None,
-    jobs: LooksOption = 4,
-    engine: EngineOption = EngineName.LOCAL,
-    address: AddressOption = None,
+    location: options.FurtherLocationOption = None,
+    bandwidth: options.BandwidthOption = None,
+    between: options.BetweenOption = None,
+    jobs: options.ChecksOption = 4,
+    engine: options.EngineOption = EngineName.LOCAL,
+    address: options.AddressOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Heal a dataset: bad or missing objects come again from another location, else from parity.
@@ -88,10 +79,7 @@ def repair(
     """
     chosen = level or (RepairLevel.ATTESTED if from_run else RepairLevel.READ)
     more = [LocationRecord.parse(text) for text in location or ()]
-    with (
-        running(bandwidth, between) as work,
-        copy_engine(engine, address, jobs, bandwidth=bandwidth, between=between) as spread,
-    ):
+    with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = repair_root(
             parse_url(root)[0],
             level=chosen.value,

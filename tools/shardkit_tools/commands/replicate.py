@@ -9,12 +9,12 @@ import typer
 
 from shardkit.storage import Repository
 from shardkit.storage.replicating import replicate as replicate_root
-from shardkit_tools.background import BandwidthOption, BetweenOption, running
+from shardkit_tools import options
 from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.console import JsonFlag, print_json, print_line
-from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
-from shardkit_tools.replication_report import print_lag, print_locations
-from shardkit_tools.spread_copies import copy_engine, spread_checks, spread_copies
+from shardkit_tools.copies import print_lag, print_locations
+from shardkit_tools.options import EngineName
+from shardkit_tools.spread_copies import copying, spread_checks, spread_copies
 from shardkit_tools.versions import parse_url
 
 __all__ = ["ReplicateLevel", "replicate"]
@@ -29,9 +29,9 @@ class ReplicateLevel(StrEnum):
 
 
 def replicate(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
-    bandwidth: BandwidthOption = None,
-    between: BetweenOption = None,
+    root: options.RootArgument,
+    bandwidth: options.BandwidthOption = None,
+    between: options.BetweenOption = None,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Objects copied at once.")
     ] = 4,
@@ -44,8 +44,8 @@ def replicate(
         ),
     ] = ReplicateLevel.STORED,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is missing where.")] = False,
-    engine: EngineOption = EngineName.LOCAL,
-    address: AddressOption = None,
+    engine: options.EngineOption = EngineName.LOCAL,
+    address: options.AddressOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Copy what is missing or damaged in some location, until the policy is met.
@@ -60,10 +60,7 @@ def replicate(
     Example: shardkit replicate data/cats --bandwidth 200MB/s --between 22:00-06:00
     """
     repository = Repository.open(parse_url(root)[0])
-    with (
-        running(bandwidth, between) as work,
-        copy_engine(engine, address, jobs, bandwidth=bandwidth, between=between) as spread,
-    ):
+    with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = replicate_root(
             repository,
             pace=work.pace,

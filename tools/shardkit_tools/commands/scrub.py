@@ -13,8 +13,8 @@ from shardkit.storage.policy import LocationRecord
 from shardkit.storage.policy.durations import parse_duration
 from shardkit.storage.repairing import Scrub
 from shardkit.storage.repairing import scrub as scrub_root
-from shardkit_tools.background import BandwidthOption, BetweenOption, LooksOption, running
-from shardkit_tools.commands.repair import LocationOption, print_repair, print_unchecked, repair_document
+from shardkit_tools import options
+from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -25,8 +25,8 @@ from shardkit_tools.console import (
     print_line,
     print_table,
 )
-from shardkit_tools.engine_options import AddressOption, EngineName, EngineOption
-from shardkit_tools.spread_copies import copy_engine, spread_checks
+from shardkit_tools.options import EngineName
+from shardkit_tools.spread_copies import copying, spread_checks
 from shardkit_tools.versions import parse_url
 
 __all__ = ["ScrubLevel", "scrub"]
@@ -42,7 +42,7 @@ class ScrubLevel(StrEnum):
 
 
 def scrub(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The dataset's root, not a copy of it.")],
+    root: options.RootArgument,
     time_box: Annotated[
         str | None, typer.Option("--time-box", metavar="TIME", help="Stop after so long, such as 10m.")
     ] = None,
@@ -67,12 +67,12 @@ def scrub(
         list[str] | None,
         typer.Option("--only", metavar="NAME", help="Only this location; may be given again."),
     ] = None,
-    location: LocationOption = None,
-    bandwidth: BandwidthOption = None,
-    between: BetweenOption = None,
-    jobs: LooksOption = 4,
-    engine: EngineOption = EngineName.LOCAL,
-    address: AddressOption = None,
+    location: options.FurtherLocationOption = None,
+    bandwidth: options.BandwidthOption = None,
+    between: options.BetweenOption = None,
+    jobs: options.ChecksOption = 4,
+    engine: options.EngineOption = EngineName.LOCAL,
+    address: options.AddressOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Look at every copy that the policy asks for, those first that nobody has looked at for longest.
@@ -87,10 +87,7 @@ def scrub(
     older = None if older_than is None else parse_duration(older_than, "--older-than")
     box = None if time_box is None else parse_duration(time_box, "--time-box")
     more = [LocationRecord.parse(text) for text in location or ()]
-    with (
-        running(bandwidth, between) as work,
-        copy_engine(engine, address, jobs, bandwidth=bandwidth, between=between) as spread,
-    ):
+    with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = scrub_root(
             parse_url(root)[0],
             depth=level.value,

@@ -15,6 +15,7 @@ from shardkit.dataset.ref_moves import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import SourceError, UsageError
 from shardkit.storage import Repository
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     count_text,
@@ -45,8 +46,8 @@ def select(
             "--exclude", metavar="FILE", help="A file with the sample numbers to leave out, one a line."
         ),
     ] = None,
-    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
-    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    message: options.MessageOption = "",
+    author: options.AuthorOption = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Make a version that holds only some samples of another, over the same shards.

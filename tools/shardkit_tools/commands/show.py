@@ -13,6 +13,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.storage import LogEntry, Repository
+from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -35,7 +36,7 @@ _TERMS_SHOWN = ("licence", "source", "contact")
 
 
 def show(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")],
+    root: options.VersionArgument,
     all_strata: Annotated[
         bool, typer.Option("--all", help="Show every stratum, however many there are.")
     ] = False,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardkit.storage import Repository
+from shardkit_tools import options
 from shardkit_tools.console import JsonFlag, print_json, print_line
 from shardkit_tools.versions import parse_url
 
@@ -21,8 +22,8 @@ def tag(
     ref: Annotated[
         str | None, typer.Argument(metavar="[REF]", help="Another way to say which version.")
     ] = None,
-    message: Annotated[str, typer.Option("--message", "-m", help="Why, for the log.")] = "",
-    author: Annotated[str, typer.Option("--author", help="Who, for the log.")] = "",
+    message: options.MessageOption = "",
+    author: options.AuthorOption = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Give a version a name that can never be moved to another.

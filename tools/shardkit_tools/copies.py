@@ -1,119 +1,59 @@
-"""Options of the commands that make versions: where copies of the root go, and what the commit waits for."""
+"""What commands say about copies: the policy that comes with a version, how far it is met, what each location has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
-
-import typer
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardkit.errors import UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit.storage import Repository
 from shardkit.storage.policy import LocationRecord, Policy, read_table
 from shardkit.storage.policy.opening import root_store
-from shardkit.storage.replicating import Pace, place, replicate
+from shardkit.storage.replicating import Pace, Replication, place, replicate
 from shardkit.storage.replicating.needed import live_versions, unknown_strata
 from shardkit.storage.replicating.placing import Change
 from shardkit.storage.replicating.protecting import encode_parity
-from shardkit_tools.console import bytes_text, print_line
+from shardkit_tools.console import bytes_text, clean, count_text, print_line, print_table
 
-__all__ = [
-    "CopiesOption",
-    "CriticalOption",
-    "LocationOption",
-    "ModeOption",
-    "ParityOption",
-    "begin_copies",
-    "finish_copies",
-    "print_copies",
-]
-
-_PANEL = "Copies"
-
-LocationOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--location",
-        metavar="NAME=URL",
-        rich_help_panel=_PANEL,
-        help="Another place for copies: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
-    ),
-]
-
-CopiesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--copies",
-        min=1,
-        metavar="N",
-        rich_help_panel=_PANEL,
-        help="In distinct failure domains, ROOT's among them.",
-    ),
-]
-
-CriticalOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--critical",
-        metavar="STRATUM=N",
-        rich_help_panel=_PANEL,
-        help="More copies of shards with this stratum; may be repeated.",
-    ),
-]
-
-ParityOption = Annotated[
-    str | None,
-    typer.Option(
-        "--parity",
-        metavar="K+2|none",
-        rich_help_panel=_PANEL,
-        help="Sets of K shards with 2 parity objects, such as 8+2.",
-    ),
-]
-
-ModeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        metavar="sync|async|hybrid",
-        rich_help_panel=_PANEL,
-        help="What a commit waits for: all copies; none; those of metadata and critical strata.",
-    ),
-]
-"""When a commit counts as done."""
+__all__ = ["begin_copies", "finish_copies", "print_copies", "print_lag", "print_locations"]
 
 
 def begin_copies(
     root: str,
-    *,
     location: Sequence[str] | None,
-    copies: int | None,
-    critical: Sequence[str] | None,
-    parity: str | None,
-    mode: str | None,
+    wanted: Mapping[str, Any],
+    *,
     single_writer: bool = False,
     dry_run: bool = False,
 ) -> None:
     """Record what a command line says of copies, before anything is built; nothing where it says nothing.
 
+    Args:
+        root: of the dataset.
+        location: further places.
+        wanted: see `Policy.changed`; None leaves a part as it is.
+        single_writer: nobody else writes this root.
+        dry_run: check only.
+
     Raises:
         ConfigurationError, UsageError: it cannot be carried out.
         StoreError: a location cannot be written.
     """
-    if all(one is None for one in (location, copies, critical, parity, mode)):
+    if location is None and all(one is None for one in wanted.values()):
         return
     locations = tuple(LocationRecord.parse(text) for text in location or ())
-
-    def policy(before: Policy) -> Policy:
-        return before.changed(copies=copies, critical=critical, parity=parity, mode=mode)
-
     if dry_run:
-        policy(Policy())
+        Policy().changed(**wanted)
         return
     if any(one.name == "root" for one in locations):
         raise UsageError("--location root=…: the root is where ROOT is; give the others other names")
     repository = Repository.create(root, single_writer=single_writer)
-    place(repository, Change(locations=locations, policy=policy), message="told by a build")
+    place(
+        repository,
+        Change(locations=locations, policy=lambda before: before.changed(**wanted)),
+        message="told by a build",
+    )
 
 
 def finish_copies(root: str) -> int | None:
@@ -147,3 +87,52 @@ def print_copies(root: str, lag: int | None) -> None:
             "--critical NAME=N",
             "yellow",
         )
+
+
+def print_locations(done: Replication) -> None:
+    """A table of locations, and what they said."""
+    print_table(
+        [
+            "location",
+            "domain",
+            "state",
+            ">copied",
+            ">bytes",
+            ">commits",
+            ">lacks",
+            ">bytes lacking",
+            "*where",
+        ],
+        [
+            (
+                one.name,
+                clean(one.domain),
+                one.state,
+                count_text(one.copied),
+                bytes_text(one.copied_bytes),
+                count_text(one.commits),
+                count_text(one.lag),
+                bytes_text(one.lag_bytes),
+                clean(one.url),
+            )
+            for one in done.locations
+        ],
+    )
+    for one in done.locations:
+        if one.problem:
+            print_line(f"{one.name}: {clean(one.problem)}", "yellow")
+
+
+def print_lag(done: Replication, *, dry_run: bool = False) -> None:
+    """The lag before and after."""
+    if dry_run:
+        print_line(
+            f"lag: {bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies",
+            "bold",
+        )
+        return
+    state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
+    print_line(
+        f"lag: {bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after: {state}",
+        "bold",
+    )
