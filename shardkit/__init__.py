@@ -9,7 +9,11 @@
       ├── dataset          open, create: the public face
       ├── loader  audit    batches; proofs
       ├── ledger           what was consumed
-      ├── plan    storage  who reads what, when (pure); bytes, commits, verified blocks
+      ├── plan             who reads what, when (pure)
+      ├── copies           policy, parity, replicating, repairing
+      ├── reading          verified blocks from several places; the cache
+      ├── repository       objects, commits, collecting garbage
+      ├── stores           where bytes lie: folders, buckets, fsspec
       ├── manifest         one version of a dataset
       ├── formats          shards, indexes, schema, digests
       ├── telemetry        counters and events

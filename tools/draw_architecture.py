@@ -29,7 +29,7 @@ def layers() -> list[list[str]]:
     """Packages of the library from the top down; those of one layer do not know each other."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (found,) = [c["layers"] for c in contracts if c.get("containers") == ["shardkit"]]
-    return [[name.strip() for name in layer.split("|")] for layer in found]
+    return [[name.strip() for name in layer.replace(":", "|").split("|")] for layer in found]
 
 
 def parts(package: str) -> dict[str, list[Path]]:

@@ -19,7 +19,8 @@ from typing import Any, Final
 from shardkit.errors import ConfigurationError, SourceError
 from shardkit.formats import canonical_json
 from shardkit.manifest.json_fields import Fields, read_document
-from shardkit.storage import Repository, Version
+from shardkit.repository.catalog import Version
+from shardkit.repository.repository import Repository
 
 __all__ = [
     "About",

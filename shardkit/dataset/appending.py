@@ -13,7 +13,8 @@ from shardkit.dataset.splits import Split
 from shardkit.errors import UsageError
 from shardkit.formats import Schema, ShardIndex
 from shardkit.manifest import Manifest, Stratum
-from shardkit.storage import Repository, Version, load_manifest
+from shardkit.repository.catalog import Version, load_manifest
+from shardkit.repository.repository import Repository
 
 __all__ = ["Base", "load_base", "pooling_of"]
 

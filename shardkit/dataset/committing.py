@@ -32,7 +32,9 @@ from shardkit.manifest import (
     check_against,
     paginate,
 )
-from shardkit.storage import BlockReader, Repository, Version, put_manifest
+from shardkit.reading.blocks import BlockReader
+from shardkit.repository.catalog import Version, put_manifest
+from shardkit.repository.repository import Repository
 
 __all__ = [
     "MadeVersion",

@@ -11,7 +11,10 @@ import numpy as np
 from shardkit.dataset.store_survey import StoreSurvey
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.storage import BlockReader, Repository, Version, parse_object_name
+from shardkit.reading.blocks import BlockReader
+from shardkit.repository.catalog import Version
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import parse_object_name
 
 __all__ = ["Copies", "find_copies"]
 

@@ -20,9 +20,10 @@ from shardkit.dataset.version_writing import write_version
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
-from shardkit.storage import LocalStore, Repository
-from shardkit.storage.os_errors import explained
-from shardkit.storage.temporaries import FOLDER, private_folder, temporary_name
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
+from shardkit.stores.os_errors import explained
+from shardkit.stores.temporaries import FOLDER, private_folder, temporary_name
 
 __all__ = ["Writer", "create"]
 

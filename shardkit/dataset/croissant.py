@@ -14,7 +14,8 @@ from typing import Any, Final
 from shardkit.dataset.about import About, Terms
 from shardkit.formats import FieldType, extension, parse_digest
 from shardkit.manifest import Manifest
-from shardkit.storage import Version, object_name
+from shardkit.repository.catalog import Version
+from shardkit.stores.objects import object_name
 
 __all__ = ["croissant_document"]
 

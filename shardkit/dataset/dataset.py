@@ -24,7 +24,10 @@ from shardkit.manifest import Selection
 from shardkit.plan import Plan, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
-from shardkit.storage import BlockReader, Repository, RowMap, Version
+from shardkit.reading.blocks import BlockReader
+from shardkit.reading.row_map import RowMap
+from shardkit.repository.catalog import Version
+from shardkit.repository.repository import Repository
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["Dataset"]

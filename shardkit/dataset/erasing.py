@@ -25,8 +25,10 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.manifest import Manifest, merge
-from shardkit.storage import Repository, Version, find_part, put_manifest
-from shardkit.storage.temporaries import FOLDER
+from shardkit.repository.catalog import Version, put_manifest
+from shardkit.repository.part_locations import find_part
+from shardkit.repository.repository import Repository
+from shardkit.stores.temporaries import FOLDER
 
 __all__ = ["erase_rows", "finish_erasures", "plan_erasure"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardkit.copies.policy import ROOT_NAME, read_table
+from shardkit.copies.policy.opening import root_store
+from shardkit.copies.replicating.facts import open_all
 from shardkit.errors import FormatError, ShardkitError, StoreError
-from shardkit.storage import Repository, parse_object_name
-from shardkit.storage.policy import ROOT_NAME, read_table
-from shardkit.storage.policy.opening import root_store
-from shardkit.storage.replicating.facts import open_all
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import parse_object_name
 
 __all__ = ["delete_from_copies"]
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardkit.copies.policy import read_table
+from shardkit.copies.policy.opening import root_store
+from shardkit.copies.policy.table import first_root
+from shardkit.copies.replicating.dropping import is_good_now
+from shardkit.copies.replicating.facts import open_all
+from shardkit.copies.replicating.needed import live_versions
+from shardkit.copies.replicating.pacing import Pace
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
-from shardkit.storage import Repository, object_name, parse_object_name
-from shardkit.storage.inventory import walk_versions
-from shardkit.storage.parity import SetRecord, sets_that_hold
-from shardkit.storage.policy import read_table
-from shardkit.storage.policy.opening import root_store
-from shardkit.storage.policy.table import first_root
-from shardkit.storage.replicating.dropping import is_good_now
-from shardkit.storage.replicating.facts import open_all
-from shardkit.storage.replicating.needed import live_versions
-from shardkit.storage.replicating.pacing import Pace
+from shardkit.reading.parity import SetRecord, sets_that_hold
+from shardkit.repository.inventory import walk_versions
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name, parse_object_name
 
 __all__ = ["delete_parity"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from shardkit.errors import FormatError, NotFoundError
 from shardkit.formats import canonical_json, sha256_digest
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 __all__ = ["ErasurePlan", "ErasureReport", "Journal", "NewShard", "unfinished"]
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, Manifest, ShardTable
-from shardkit.storage import BlockReader, Repository
+from shardkit.reading.blocks import BlockReader
+from shardkit.repository.repository import Repository
 
 if TYPE_CHECKING:
     from shardkit.dataset.dataset import Dataset

@@ -9,7 +9,9 @@ from shardkit.dataset.opening import open_dataset
 from shardkit.dataset.ref_moves import Moved, move_refs, standing_refs
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
-from shardkit.storage import Repository, put_location, put_manifest
+from shardkit.repository.catalog import put_manifest
+from shardkit.repository.part_locations import put_location
+from shardkit.repository.repository import Repository
 
 __all__ = ["merge_datasets"]
 

@@ -12,16 +12,11 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import ShardIndex, extension, read_block, verify_block
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.storage import (
-    AdoptedStore,
-    ObjectStat,
-    Repository,
-    Store,
-    adopted_place,
-    load_selection,
-    object_name,
-    parse_object_name,
-)
+from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.repository.catalog import load_selection
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name, parse_object_name
+from shardkit.stores.store import ObjectStat, Store
 
 __all__ = [
     "Finding",

@@ -9,9 +9,11 @@ from shardkit.dataset.dataset import Dataset
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Verify
 from shardkit.manifest import ShardTable, check_against, merge
-from shardkit.storage import Part, Repository, Version, load_manifest, parse_dataset_url
-from shardkit.storage.locating import Locations
-from shardkit.storage.reading import ReadSettings
+from shardkit.reading.locating import Locations
+from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.catalog import Part, Version, load_manifest
+from shardkit.repository.repository import Repository
+from shardkit.stores.urls import parse_dataset_url
 
 __all__ = ["open_dataset"]
 

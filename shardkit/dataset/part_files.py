@@ -19,9 +19,9 @@ import xxhash
 from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.scratch import RowColumns
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
-from shardkit.storage.file_operations import Handle, active
-from shardkit.storage.os_errors import explained
-from shardkit.storage.temporaries import writer_is_dead
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.os_errors import explained
+from shardkit.stores.temporaries import writer_is_dead
 
 __all__ = ["FOLDER", "PartFolder", "WrittenPart", "check_part_name", "settings_of"]
 

@@ -17,7 +17,8 @@ from shardkit.dataset.version_writing import write_version
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
-from shardkit.storage import Repository, load_manifest
+from shardkit.repository.catalog import load_manifest
+from shardkit.repository.repository import Repository
 
 __all__ = ["commit_parts", "list_parts"]
 

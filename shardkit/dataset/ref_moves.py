@@ -11,7 +11,8 @@ from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageE
 from shardkit.formats import Schema
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
 from shardkit.ranges import parse_size
-from shardkit.storage import LogEntry, Repository
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import Repository
 
 __all__ = ["NOT_MOVED", "Moved", "Standing", "block_size_for", "move_refs", "standing_refs"]
 

@@ -12,7 +12,8 @@ from shardkit.dataset.dataset import Dataset
 from shardkit.dataset.lookups import parse_lookup, put_lookups
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
-from shardkit.storage import Repository, put_manifest
+from shardkit.repository.catalog import put_manifest
+from shardkit.repository.repository import Repository
 
 __all__ = ["relabel"]
 

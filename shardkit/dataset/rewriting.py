@@ -27,7 +27,9 @@ from shardkit.manifest import (
     paginate,
     stratum_counts,
 )
-from shardkit.storage import BlockReader, Repository, load_selection, put_manifest, put_selection
+from shardkit.reading.blocks import BlockReader
+from shardkit.repository.catalog import load_selection, put_manifest, put_selection
+from shardkit.repository.repository import Repository
 
 __all__ = ["Rewriter"]
 

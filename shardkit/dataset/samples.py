@@ -15,7 +15,8 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
-from shardkit.storage import BlockReader, RowMap
+from shardkit.reading.blocks import BlockReader
+from shardkit.reading.row_map import RowMap
 
 __all__ = ["Samples"]
 

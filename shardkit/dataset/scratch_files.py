@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from shardkit.storage.file_operations import active
-from shardkit.storage.os_errors import explained
+from shardkit.stores.file_operations import active
+from shardkit.stores.os_errors import explained
 
 __all__ = ["ScratchFile", "remove_scratch"]
 

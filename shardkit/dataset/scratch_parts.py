@@ -22,8 +22,8 @@ from shardkit.dataset.encoding import EncodedRow, generated_key
 from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, Extent
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row
-from shardkit.storage.file_operations import Handle, active
-from shardkit.storage.os_errors import explained
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.os_errors import explained
 
 __all__ = [
     "NO_ROW",

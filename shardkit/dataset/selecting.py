@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.formats import parse_digest, sha256_digest
 from shardkit.manifest import Manifest, Selection, ShardTable, Stratum, paginate, stratum_counts
-from shardkit.storage import Repository, put_manifest, put_selection
+from shardkit.repository.catalog import put_manifest, put_selection
+from shardkit.repository.repository import Repository
 
 __all__ = ["put_selected", "select_rows"]
 

@@ -14,8 +14,8 @@ from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.write_behind import WriteBehind
 from shardkit.formats import RowBlock, Schema, block_starts, extension, open_writer
-from shardkit.storage.objects import Descriptor
-from shardkit.storage.repository import Repository
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import Descriptor
 
 __all__ = ["GATHER_BYTES", "ShardRows", "WrittenShard", "write_shard"]
 

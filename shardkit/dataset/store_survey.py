@@ -10,7 +10,8 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats import extension
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
-from shardkit.storage import Repository, object_name, parse_object_name
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name, parse_object_name
 
 __all__ = ["StoreSurvey"]
 

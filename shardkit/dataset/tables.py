@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import MissingDependency, UsageError
 from shardkit.formats import Block, Schema, arrow_schema, record_batch
-from shardkit.storage import BlockReader, RowMap
+from shardkit.reading.blocks import BlockReader
+from shardkit.reading.row_map import RowMap
 
 __all__ = ["all_numbers", "read_runs", "stream_table", "table_library"]
 

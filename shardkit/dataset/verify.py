@@ -27,6 +27,10 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
+from shardkit.copies.policy import Policy, read_table
+from shardkit.copies.policy.durations import duration_text
+from shardkit.copies.policy.opening import own_name, root_store
+from shardkit.copies.repairing import read_looks
 from shardkit.dataset.object_checks import (
     Finding,
     ShardCheck,
@@ -39,22 +43,22 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.exit_codes import ExitCode
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, ShardTable, check_against, unpack_page
-from shardkit.storage import (
+from shardkit.reading.adopted import with_adopted
+from shardkit.repository.identity import IDENTITY_NAME
+from shardkit.repository.log import (
+    LOG_PREFIX,
+    MAX_ENTRY_BYTES,
     LogEntry,
-    Repository,
-    Store,
-    find_part,
-    object_name,
-    parse_dataset_url,
-    with_adopted,
+    check_succession,
+    entry_name,
+    entry_number,
 )
-from shardkit.storage.identity import IDENTITY_NAME
-from shardkit.storage.log import LOG_PREFIX, MAX_ENTRY_BYTES, check_succession, entry_name, entry_number
-from shardkit.storage.policy import Policy, read_table
-from shardkit.storage.policy.durations import duration_text
-from shardkit.storage.policy.opening import own_name, root_store
-from shardkit.storage.repairing import read_looks
-from shardkit.storage.utc import utc_text
+from shardkit.repository.part_locations import find_part
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name
+from shardkit.stores.store import Store
+from shardkit.stores.urls import parse_dataset_url
+from shardkit.stores.utc import utc_text
 
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
 

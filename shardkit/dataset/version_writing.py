@@ -22,7 +22,7 @@ from shardkit.dataset.scratch_parts import Parts
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 __all__ = ["write_version"]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, Source
-from shardkit.storage.os_errors import explained
+from shardkit.stores.os_errors import explained
 
 __all__ = ["ledger_head"]
 

@@ -29,7 +29,7 @@ from shardkit.ledger.records import (
     parse_records,
 )
 from shardkit.ledger.state import LedgerState
-from shardkit.storage.os_errors import explained
+from shardkit.stores.os_errors import explained
 
 __all__ = ["Ledger", "read_file"]
 

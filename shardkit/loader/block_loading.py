@@ -16,8 +16,8 @@ from shardkit.loader import plain_rows
 from shardkit.loader.block_memory import BlockMemory, Loan
 from shardkit.loader.gather import DECIMALS, GatherColumns, block_rows
 from shardkit.loader.settings import Sources
-from shardkit.storage import BlockReader
-from shardkit.storage.open_files import open_files
+from shardkit.reading.blocks import BlockReader
+from shardkit.stores.open_files import open_files
 from shardkit.telemetry.slow_blocks import BlockTimes
 
 __all__ = ["BlockLoading", "placer_of", "read_together"]

@@ -6,7 +6,7 @@ import threading
 from typing import Final
 
 from shardkit.ledger import Journal
-from shardkit.storage.reading import Detour
+from shardkit.reading.detours import Detour
 
 __all__ = ["ReadEvents"]
 

@@ -19,9 +19,13 @@ from shardkit.loader.read_events import ReadEvents
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.plan import Plan
-from shardkit.storage import BlockReader, LocalStore
-from shardkit.storage.cache import BlockCache, Supply
-from shardkit.storage.reading import Attestation, BlockRequest, Detour, Detours, LocatedStore
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.blocks import BlockReader
+from shardkit.reading.cache import BlockCache, Supply
+from shardkit.reading.detours import Detour, Detours
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import BlockRequest
+from shardkit.stores.local import LocalStore
 
 __all__ = ["RemoteBlocks", "open_remote_blocks"]
 

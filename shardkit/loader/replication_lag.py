@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from shardkit.copies.policy import read_table
+from shardkit.copies.policy.opening import root_store
+from shardkit.copies.replicating import replicate
 from shardkit.errors import ShardkitError
-from shardkit.storage import Repository
-from shardkit.storage.policy import read_table
-from shardkit.storage.policy.opening import root_store
-from shardkit.storage.replicating import replicate
+from shardkit.repository.repository import Repository
 from shardkit.telemetry import Record
 
 __all__ = ["ReplicationLag"]

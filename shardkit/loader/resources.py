@@ -26,7 +26,7 @@ from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.loader.transforms import RowFunction, SubstituteDraw
 from shardkit.plan import Plan
-from shardkit.storage.open_files import raise_file_limit
+from shardkit.stores.open_files import raise_file_limit
 from shardkit.telemetry.slow_blocks import BlockTimes
 
 __all__ = ["LoaderResources", "default_threads"]

@@ -15,7 +15,8 @@ from shardkit.loader.row_work import OnError, Workers
 from shardkit.loader.transforms import BatchTransform, SampleTransform
 from shardkit.loader.watchdog import OnStall
 from shardkit.ranges import Range
-from shardkit.storage import BlockReader, RowMap
+from shardkit.reading.blocks import BlockReader
+from shardkit.reading.row_map import RowMap
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["LoaderConfig", "Sources"]

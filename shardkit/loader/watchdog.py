@@ -16,7 +16,8 @@ from shardkit.loader.ranks import Topology
 from shardkit.loader.row_work import RowWork
 from shardkit.loader.schedule import StepGroup
 from shardkit.plan import Plan
-from shardkit.storage import BlockReader, RowMap
+from shardkit.reading.blocks import BlockReader
+from shardkit.reading.row_map import RowMap
 
 __all__ = ["OnStall", "Watchdog"]
 

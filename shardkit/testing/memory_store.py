@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardkit.errors import IntegrityError, NotFoundError, UsageError
-from shardkit.storage.store import ObjectStat, check_name, check_prefix
+from shardkit.stores.store import ObjectStat, check_name, check_prefix
 
 __all__ = ["MemoryStore"]
 
 
 class MemoryStore:
-    """Objects in a dict; implements `shardkit.storage.store.Store`. Keeps SHA-256 digests, as object stores do."""
+    """Objects in a dict; implements `shardkit.stores.store.Store`. Keeps SHA-256 digests, as object stores do."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import IntegrityError, NotFoundError, UsageError
-from shardkit.storage.store import Store
+from shardkit.stores.store import Store
 
 __all__ = ["BAD_NAMES", "StoreConformance"]
 

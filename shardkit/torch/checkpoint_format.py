@@ -10,7 +10,9 @@ from typing import Any
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import parse_digest, sha256_digest
-from shardkit.storage import Store, object_name, open_store
+from shardkit.stores.objects import object_name
+from shardkit.stores.store import Store
+from shardkit.stores.urls import open_store
 
 __all__ = [
     "NAME",

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardkit.errors import FormatError
-from shardkit.storage import Store
+from shardkit.stores.store import Store
 
 from .checkpoint_format import as_store, read_checkpoint_manifest
 from .checkpointing import CheckpointReader

@@ -7,7 +7,8 @@ import os
 
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.formats.digest import parse_digest
-from shardkit.storage import Store, object_name
+from shardkit.stores.objects import object_name
+from shardkit.stores.store import Store
 
 from .checkpoint_format import (
     REF_BYTES,

@@ -4,7 +4,7 @@ After Pillai et al., "All file systems are not created equal" (OSDI 2014, ALICE)
 allows: bytes written since a file's last fsync may be absent, partly there or all there; changes to a directory since
 its last fsync may each be there or not, in any combination; an fsync of a file says nothing of its name.
 
-`RecordingOperations` stands in for `shardkit.storage.file_operations` and notes what the code did; a test notes
+`RecordingOperations` stands in for `shardkit.stores.file_operations` and notes what the code did; a test notes
 with `acknowledge` what the caller was promised. `crash_states` then gives every distinct state that a power cut at any
 moment can leave, each with the promises made until then. A test writes each state to disk, opens it with the real code
 and checks the promises. A recorder that skips one fsync must make that test fail: so it is known to bite.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardkit.storage.file_operations import FileOperations, Handle
+from shardkit.stores.file_operations import FileOperations, Handle
 
 __all__ = ["CrashState", "Operation", "RecordingOperations", "crash_states", "write_state"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Final, TypeVar
 
-from shardkit.storage.file_operations import FileOperations, Handle
+from shardkit.stores.file_operations import FileOperations, Handle
 
 __all__ = ["CHANGES", "READS", "FaultyOperations"]
 

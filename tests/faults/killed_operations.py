@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from shardkit.storage.file_operations import FileOperations, Handle
+from shardkit.stores.file_operations import FileOperations, Handle
 
 __all__ = ["KilledOperations", "run_in_child"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from shardkit.dataset.verify import verify
 from shardkit.storage import Repository
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from shardkit_tools.main import run
 from tests.faults.faulty_operations import FaultyOperations
 

@@ -20,7 +20,7 @@ import shardkit
 import shardkit_tools
 from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
 from shardkit.storage import Repository, parse_object_name
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from shardkit_tools.building import build_run, passes
 from shardkit_tools.building.job_folder import write_record
 from shardkit_tools.importers import folder as folder_importer
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_s
 BUILDER = """
 import json, os, signal, sys
 import shardkit_tools
-from shardkit.storage.file_operations import FileOperations, substituted
+from shardkit.stores.file_operations import FileOperations, substituted
 from shardkit_tools.building import passes
 from shardkit_tools.importers import folder, source_files
 

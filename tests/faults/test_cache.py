@@ -24,11 +24,13 @@ import pytest
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.digest import xxh3
-from shardkit.storage.cache import NEVER, BlockCache, CacheServer, Future, choose_victims, parse_bind
-from shardkit.storage.cache.filesystems import filesystem_of, is_network
-from shardkit.storage.file_operations import substituted
-from shardkit.storage.reading import BlockRequest, LocatedStore, Location, ReadSettings, block_name
-from shardkit.storage.remote.cache_client import CacheClient
+from shardkit.reading.cache import NEVER, BlockCache, CacheServer, Future, choose_victims, parse_bind
+from shardkit.reading.cache.filesystems import filesystem_of, is_network
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import BlockRequest, Location, block_name
+from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.file_operations import substituted
+from shardkit.stores.remote.cache_client import CacheClient
 from shardkit.testing.memory_store import MemoryStore
 from tests.drills import drill_count
 from tests.faults.faulty_operations import CHANGES, READS, FaultyOperations
@@ -273,8 +275,8 @@ class TestFullAndFailingDisks:
 FILLER = """
 import sys, random, hashlib
 from shardkit.formats.digest import xxh3
-from shardkit.storage.cache import BlockCache
-from shardkit.storage.reading import BlockRequest
+from shardkit.reading.cache import BlockCache
+from shardkit.reading import BlockRequest
 cache = BlockCache(sys.argv[1], limit=1 << 20)
 seed = int(sys.argv[2])
 order = random.Random(seed)
@@ -389,7 +391,7 @@ def test_network_file_systems_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert filesystem_of(path, mounts) == kind
         assert is_network(kind) is network
     assert filesystem_of("/x", "") is None
-    monkeypatch.setattr("shardkit.storage.cache.filesystems.filesystem_of", lambda path: "lustre")
+    monkeypatch.setattr("shardkit.reading.cache.filesystems.filesystem_of", lambda path: "lustre")
     with pytest.raises(UsageError, match=r"lustre.*local disk"):
         BlockCache(tmp_path / "cache", limit=MIB)
     assert not (tmp_path / "cache").exists()

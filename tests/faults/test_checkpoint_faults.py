@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.storage import LocalStore
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from shardkit.torch import (
     CheckpointReader,
     CheckpointWriter,

@@ -11,7 +11,7 @@ import pytest
 
 from shardkit.errors import NotFoundError, ShardkitError, StoreError
 from shardkit.storage import LocalStore, Repository, parse_object_name
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from tests.faults.crash_states import CrashState, RecordingOperations, crash_states, write_state
 
 

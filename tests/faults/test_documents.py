@@ -16,23 +16,23 @@ import pytest
 import shardkit
 from shardkit.audit.checkpoint_records import read_checkpoints
 from shardkit.audit.run_record import load_run
+from shardkit.copies.policy.opening import CopyMark
+from shardkit.copies.policy.record import LocationTable
+from shardkit.copies.repairing import read_looks
 from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest import Manifest
+from shardkit.reading.adopted_tars import read_tar_place
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.parity.sets import SetRecord, VersionRecord
+from shardkit.repository.collecting.documents import list_seen, put_list, put_seen, read_list
+from shardkit.repository.identity import Identity
+from shardkit.repository.log import LogEntry
+from shardkit.repository.part_locations import Location, location_name
+from shardkit.repository.sealed import sealed
 from shardkit.storage import LocalStore
-from shardkit.storage.adopted_tars import read_tar_place
-from shardkit.storage.collecting.documents import list_seen, put_list, put_seen, read_list
-from shardkit.storage.file_operations import FileOperations, Handle, substituted
-from shardkit.storage.identity import Identity
-from shardkit.storage.locations import Location, location_name
-from shardkit.storage.log import LogEntry
-from shardkit.storage.parity.sets import SetRecord, VersionRecord
-from shardkit.storage.policy.opening import CopyMark
-from shardkit.storage.policy.record import LocationTable
-from shardkit.storage.reading import Attestation
-from shardkit.storage.repairing import read_looks
-from shardkit.storage.sealed import sealed
+from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.testing.memory_store import MemoryStore
 from shardkit.torch.checkpoint_format import checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.run_directory import RunDirectory

@@ -24,7 +24,7 @@ GONE = (3, 17, 28)
 DRIVER = """
 import json, shutil, sys
 from shardkit.dataset.removing import erase, resume_erasures
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from tests.faults.killed_operations import KilledOperations, run_in_child as child
 
 original, folder, keys = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.storage.file_operations import FileOperations, Handle, substituted
+from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from tests.command_line import call as called
 
 COMMANDS = (("repair",), ("scrub", "--repair"), ("replicate",))

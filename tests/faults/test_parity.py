@@ -21,22 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
+from shardkit.copies.parity_encoding import encode_set, encode_sets
+from shardkit.copies.repairing import repair
 from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.canonical_json import dumps
+from shardkit.reading.parity import find_records, parity_names, rebuild_range, restore
+from shardkit.reading.parity.galois import recover, sums
+from shardkit.reading.parity.sets import ParitySet, SetRecord, form_sets, parse_header
 from shardkit.storage import LocalStore, Repository, load_manifest
-from shardkit.storage.objects import Descriptor, object_name
-from shardkit.storage.parity import (
-    encode_sets,
-    find_records,
-    parity_names,
-    rebuild_range,
-    restore,
-)
-from shardkit.storage.parity.encoding import encode_set
-from shardkit.storage.parity.galois import recover, sums
-from shardkit.storage.parity.sets import ParitySet, SetRecord, form_sets, parse_header
-from shardkit.storage.repairing import repair
+from shardkit.stores.objects import Descriptor, object_name
 from shardkit.testing.memory_store import MemoryStore
 
 # An independent GF(2⁸): polynomials as integers, multiplied bit by bit, as the definition says.
@@ -454,7 +448,7 @@ def test_hostile_frames() -> None:
 LIMITED = """
 import sys, resource
 from shardkit.storage import LocalStore, Repository
-from shardkit.storage.parity import find_records
+from shardkit.reading.parity import find_records
 import shardkit
 store = LocalStore(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -497,10 +491,10 @@ BOUNDED = """
 import sys, resource
 from concurrent.futures import ThreadPoolExecutor
 from shardkit.storage import LocalStore
-from shardkit.storage.parity import find_records, restore
-from shardkit.storage.parity.encoding import encode_set
-from shardkit.storage.parity.sets import ParitySet
-from shardkit.storage.objects import Descriptor
+from shardkit.reading.parity import find_records, restore
+from shardkit.copies.parity_encoding import encode_set
+from shardkit.reading.parity.sets import ParitySet
+from shardkit.stores.objects import Descriptor
 
 store = LocalStore(sys.argv[1])
 members = []

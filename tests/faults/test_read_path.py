@@ -19,9 +19,12 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, open_store
-from shardkit.storage.reading import Attestation, BlockRequest, LocatedStore, Location, ReadSettings
-from shardkit.storage.remote import ObjectStore, Patience, parse_address
+from shardkit.stores.remote import ObjectStore, Patience, parse_address
 from shardkit.testing.memory_store import MemoryStore
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 

@@ -18,18 +18,20 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.repairing import Records, check_copy, read_looks, repair, scrub
+from shardkit.copies.replicating.pacing import Pace
 from shardkit.dataset.removing import erase
 from shardkit.dataset.verify import verify
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.parity import find_records
+from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, load_manifest
-from shardkit.storage.file_operations import substituted
-from shardkit.storage.parity import encode_sets, find_records
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.reading import Attestation, ReadSettings
-from shardkit.storage.repairing import Records, check_copy, read_looks, repair, scrub
-from shardkit.storage.replicating.pacing import Pace
-from shardkit.storage.utc import utc_text
+from shardkit.stores.file_operations import substituted
+from shardkit.stores.utc import utc_text
 from shardkit.testing.memory_store import MemoryStore
 from shardkit_tools.main import run
 from tests.command_line import call as called
@@ -422,7 +424,7 @@ class TestScrub:
 
 AT_WORK = """
 import os, sys
-from shardkit.storage.replicating.pacing import Pace
+from shardkit.copies.replicating.pacing import Pace
 from shardkit_tools.main import run
 
 take = Pace.take

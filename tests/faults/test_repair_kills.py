@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.repairing import read_looks, repair, scrub
 from shardkit.errors import FormatError
+from shardkit.reading.parity import find_records
 from shardkit.storage import Repository, parse_object_name
-from shardkit.storage.parity import encode_sets, find_records
-from shardkit.storage.repairing import read_looks, repair, scrub
 from tests.drills import drill_count
 
 WORKER = """
 import sys
 from shardkit.storage import Repository
-from shardkit.storage.parity import encode_sets
-from shardkit.storage.repairing import repair, scrub
+from shardkit.reading.parity import encode_sets
+from shardkit.copies.repairing import repair, scrub
 
 work, root = sys.argv[1:]
 print("begun", flush=True)

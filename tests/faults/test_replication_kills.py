@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from shardkit.copies.policy import LocationRecord, Policy, read_table
+from shardkit.copies.replicating import find_needed, look, place, replicate
+from shardkit.copies.replicating.needed import live_versions
+from shardkit.copies.replicating.placing import Change
 from shardkit.errors import ShardkitError
+from shardkit.repository.collecting import collect
+from shardkit.repository.inventory import take_inventory
 from shardkit.storage import Repository
-from shardkit.storage.collecting import collect
-from shardkit.storage.file_operations import FileOperations, Handle, substituted
-from shardkit.storage.inventory import take_inventory
-from shardkit.storage.policy import LocationRecord, Policy, read_table
-from shardkit.storage.replicating import find_needed, look, place, replicate
-from shardkit.storage.replicating.needed import live_versions
-from shardkit.storage.replicating.placing import Change
+from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from tests.drills import drill_cases, drill_count
 from tests.faults.faulty_operations import FaultyOperations
 
@@ -31,13 +31,13 @@ from tests.faults.faulty_operations import FaultyOperations
 DRIVER = """
 import json, sys
 import shardkit
-import shardkit.dataset.creating, shardkit.storage.collecting.commits, shardkit.storage.replicating.committing
+import shardkit.dataset.creating, shardkit.repository.collecting.commits, shardkit.copies.replicating.committing
 from shardkit.storage import Repository
-from shardkit.storage.collecting import collect
-from shardkit.storage.file_operations import substituted
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.replicating import place, replicate
-from shardkit.storage.replicating.placing import Change
+from shardkit.repository.collecting import collect
+from shardkit.stores.file_operations import substituted
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.replicating import place, replicate
+from shardkit.copies.replicating.placing import Change
 from tests.faults.killed_operations import KilledOperations, run_in_child
 
 def build(root, folder):

@@ -22,7 +22,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
 )
 from shardkit.storage import LocalStore, Repository, parse_object_name
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import CHANGES, READS, FaultyOperations
 
 SHARD = bytes(range(256)) * 40

@@ -20,8 +20,8 @@ import pytest
 import shardkit
 from shardkit.dataset.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
+from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import open_store
-from shardkit.storage.reading import ReadSettings
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.importers.source_files import list_source

@@ -25,8 +25,8 @@ import shardkit
 import shardkit_tools
 from shardkit.errors import RunError, ShardkitError, StoreError
 from shardkit.formats import canonical_json
+from shardkit.repository.collecting.marking import objects_of_builds
 from shardkit.storage import Repository, open_store
-from shardkit.storage.collecting.marking import objects_of_builds
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job_directory import abandoned_jobs
@@ -236,7 +236,7 @@ def test_damaged_and_foreign_records_are_no_finished_work(place: Path) -> None:
 def test_a_builder_that_may_not_delete_is_done_all_the_same(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardkit.storage.remote import ObjectStore
+    from shardkit.stores.remote import ObjectStore
 
     def refused(self: ObjectStore, name: str) -> None:
         raise StoreError(f"{name}: access denied")

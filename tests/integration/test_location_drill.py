@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import shardkit
+from shardkit.copies.repairing import read_looks
+from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import open_store
-from shardkit.storage.reading import ReadSettings
-from shardkit.storage.repairing import read_looks
 from shardkit_tools.main import run
 from tests.drills import drill_count
 from tests.servers.fault_proxy import Fault, FaultProxy, Request

@@ -15,8 +15,8 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError
-from shardkit.storage.file_operations import FileOperations, Handle, substituted
-from shardkit.storage.open_files import MOST_OPEN_FILES, OpenFiles
+from shardkit.stores.file_operations import FileOperations, Handle, substituted
+from shardkit.stores.open_files import MOST_OPEN_FILES, OpenFiles
 
 SHARDS, ROWS = 1608, 4
 LOOP = """

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.storage.cache import BlockCache
-from shardkit.storage.reading import BlockRequest, block_name
+from shardkit.reading.cache import BlockCache
+from shardkit.reading.locations import BlockRequest, block_name
 from shardkit_tools.main import run
 from tests.servers.object_stores import SECRET_KEY, s3_environment
 

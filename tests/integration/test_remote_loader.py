@@ -19,8 +19,8 @@ import pytest
 
 import shardkit
 from shardkit.errors import ShardkitError
-from shardkit.storage.cache import BlockCache
-from shardkit.storage.reading import ReadSettings
+from shardkit.reading.cache import BlockCache
+from shardkit.reading.read_path import ReadSettings
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.replicating import place
+from shardkit.copies.replicating.placing import Change
 from shardkit.dataset.verify import verify
+from shardkit.reading.cache import Supply
+from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import Repository
-from shardkit.storage.cache import Supply
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.reading import ReadSettings
-from shardkit.storage.replicating import place
-from shardkit.storage.replicating.placing import Change
 from tests.servers.google import GoogleServer, google_environment, google_server
 
 BUCKET = "shards"

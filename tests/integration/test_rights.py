@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 
 import shardkit
+from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.collecting import collect
 from shardkit.storage import Repository, open_store
-from shardkit.storage.collecting import collect
-from shardkit.storage.reading import ReadSettings
 from shardkit_tools.main import run
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY

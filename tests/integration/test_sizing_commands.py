@@ -13,8 +13,10 @@ import pytest
 
 import shardkit
 from shardkit.dataset.dataset import Dataset
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import Location
+from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, load_manifest
-from shardkit.storage.reading import LocatedStore, Location, ReadSettings
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.run import prepare, simulate_lanes
 

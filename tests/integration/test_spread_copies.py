@@ -11,10 +11,10 @@ from typing import Any, Self
 import pytest
 
 import shardkit
+from shardkit.copies.repairing import repair, scrub
+from shardkit.copies.replicating import replicate
 from shardkit.errors import ConfigurationError
 from shardkit.storage import Repository
-from shardkit.storage.repairing import repair, scrub
-from shardkit.storage.replicating import replicate
 from shardkit_tools.main import run
 from shardkit_tools.options import EngineName
 from shardkit_tools.spread_copies import copying, spread_checks, spread_copies

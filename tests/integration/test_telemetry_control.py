@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.storage.reading import ReadSettings
+from shardkit.reading.read_path import ReadSettings
 from shardkit.telemetry import TelemetrySettings, read_events
 from tests.servers.object_stores import Unavailable, moto, s3_environment
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.storage.policy import Critical, LocationRecord, Placed, Policy, placement
+from shardkit.copies.policy import Critical, LocationRecord, Placed, Policy, placement
 
 DIGESTS = [f"sha256:{hashlib.sha256(b'%d' % i).hexdigest()}" for i in range(400)]
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import shardkit
 import shardkit_tools.building.rebuilding as rebuilding
+from shardkit.copies.policy import LocationRecord, Policy
+from shardkit.copies.replicating.placing import Change, place
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase, remove, resume_erasures
@@ -19,8 +21,6 @@ from shardkit.dataset.selecting import put_selected
 from shardkit.dataset.verify import verify
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
 from shardkit.storage import Repository, object_name
-from shardkit.storage.policy import LocationRecord, Policy
-from shardkit.storage.replicating.placing import Change, place
 
 SCHEMA = {"secret": "str", "n": "int64", "kind": "str"}
 

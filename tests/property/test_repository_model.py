@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, StoreError, StoreReadOnlyError
 from shardkit.formats.digest import sha256_digest
 from shardkit.storage import Repository
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations
 
 CONTENTS = [b"", b"one", b"two", b"three"]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkit.copies.policy import Policy
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.errors import ConfigurationError, PlanError, UsageError
 from shardkit.loader import Rebalancing
@@ -22,8 +23,7 @@ from shardkit.loader.settings import LoaderConfig
 from shardkit.plan.rebalance import Rules
 from shardkit.plan.settings import Settings
 from shardkit.ranges import parse_size
-from shardkit.storage.policy import Policy
-from shardkit.storage.reading.read_path import ReadSettings
+from shardkit.reading.read_path import ReadSettings
 from shardkit.telemetry import TelemetrySettings
 from shardkit_tools.main import run as shardkit_command
 from shardkit_tools.simulation.quantities import (

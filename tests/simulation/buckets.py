@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from shardkit.storage.remote.addresses import Address
-from shardkit.storage.remote.clients import Buffer, Found
-from shardkit.storage.remote.failures import Failure, Kind
+from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.clients import Buffer, Found
+from shardkit.stores.remote.failures import Failure, Kind
 from tests.simulation.scheduler import Scheduler
 
 __all__ = ["Bucket", "BucketClient", "Faults", "Stored"]
@@ -87,7 +87,7 @@ class Bucket:
 
 
 class BucketClient:
-    """Requests of programs to one bucket below a prefix; implements `shardkit.storage.remote.clients.Client`."""
+    """Requests of programs to one bucket below a prefix; implements `shardkit.stores.remote.clients.Client`."""
 
     def __init__(self, bucket: Bucket, address: Address, scheduler: Scheduler, faults: Faults) -> None:
         self._bucket, self._scheduler, self._faults = bucket, scheduler, faults

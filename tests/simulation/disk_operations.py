@@ -8,8 +8,8 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 
-from shardkit.storage.file_operations import FileOperations, Handle
-from shardkit.storage.open_files import OpenFiles
+from shardkit.stores.file_operations import FileOperations, Handle
+from shardkit.stores.open_files import OpenFiles
 from tests.simulation.buckets import Faults
 from tests.simulation.disks import Disk, File, Folder
 from tests.simulation.scheduler import Scheduler
@@ -250,7 +250,7 @@ class DiskOperations(FileOperations):
 
 
 class BlockFiles:
-    """What reading block by block (`shardkit.storage.open_files`) asks of the module `os`."""
+    """What reading block by block (`shardkit.stores.open_files`) asks of the module `os`."""
 
     O_RDONLY, O_CLOEXEC = os.O_RDONLY, os.O_CLOEXEC
 

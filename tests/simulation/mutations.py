@@ -12,23 +12,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
+from shardkit.copies.repairing import checking, healing, repairing
+from shardkit.copies.replicating import copying, dropping, needed, placing, replicating
 from shardkit.dataset import erasing, erasing_copies, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
-from shardkit.storage import commit_log, directories, file_operations, inventory, object_access, objects
-from shardkit.storage.changes import Changes
-from shardkit.storage.collecting import collecting, marking
-from shardkit.storage.commits import Commits
-from shardkit.storage.local import LocalStore
-from shardkit.storage.log import entry_name
-from shardkit.storage.objects import object_name
-from shardkit.storage.reading import located_store, read_path
-from shardkit.storage.remote import object_store
-from shardkit.storage.repairing import checking, healing, repairing
-from shardkit.storage.replicating import copying, dropping, needed, placing, replicating
-from shardkit.storage.repository import Repository
-from shardkit.storage.staging import LocalStage
+from shardkit.reading import located_store, read_path
+from shardkit.repository import commit_log, inventory, object_access
+from shardkit.repository.changes import Changes
+from shardkit.repository.collecting import collecting, marking
+from shardkit.repository.commits import Commits
+from shardkit.repository.log import entry_name
+from shardkit.repository.repository import Repository
+from shardkit.stores import directories, file_operations, objects
+from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import object_name
+from shardkit.stores.remote import object_store
+from shardkit.stores.staging import LocalStage
 
 __all__ = ["FOUND_BY", "MUTATIONS", "mutated"]
 

@@ -16,10 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
-from shardkit.storage import blocks, file_operations, open_files, temporaries
-from shardkit.storage.remote import clients
-from shardkit.storage.remote.addresses import Address
-from shardkit.storage.remote.waiting import WAITS
+from shardkit.reading import blocks
+from shardkit.stores import file_operations, open_files, temporaries
+from shardkit.stores.remote import clients
+from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.waiting import WAITS
 from tests.simulation.disk_operations import BlockFiles, DiskOperations
 from tests.simulation.scheduler import Scheduler
 

@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import shardkit
+from shardkit.copies.policy import LocationRecord, Parity, Policy
+from shardkit.copies.replicating.placing import Change, place
 from shardkit.errors import ShardkitError
+from shardkit.reading.parity.sets import SetRecord
+from shardkit.repository.identity import IDENTITY_NAME, Identity
+from shardkit.repository.inventory import walk_versions
 from shardkit.storage import Repository
-from shardkit.storage.identity import IDENTITY_NAME, Identity
-from shardkit.storage.inventory import walk_versions
-from shardkit.storage.objects import object_name, parse_object_name
-from shardkit.storage.parity.sets import SetRecord
-from shardkit.storage.policy import LocationRecord, Parity, Policy
-from shardkit.storage.remote.addresses import Address
-from shardkit.storage.replicating.placing import Change, place
+from shardkit.stores.objects import object_name, parse_object_name
+from shardkit.stores.remote.addresses import Address
 from shardkit.testing.memory_store import MemoryStore
 from tests.simulation.buckets import Bucket, BucketClient, Faults, Stored
 from tests.simulation.disk_operations import DiskOperations

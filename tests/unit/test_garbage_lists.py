@@ -9,9 +9,9 @@ import pytest
 
 import shardkit
 from shardkit.errors import NotFoundError
+from shardkit.repository.collecting import collect
+from shardkit.repository.collecting.documents import forget_lists, put_list, read_list
 from shardkit.storage import LocalStore, Repository
-from shardkit.storage.collecting import collect
-from shardkit.storage.collecting.documents import forget_lists, put_list, read_list
 from shardkit.testing.memory_store import MemoryStore
 
 DAY = 86_400

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.storage import machine_memory
+from shardkit.stores import machine_memory
 
 MEMINFO = "MemTotal:       24105 kB\nMemFree:  9000 kB\nMemAvailable:   20000 kB\nHugePages_Total:       0\n"
 

@@ -11,9 +11,9 @@ import pytest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import canonical_json
 from shardkit.manifest import Lookup, LookupPiece, Manifest, compose
+from shardkit.repository.log import LogEntry, check_succession
+from shardkit.repository.part_locations import Location, location_name, put_location
 from shardkit.storage import Repository, find_part
-from shardkit.storage.locations import Location, location_name, put_location
-from shardkit.storage.log import LogEntry, check_succession
 from tests.property.shard_tables import made_up_digest, made_up_table
 
 

@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.errors import (
-    CommitConflict,
-    ConfigurationError,
-    IntegrityError,
-    ShardkitError,
-    StoreReadOnlyError,
-    UsageError,
-)
-from shardkit.storage import LocalStore, LocatedStore, Repository
-from shardkit.storage.policy import (
+from shardkit.copies.policy import (
     Critical,
     LocationRecord,
     LocationTable,
@@ -28,8 +19,17 @@ from shardkit.storage.policy import (
     read_table,
     read_tables,
 )
-from shardkit.storage.policy.opening import COPY_NAME, prepare_copy
-from shardkit.storage.policy.table import first_root
+from shardkit.copies.policy.opening import COPY_NAME, prepare_copy
+from shardkit.copies.policy.table import first_root
+from shardkit.errors import (
+    CommitConflict,
+    ConfigurationError,
+    IntegrityError,
+    ShardkitError,
+    StoreReadOnlyError,
+    UsageError,
+)
+from shardkit.storage import LocalStore, LocatedStore, Repository
 
 
 def test_policy_is_read_as_the_design_writes_it() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from shardkit.errors import IntegrityError
-from shardkit.storage.cache import BlockCache, Supply
-from shardkit.storage.cache.joining import (
+from shardkit.reading.cache import BlockCache, Supply
+from shardkit.reading.cache.joining import (
     GRAIN_BYTES,
     MAX_GAP_BYTES,
     MAX_JOINED_BYTES,
@@ -24,8 +24,10 @@ from shardkit.storage.cache.joining import (
     join,
     neighbours,
 )
-from shardkit.storage.objects import object_name
-from shardkit.storage.reading import BlockRequest, LocatedStore, Location, ReadSettings
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.objects import object_name
 from shardkit.testing.memory_store import MemoryStore
 
 KIB = 1024

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
-from shardkit.storage import LocalStore, Repository
-from shardkit.storage.file_operations import substituted
-from shardkit.storage.policy import LocationRecord, Policy, read_table
-from shardkit.storage.reading import Location
-from shardkit.storage.replicating import (
+from shardkit.copies.policy import LocationRecord, Policy, read_table
+from shardkit.copies.replicating import (
     Hours,
     Pace,
     copy_object,
@@ -25,8 +21,12 @@ from shardkit.storage.replicating import (
     promote,
     replicate,
 )
-from shardkit.storage.replicating.needed import live_versions
-from shardkit.storage.replicating.placing import Change, undo
+from shardkit.copies.replicating.needed import live_versions
+from shardkit.copies.replicating.placing import Change, undo
+from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
+from shardkit.reading.locations import Location
+from shardkit.storage import LocalStore, Repository
+from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations
 
 

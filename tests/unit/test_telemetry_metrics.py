@@ -13,7 +13,7 @@ import pytest
 
 from shardkit.errors import MissingDependency
 from shardkit.loader.control import Knob, parse_control
-from shardkit.storage.reading.detours import COUNTED
+from shardkit.reading.detours import COUNTED
 from shardkit.telemetry import Record
 from shardkit.telemetry.anomalies import KINDS
 from shardkit.telemetry.prometheus import METRICS, exposition, metric_names

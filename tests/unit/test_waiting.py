@@ -14,9 +14,9 @@ import pytest
 
 import shardkit
 from shardkit.errors import ShardkitError
-from shardkit.storage.reading import ReadSettings
-from shardkit.storage.remote import backoff, object_store, waiting
-from shardkit.storage.remote.waiting import Waits
+from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.remote import backoff, object_store, waiting
+from shardkit.stores.remote.waiting import Waits
 from shardkit_tools.main import run
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 

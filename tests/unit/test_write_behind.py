@@ -14,7 +14,7 @@ from shardkit.dataset import shard_writing, write_behind
 from shardkit.dataset.write_behind import WriteBehind
 from shardkit.errors import StoreError, StoreFullError
 from shardkit.storage import Repository
-from shardkit.storage.file_operations import substituted
+from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations
 
 

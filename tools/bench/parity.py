@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.storage import LocalStore
-from shardkit.storage.objects import Descriptor
-from shardkit.storage.parity.encoding import encode_set
-from shardkit.storage.parity.galois import recover, sums
-from shardkit.storage.parity.rebuilding import rebuild_range
-from shardkit.storage.parity.sets import ParitySet
-from shardkit.storage.parity.streaming import restore
+from shardkit.copies.parity_encoding import encode_set
+from shardkit.reading.parity.galois import recover, sums
+from shardkit.reading.parity.rebuilding import rebuild_range
+from shardkit.reading.parity.sets import ParitySet
+from shardkit.reading.parity.streaming import restore
+from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import Descriptor
 
 K = 8
 PIECE = 1 << 20

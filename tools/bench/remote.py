@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.storage.reading import LocatedStore, Location, ReadSettings
-from shardkit.storage.remote import ObjectStore, parse_address
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import Location
+from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.remote import ObjectStore, parse_address
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import localstack, s3_environment
 
@@ -104,7 +106,7 @@ def throughput(endpoint: str, peer: str | None) -> Iterator[str]:
     yield ""
     import hashlib
 
-    from shardkit.storage.reading import BlockRequest
+    from shardkit.reading.locations import BlockRequest
 
     digests = {start: hashlib.sha256(data[start : start + RANGE_BYTES]).digest() for start in starts}
     yield from compare(

@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 import shardkit
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.replicating import place, replicate
+from shardkit.copies.replicating.placing import Change
 from shardkit.ranges import parse_size
-from shardkit.storage import Repository
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.replicating import place, replicate
-from shardkit.storage.replicating.placing import Change
+from shardkit.repository.repository import Repository
 from tests.servers.object_stores import localstack, s3_environment
 
 PIECE = 8 << 20

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.storage import open_store
+from shardkit.stores.urls import open_store
 from shardkit_trainer.run_directory import read_lines, read_steps
 from tests.servers.fault_proxy import Fault, FaultProxy
 from tests.servers.object_stores import moto, s3_environment

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from shardkit.storage.replicating.pacing import Hours, Pace, parse_bandwidth
+from shardkit.copies.replicating.pacing import Hours, Pace, parse_bandwidth
 from shardkit_tools.console import StatusLine, bytes_text, count_text, duration_text
 
 __all__ = ["Work", "running"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardkit.copies.policy import LocationRecord, Policy, read_table
+from shardkit.copies.policy.opening import root_store
+from shardkit.copies.replicating import Pace, Replication, place, replicate
+from shardkit.copies.replicating.needed import live_versions, unknown_strata
+from shardkit.copies.replicating.placing import Change
+from shardkit.copies.replicating.protecting import encode_parity
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.storage import Repository
-from shardkit.storage.policy import LocationRecord, Policy, read_table
-from shardkit.storage.policy.opening import root_store
-from shardkit.storage.replicating import Pace, Replication, place, replicate
-from shardkit.storage.replicating.needed import live_versions, unknown_strata
-from shardkit.storage.replicating.placing import Change
-from shardkit.storage.replicating.protecting import encode_parity
+from shardkit.repository.repository import Repository
 from shardkit_tools.console import bytes_text, clean, count_text, print_line, print_table
 
 __all__ = ["begin_copies", "finish_copies", "print_copies", "print_lag", "print_locations"]

@@ -11,12 +11,12 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from shardkit.copies.repairing.checking import CheckAll, Checked, CopyCheck, check_copy
+from shardkit.copies.replicating.copying import CopyAll, CopyTask, copy_task
+from shardkit.copies.replicating.pacing import Pace
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError
-from shardkit.storage.identity import IDENTITY_NAME
-from shardkit.storage.repairing.checking import CheckAll, Checked, CopyCheck, check_copy
-from shardkit.storage.replicating.copying import CopyAll, CopyTask, copy_task
-from shardkit.storage.replicating.pacing import Pace
-from shardkit.storage.store import Store
+from shardkit.repository.identity import IDENTITY_NAME
+from shardkit.stores.store import Store
 from shardkit_tools.background import Work, running
 from shardkit_tools.building.engines import Engine, Report, open_engine
 from shardkit_tools.options import EngineName

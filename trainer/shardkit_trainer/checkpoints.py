@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError
-from shardkit.storage import Store
+from shardkit.stores.store import Store
 from shardkit.torch import CheckpointReader, CheckpointWriter, FlatSlice, checkpoint_names, prune_checkpoints
 from shardkit.torch.checkpoint_format import read_checkpoint_manifest
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shardkit.errors import ShardkitError
-from shardkit.storage import Store, open_store
+from shardkit.stores.store import Store
+from shardkit.stores.urls import open_store
 from shardkit.torch import checkpoint_names, copy_checkpoint, prune_checkpoints
 
 __all__ = ["Replicas"]

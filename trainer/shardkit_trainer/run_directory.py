@@ -16,7 +16,8 @@ from typing import Any
 
 from shardkit.errors import IntegrityError, RunError, StateError
 from shardkit.ledger import bound_settings
-from shardkit.storage import Store, open_store
+from shardkit.stores.store import Store
+from shardkit.stores.urls import open_store
 
 from .configuration import expect
 

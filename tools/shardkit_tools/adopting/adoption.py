@@ -13,7 +13,9 @@ from shardkit.dataset.ref_moves import NOT_MOVED, Moved, block_size_for, move_re
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
-from shardkit.storage import LogEntry, Repository, put_manifest
+from shardkit.repository.catalog import put_manifest
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import Repository
 from shardkit_tools.adopting.promises import Promise, broken_promises
 from shardkit_tools.adopting.tar_places import find_tars, look_at, place_of
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar

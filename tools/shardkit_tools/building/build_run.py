@@ -23,8 +23,9 @@ from shardkit.dataset.scratch import RowColumns
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
-from shardkit.storage import LocalStore, Repository
-from shardkit.storage.os_errors import explained
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
+from shardkit.stores.os_errors import explained
 from shardkit_tools.building.build_plan import BuildPlan, plan_build
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.building.free_space import check_space, least_bytes, space_needs

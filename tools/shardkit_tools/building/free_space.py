@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardkit.dataset.committing import NewVersion
 from shardkit.errors import StoreFullError
-from shardkit.storage.os_errors import explained
+from shardkit.stores.os_errors import explained
 
 __all__ = ["SpaceNeed", "check_space", "least_bytes", "space_needs"]
 

@@ -18,14 +18,15 @@ from pathlib import Path
 
 import xxhash
 
+from shardkit.copies.policy.opening import root_store
 from shardkit.dataset.creating import scratch_folder
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
-from shardkit.storage import LocalStore, Repository
-from shardkit.storage.file_operations import Handle, active
-from shardkit.storage.os_errors import explained
-from shardkit.storage.policy.opening import root_store
-from shardkit.storage.store import Store
+from shardkit.repository.repository import Repository
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.local import LocalStore
+from shardkit.stores.os_errors import explained
+from shardkit.stores.store import Store
 from shardkit_tools.building.job_folder import (
     CHECK_BYTES,
     SCRATCH,

@@ -15,10 +15,10 @@ from typing import Protocol
 import xxhash
 
 from shardkit.dataset.scratch_parts import Part, PartFiles, Parts
-from shardkit.storage.file_operations import active
-from shardkit.storage.os_errors import explained
-from shardkit.storage.store import Store
-from shardkit.storage.temporaries import private_folder, temporary_name, writer_is_dead
+from shardkit.stores.file_operations import active
+from shardkit.stores.os_errors import explained
+from shardkit.stores.store import Store
+from shardkit.stores.temporaries import private_folder, temporary_name, writer_is_dead
 
 __all__ = [
     "CHECK_BYTES",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardkit.dataset.scratch import RUN_BYTES
 from shardkit.dataset.shard_writing import GATHER_BYTES
 from shardkit.manifest import Manifest
-from shardkit.storage import LogEntry
+from shardkit.repository.log import LogEntry
 from shardkit_tools.building.free_space import SpaceNeed
 from shardkit_tools.building.packing import PackReport, PackSettings
 from shardkit_tools.building.reading import SkippedRow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardkit.storage import available_memory
+from shardkit.stores.machine_memory import available_memory
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import is_url
 

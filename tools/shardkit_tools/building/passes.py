@@ -14,7 +14,7 @@ from shardkit.dataset.scratch import RowColumns, sized_run
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard
 from shardkit.dataset.splits import split_of
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.building.build_plan import BuildPlan
 from shardkit_tools.building.engines import Engine, LocalEngine
 from shardkit_tools.building.job_directory import JobDirectory

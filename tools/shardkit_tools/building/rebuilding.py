@@ -15,7 +15,9 @@ from shardkit.dataset.relabelling import relabel
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import UsageError
 from shardkit.manifest import MIXED, Manifest
-from shardkit.storage import DEFAULT_REF, LogEntry, Repository, parse_dataset_url
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import DEFAULT_REF, Repository
+from shardkit.stores.urls import parse_dataset_url
 from shardkit_tools.building.outcome import BuildResult
 from shardkit_tools.building.progress import ProgressCallback
 from shardkit_tools.building.recipe import build

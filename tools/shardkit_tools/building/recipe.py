@@ -16,7 +16,7 @@ from shardkit.dataset.ref_moves import block_size_for
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.formats import Schema
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.building.build_run import BuildRun
 from shardkit_tools.building.engines import Engine, open_engine
 from shardkit_tools.building.outcome import BuildResult, BuildSettings

@@ -10,7 +10,8 @@ from shardkit.dataset.scratch_blocks import ScratchReader
 from shardkit.dataset.shard_writing import ShardRows, WrittenShard, write_shard
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
-from shardkit.storage import Descriptor, Repository
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import Descriptor
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.job_folder import JobFolder, write_record

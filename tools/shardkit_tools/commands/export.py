@@ -21,7 +21,9 @@ from shardkit.dataset.object_checks import side_objects
 from shardkit.errors import StoreError
 from shardkit.formats import extension, parse_digest
 from shardkit.manifest import ADOPTED
-from shardkit.storage import Repository, adopted_place, object_name, with_adopted
+from shardkit.reading.adopted import adopted_place, with_adopted
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name
 
 __all__ = ["export"]
 

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from shardkit.storage import Repository
-from shardkit.storage.collecting import Collection, collect
-from shardkit.storage.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
-from shardkit.storage.policy.durations import duration_text as short_duration
-from shardkit.storage.policy.durations import parse_duration
-from shardkit.storage.policy.opening import root_store
+from shardkit.copies.policy.durations import duration_text as short_duration
+from shardkit.copies.policy.durations import parse_duration
+from shardkit.copies.policy.opening import root_store
+from shardkit.repository.collecting import Collection, collect
+from shardkit.repository.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
+from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.building.job_directory import abandoned_jobs, remove_job
 from shardkit_tools.console import (

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.policy.durations import duration_text as short_duration
+from shardkit.copies.policy.durations import parse_duration
+from shardkit.copies.replicating import Placing, promote, undo
+from shardkit.copies.replicating import place as place_root
+from shardkit.copies.replicating.placing import GRACE_S, Change
 from shardkit.errors import UsageError
-from shardkit.storage import Repository
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.policy.durations import duration_text as short_duration
-from shardkit.storage.policy.durations import parse_duration
-from shardkit.storage.replicating import Placing, promote, undo
-from shardkit.storage.replicating import place as place_root
-from shardkit.storage.replicating.placing import GRACE_S, Change
+from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.background import running
 from shardkit_tools.console import (

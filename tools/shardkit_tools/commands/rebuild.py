@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardkit.dataset.version_settings import VersionSettings
-from shardkit.storage import DEFAULT_REF
+from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools import options
 from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building.rebuilding import label_again

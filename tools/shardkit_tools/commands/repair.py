@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.repairing import Lost, Repair, Unchecked
-from shardkit.storage.repairing import repair as repair_root
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.repairing import Lost, Repair, Unchecked
+from shardkit.copies.repairing import repair as repair_root
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,

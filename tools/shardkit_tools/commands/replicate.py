@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shardkit.storage import Repository
-from shardkit.storage.replicating import replicate as replicate_root
+from shardkit.copies.replicating import replicate as replicate_root
+from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.console import JsonFlag, print_json, print_line

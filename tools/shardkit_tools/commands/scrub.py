@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.policy.durations import parse_duration
+from shardkit.copies.repairing import Scrub
+from shardkit.copies.repairing import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
-from shardkit.storage.policy import LocationRecord
-from shardkit.storage.policy.durations import parse_duration
-from shardkit.storage.repairing import Scrub
-from shardkit.storage.repairing import scrub as scrub_root
 from shardkit_tools import options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
 from shardkit_tools.console import (

@@ -14,7 +14,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.ref_moves import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import SourceError, UsageError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,

@@ -12,7 +12,8 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.storage import LogEntry, Repository
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.console import JsonFlag, print_json, print_line
 from shardkit_tools.versions import parse_url

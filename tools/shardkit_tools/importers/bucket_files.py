@@ -12,7 +12,7 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardkit.errors import NotFoundError, SourceError, StoreError
-from shardkit.storage.remote import (
+from shardkit.stores.remote import (
     OBJECT_SCHEMES,
     Address,
     ForeignStat,
@@ -21,7 +21,7 @@ from shardkit.storage.remote import (
     parse_address,
     split_url,
 )
-from shardkit.storage.remote.foreign import ForeignBucket
+from shardkit.stores.remote.foreign import ForeignBucket
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = ["BucketFile", "foreign_store", "is_bucket_url", "list_bucket", "stat_file"]

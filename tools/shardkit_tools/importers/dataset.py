@@ -12,7 +12,8 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
-from shardkit.storage import object_name, open_store
+from shardkit.stores.objects import object_name
+from shardkit.stores.urls import open_store
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 
 __all__ = ["DatasetImporter", "open_dataset_source"]

@@ -13,7 +13,7 @@ import numpy as np
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.plan.permutation import order
-from shardkit.storage import Store
+from shardkit.stores.store import Store
 from shardkit_tools.tuning.proposing import KIB, MIB, Ranges
 
 __all__ = ["measure_ranges"]

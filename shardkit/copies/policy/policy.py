@@ -1,0 +1,245 @@
+"""How many copies of what, whether with parity, and when a commit counts as done."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from shardkit.copies.policy.durations import duration_text, parse_duration
+from shardkit.errors import ConfigurationError
+from shardkit.manifest.json_fields import Fields
+from shardkit.ranges import Range
+
+__all__ = ["MODES", "Critical", "Mode", "Parity", "Policy"]
+
+Mode = Literal["sync", "async", "hybrid"]
+"""When a commit counts as done; see `MODES`."""
+
+MODES: Final[tuple[Mode, ...]] = ("sync", "async", "hybrid")
+"""After all copies; after the first; after all copies of what is critical."""
+
+MAX_COPIES: Final = 16
+_MAX_CRITICAL: Final = 100
+_MAX_MEMBERS: Final = 128
+_PARITY: Final = re.compile(r"([0-9]{1,3})\+([0-9])")
+_KEYS: Final = ("copies", "critical", "parity", "mode", "max_scrub_age")
+_JSON: Final = ("copies", "critical", "parity", "mode", "max_scrub_age_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Critical:
+    """A stratum that is worth more copies: every shard that holds a row of it gets them."""
+
+    stratum: str
+    """Its name in the manifest, such as ``gold`` or ``web/de``."""
+    copies: int
+
+    def __post_init__(self) -> None:
+        if not self.stratum:
+            raise ConfigurationError("critical stratum '': expected the name of a stratum")
+        _check_copies(self.copies, f"critical stratum {self.stratum!r}: copies")
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Sets of `members` shards with `extra` parity objects each: any `extra` lost members can be rebuilt."""
+
+    members: int
+    extra: int = 2
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.members <= _MAX_MEMBERS or self.extra != 2:
+            raise ConfigurationError(
+                f"parity {self.members}+{self.extra}: expected 2 to {_MAX_MEMBERS} members and 2 parity objects, "
+                "such as 8+2"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.members}+{self.extra}"
+
+    @classmethod
+    def parse(cls, text: str) -> Parity | None:
+        """Read ``8+2``; None for ``none``.
+
+        Raises:
+            ConfigurationError: it is neither.
+        """
+        if text in ("none", ""):
+            return None
+        match = _PARITY.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(f"parity {text[:40]!r}: expected members+2, such as 8+2, or none")
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What replication and scrubs work towards.
+
+    Attributes:
+        copies: of every object, in distinct failure domains; the root's own is one of them.
+        critical: strata whose shards get more.
+        parity: sets of shards that survive the loss of two members; None for none.
+        mode: what a commit waits for. "sync": all copies; "async": the first, in the root; "hybrid": all copies of
+            metadata and of shards with critical strata, the first of the others.
+        max_scrub_age_s: seconds after which a copy that nobody has looked at is due.
+    """
+
+    copies: int = 1
+    critical: tuple[Critical, ...] = ()
+    parity: Parity | None = None
+    mode: Mode = "hybrid"
+    max_scrub_age_s: int = 30 * 86_400
+
+    def __post_init__(self) -> None:
+        _check_copies(self.copies, "copies")
+        if self.mode not in MODES:
+            raise ConfigurationError(f"mode {str(self.mode)[:40]!r}: expected one of {', '.join(MODES)}")
+        names = [one.stratum for one in self.critical]
+        if len(set(names)) != len(names) or len(names) > _MAX_CRITICAL:
+            raise ConfigurationError(
+                f"critical: {len(names)} strata, expected each once and at most {_MAX_CRITICAL}"
+            )
+        Range(1, 2**40).check("max_scrub_age_s", self.max_scrub_age_s)
+
+    @property
+    def most_copies(self) -> int:
+        """Of any object: so many failure domains are needed."""
+        return max([self.copies, *(one.copies for one in self.critical)])
+
+    def copies_of(self, strata: Sequence[str] | frozenset[str] = ()) -> int:
+        """Copies of a shard that holds rows of these strata."""
+        return max([self.copies, *(one.copies for one in self.critical if one.stratum in strata)])
+
+    def is_critical(self, strata: Sequence[str] | frozenset[str]) -> bool:
+        """Whether a shard holds rows of a critical stratum."""
+        return any(one.stratum in strata for one in self.critical)
+
+    # As people write it
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Policy:
+        """Read the table ``[policy]`` of a TOML file, or the same as a mapping.
+
+        Raises:
+            ConfigurationError: an unknown key (with the nearest known one), or a value out of range.
+        """
+        for key in table:
+            if key not in _KEYS:
+                close = difflib.get_close_matches(str(key), _KEYS, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(_KEYS)}"
+                raise ConfigurationError(f"policy: unknown key {str(key)[:40]!r}; {hint}")
+        given = table.get("critical", ())
+        tables = [given] if isinstance(given, Mapping) else list(given)
+        return cls(
+            copies=_integer(table.get("copies", 1), "copies"),
+            critical=tuple(_critical(one) for one in tables),
+            parity=Parity.parse(str(table.get("parity", "none"))),
+            mode=table.get("mode", "hybrid"),
+            max_scrub_age_s=parse_duration(str(table.get("max_scrub_age", "30d")), "max_scrub_age"),
+        )
+
+    def changed(
+        self,
+        *,
+        copies: int | None = None,
+        critical: Sequence[str] | None = None,
+        parity: str | None = None,
+        mode: str | None = None,
+        max_scrub_age: str | None = None,
+    ) -> Policy:
+        """This policy with what a command line says; None leaves a setting as it is.
+
+        Args:
+            copies: see `Policy`.
+            critical: ``stratum=copies`` each; ``[]`` for none.
+            parity: ``8+2``, or ``none``.
+            mode: see `Policy`.
+            max_scrub_age: such as ``30d``.
+
+        Raises:
+            ConfigurationError: a value out of range.
+        """
+        table = self.to_table()
+        new = {"copies": copies, "parity": parity, "mode": mode, "max_scrub_age": max_scrub_age}
+        table |= {name: value for name, value in new.items() if value is not None}
+        if critical is not None:
+            table["critical"] = [_parse_critical(text) for text in critical]
+        return Policy.from_table(table)
+
+    def to_table(self) -> dict[str, Any]:
+        """What `from_table` reads back."""
+        return {
+            "copies": self.copies,
+            "critical": [{"stratum": one.stratum, "copies": one.copies} for one in self.critical],
+            "parity": str(self.parity or "none"),
+            "mode": self.mode,
+            "max_scrub_age": duration_text(self.max_scrub_age_s),
+        }
+
+    # As it is recorded
+
+    def to_json(self) -> dict[str, object]:
+        """For canonical JSON."""
+        return {
+            "copies": self.copies,
+            "critical": [
+                {"stratum": one.stratum, "copies": one.copies}
+                for one in sorted(self.critical, key=lambda one: one.stratum)
+            ],
+            "parity": str(self.parity or "none"),
+            "mode": self.mode,
+            "max_scrub_age_s": self.max_scrub_age_s,
+        }
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> Policy:
+        """Read what `to_json` gave.
+
+        Raises:
+            FormatError, ConfigurationError: it did not.
+        """
+        fields = Fields(value, f"policy of {where}", _JSON)
+        critical = [
+            Fields(one, f"critical stratum of {where}", ("stratum", "copies"))
+            for one in fields.items("critical", maximum=_MAX_CRITICAL)
+        ]
+        return cls(
+            copies=fields.integer("copies", minimum=1, maximum=MAX_COPIES),
+            critical=tuple(
+                Critical(one.text("stratum", maximum=1_000), one.integer("copies", maximum=MAX_COPIES))
+                for one in critical
+            ),
+            parity=Parity.parse(fields.text("parity", maximum=10)),
+            mode=fields.text("mode", maximum=10),  # type: ignore[arg-type]  # checked in __post_init__
+            max_scrub_age_s=fields.integer("max_scrub_age_s", minimum=1),
+        )
+
+
+def _critical(value: object) -> Critical:
+    if not isinstance(value, Mapping) or set(value) != {"stratum", "copies"}:
+        raise ConfigurationError(
+            f"critical {str(value)[:80]}: expected a stratum and its copies, such as "
+            '{stratum = "gold", copies = 3}'
+        )
+    return Critical(str(value["stratum"]), _integer(value["copies"], "critical copies"))
+
+
+def _parse_critical(text: str) -> dict[str, object]:
+    stratum, equals, copies = text.rpartition("=")
+    if not equals or not (copies.isascii() and copies.isdecimal()):
+        raise ConfigurationError(f"critical {text[:80]!r}: expected a stratum and its copies, such as gold=3")
+    return {"stratum": stratum, "copies": int(copies)}
+
+
+def _integer(value: object, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{what} {str(value)[:40]!r}: expected a whole number")
+    return value
+
+
+def _check_copies(copies: int, what: str) -> None:
+    Range(1, MAX_COPIES).check(what, copies)

@@ -1,0 +1,295 @@
+"""One version of "these are the locations, and this is the policy" (SPEC.md, "Locations and policy").
+
+``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent, never changed: the highest number holds.
+Beside the log and not in it, because it says nothing about the data; never with a credential.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from shardkit.copies.policy.policy import Policy
+from shardkit.errors import ConfigurationError, UsageError
+from shardkit.manifest.json_fields import Fields
+from shardkit.repository.sealed import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
+from shardkit.stores.remote.addresses import parse_address
+
+__all__ = [
+    "MAX_TABLE_BYTES",
+    "ROOT_NAME",
+    "SPARES",
+    "TABLES",
+    "LocationRecord",
+    "LocationTable",
+    "spare_name",
+    "spare_number",
+    "table_name",
+    "table_number",
+]
+
+ROOT_NAME: Final = "root"
+"""The location where the log is: it holds every object, and is the only one that is committed to."""
+
+TABLES: Final = "locations/"
+"""Folder of the tables, and of the places of parts and adopted tars."""
+
+SPARES: Final = "locations/spare/"
+"""Folder of the tables' second copies, in the root alone."""
+
+MAX_TABLE_BYTES: Final = 2**20
+"""Of a policy in the log."""
+
+_MAX_LOCATIONS: Final = 64
+_MAX_WEIGHT: Final = 10**6
+_FORMAT: Final = "shardkit-location-table/1"
+_KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
+_FIELDS: Final = ("name", "url", "domain", "rank", "weight")
+_TABLE_NAME: Final = re.compile(r"locations/([0-9]{20})\.json")
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+_DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True, slots=True)
+class LocationRecord:
+    """A location as it is recorded.
+
+    Attributes:
+        name: short and unique: it stands in attestations, events and tables.
+        url: of the root of the copy; a local path is absolute. Of ``root`` itself: where it was when this was written.
+        domain: what fails together; by default the name: this location and no other.
+        rank: nearer ones are read first.
+        weight: its share of the objects, beside those of the others; 0: it gets none, and gives away what it has.
+    """
+
+    name: str
+    url: str
+    domain: str
+    rank: int = 1
+    weight: int = 100
+
+    def __post_init__(self) -> None:
+        if _NAME.fullmatch(self.name) is None:
+            raise ConfigurationError(
+                f"location name {self.name[:60]!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
+            )
+        if _DOMAIN.fullmatch(self.domain) is None:
+            raise ConfigurationError(
+                f"location {self.name!r}: failure domain {self.domain[:60]!r}, expected at most 200 of "
+                "[A-Za-z0-9._:/ -]"
+            )
+        if not -1_000 <= self.rank <= 1_000:
+            raise ConfigurationError(f"location {self.name!r}: rank {self.rank}, expected -1000 to 1000")
+        if not 0 <= self.weight <= _MAX_WEIGHT:
+            raise ConfigurationError(
+                f"location {self.name!r}: weight {self.weight}, expected 0 to {_MAX_WEIGHT}"
+            )
+        _check_url(self.name, self.url)
+
+    @classmethod
+    def parse(cls, text: str) -> LocationRecord:
+        """Read ``NAME=URL[,domain=…][,rank=…][,weight=…]``.
+
+        Raises:
+            ConfigurationError, UsageError: it is not of that form, or the URL holds a credential.
+        """
+        name, equals, rest = text.partition("=")
+        url, *options = rest.split(",")
+        if not equals or not url:
+            raise ConfigurationError(
+                f"--location {_without_secrets(text)!r}: expected NAME=URL, such as mirror=s3://bucket/cats,domain=aws"
+            )
+        given: dict[str, str] = {}
+        for option in options:
+            key, sign, value = option.partition("=")
+            if key not in ("domain", "rank", "weight") or not sign or key in given:
+                raise ConfigurationError(
+                    f"--location {name}: {_without_secrets(option)!r}, expected domain=…, rank=… or weight=…, each once"
+                )
+            given[key] = value
+        return cls(
+            name=name,
+            url=absolute_url(url),
+            domain=given.get("domain", name),
+            rank=_number(given.get("rank", "1"), f"--location {name}: rank"),
+            weight=_number(given.get("weight", "100"), f"--location {name}: weight"),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """For canonical JSON."""
+        return {
+            "name": self.name,
+            "url": self.url,
+            "domain": self.domain,
+            "rank": self.rank,
+            "weight": self.weight,
+        }
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> LocationRecord:
+        """Read what `to_json` gave.
+
+        Raises:
+            FormatError, ConfigurationError, UsageError: it did not.
+        """
+        fields = Fields(value, f"location of {where}", _FIELDS)
+        return cls(
+            name=fields.text("name", pattern=_NAME),
+            url=fields.text("url", maximum=4_000),
+            domain=fields.text("domain", pattern=_DOMAIN),
+            rank=fields.integer("rank", minimum=-1_000, maximum=1_000),
+            weight=fields.integer("weight", maximum=_MAX_WEIGHT),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocationTable:
+    """Locations and policy of a root, from the commit of this table on.
+
+    Attributes:
+        n: 1 for the first.
+        repository: id of the repository.
+        previous: SHA-256 of the predecessor's bytes, "" for the first.
+        txn: 128 random bits, by which its writer knows it again after a lost answer.
+        time: UTC, for people.
+        author, message: for people.
+        policy: see there.
+        locations: the first is the root.
+    """
+
+    n: int
+    repository: str
+    previous: str
+    txn: str
+    time: str
+    author: str
+    message: str
+    policy: Policy
+    locations: tuple[LocationRecord, ...]
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.locations]
+        if not names or names[0] != ROOT_NAME:
+            raise ConfigurationError(f"locations {names[:5]}: expected {ROOT_NAME!r} first")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        urls = [one.url for one in self.locations]
+        again = sorted({url for url in urls if urls.count(url) > 1})
+        if twice or again:
+            raise ConfigurationError(
+                f"location {(twice or again)[0]!r} is named twice; give each location one name and one place"
+            )
+        if len(names) > _MAX_LOCATIONS:
+            raise ConfigurationError(f"{len(names)} locations, expected at most {_MAX_LOCATIONS}")
+        domains = {one.domain for one in self.locations if one.weight or one.name == ROOT_NAME}
+        if self.policy.most_copies > len(domains):
+            raise ConfigurationError(
+                f"{self.policy.most_copies} copies need as many failure domains, and there are {len(domains)} "
+                f"({', '.join(sorted(domains))}); add locations: --location NAME=URL,domain=NAME"
+            )
+
+    @property
+    def root(self) -> LocationRecord:
+        """The location that is committed to."""
+        return self.locations[0]
+
+    @property
+    def others(self) -> tuple[LocationRecord, ...]:
+        """All but the root."""
+        return self.locations[1:]
+
+    def find(self, name: str) -> LocationRecord | None:
+        """The location of a name."""
+        return next((one for one in self.locations if one.name == name), None)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with the digest of the rest of it inside."""
+        return sealed(
+            {
+                "format": _FORMAT,
+                **numbered(self),
+                "policy": self.policy.to_json(),
+                "locations": [one.to_json() for one in self.locations],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> LocationTable:
+        """Read and check.
+
+        Raises:
+            FormatError, ConfigurationError: not a table that this version writes.
+            IntegrityError: the digest inside does not match.
+        """
+        fields = unseal(data, where, _FORMAT, _KEYS, MAX_TABLE_BYTES)
+        table = cls(
+            **read_numbered(fields, first_has_previous=False),
+            policy=Policy.from_json(fields.table("policy", maximum=20), where),
+            locations=tuple(
+                LocationRecord.from_json(one, where)
+                for one in fields.items("locations", maximum=_MAX_LOCATIONS)
+            ),
+        )
+        check_spelling(data, table.to_bytes(), fields)
+        return table
+
+
+def table_name(number: int) -> str:
+    """``locations/<20 digits>.json``."""
+    return f"{TABLES}{number:020d}.json"
+
+
+def table_number(name: str) -> int | None:
+    """The number in a table's name, None for any other name."""
+    match = _TABLE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def spare_name(number: int) -> str:
+    """``locations/spare/<20 digits>.json``: the same table again, for without one nobody knows where copies are."""
+    return f"{SPARES}{number:020d}.json"
+
+
+def spare_number(name: str) -> int | None:
+    """The number in the name of a spare, None for any other name."""
+    return table_number(name.replace(SPARES, TABLES, 1)) if name.startswith(SPARES) else None
+
+
+def absolute_url(url: str) -> str:
+    """A URL as it is recorded: a local path absolute, any other as it is."""
+    return url if _SCHEME.match(url) else os.path.abspath(url)
+
+
+def _check_url(name: str, url: str) -> None:
+    match = _SCHEME.match(url)
+    if match is None:
+        if not os.path.isabs(url):
+            raise ConfigurationError(
+                f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path"
+            )
+        return
+    if match.group(1).lower() == "file":
+        return
+    try:
+        address = parse_address(url)
+    except UsageError as error:
+        raise UsageError(f"location {name!r}: {error}") from None
+    if address.scheme in ("http", "https"):
+        raise ConfigurationError(
+            f"location {name!r}: a cache that is served holds blocks, not objects; give it to the reader "
+            "(locations=), not to the root"
+        )
+
+
+def _number(text: str, what: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{what} {text[:40]!r}: expected a whole number") from None
+
+
+def _without_secrets(text: str) -> str:
+    """What may be printed of something that is not understood: nothing that may be a password or a signature."""
+    return re.sub(r"//[^/]*@", "//…@", text.partition("?")[0])[:200]

@@ -1,0 +1,349 @@
+"""Documents that no manifest names, made good again in the root and its copies: identity, marks, log, tables.
+
+Each says by itself whether it is as it was written, and entries and tables name their predecessors: so a good one can
+be told wherever it lies. Damaged ones in the root are put right before anything else is read; those of copies last,
+after the objects, so that a copy never shows a state of which it lacks the objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
+
+from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable
+from shardkit.copies.policy.opening import COPY_NAME, CopyMark, location_of, read_mark
+from shardkit.copies.policy.record import (
+    MAX_TABLE_BYTES,
+    SPARES,
+    TABLES,
+    spare_name,
+    spare_number,
+    table_name,
+    table_number,
+)
+from shardkit.copies.repairing.results import BadCopy, Healed, Lost, Unchecked
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats.digest import sha256_digest
+from shardkit.reading.documents import read_checked
+from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
+from shardkit.repository.log import LOG_PREFIX, MAX_ENTRY_BYTES, LogEntry, entry_name, entry_number
+from shardkit.repository.opening import identity_named_by
+from shardkit.stores.store import Store
+
+__all__ = ["Documents", "look_at_documents"]
+
+_DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
+_AT_ONCE: Final = 16
+_FOREIGN: Final = (
+    "the root has another one or none, and it does not follow what the root has: the copy was committed to, or the "
+    "root was put back to an earlier state; look at both logs (shardkit log) before anything is copied"
+)
+
+_Parsed = TypeVar("_Parsed", bound="LogEntry | LocationTable")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A folder of documents that are numbered and name their predecessors."""
+
+    prefix: str
+    number_of: Callable[[str], int | None]
+    name_of: Callable[[int], str]
+    parse: Callable[[bytes, str], LogEntry | LocationTable]
+    max_bytes: int
+
+
+_LOG: Final = _Row(LOG_PREFIX, entry_number, entry_name, LogEntry.from_bytes, MAX_ENTRY_BYTES)
+_TABLES: Final = _Row(TABLES, table_number, table_name, LocationTable.from_bytes, MAX_TABLE_BYTES)
+_SPARES: Final = _Row(SPARES, spare_number, spare_name, LocationTable.from_bytes, MAX_TABLE_BYTES)
+
+
+class _Document(NamedTuple):
+    data: bytes
+    said: LogEntry | LocationTable
+    source: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one place has of a row.
+
+    Attributes:
+        listed: numbers under which there is anything.
+        good: number → what is as it was written, of this repository and number.
+    """
+
+    location: str
+    store: Store
+    row: _Row
+    listed: set[int]
+    good: dict[int, _Document]
+
+
+class _Put(NamedTuple):
+    """A document to be put where it is not, or where something else is."""
+
+    location: str
+    store: Store
+    name: str
+    data: bytes
+    was: str
+    source: str
+    is_lag: bool = False
+    """The copy is only behind: nothing was damaged."""
+
+
+@dataclass
+class Documents:
+    """What was found of them.
+
+    Attributes:
+        newest: the newest good log entry.
+        lost: documents that are good nowhere.
+        unchecked: what a copy has and should not have.
+        puts: what is to be put where.
+    """
+
+    newest: LogEntry | None = None
+    lost: list[Lost] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
+    puts: list[_Put] = field(default_factory=list)
+
+    @property
+    def bad(self) -> list[BadCopy]:
+        """Documents that are damaged or gone, and good elsewhere."""
+        return [BadCopy(one.location, one.name, one.was) for one in self.puts if not one.is_lag]
+
+    def heal_root(self) -> list[Healed]:
+        """Put right what the root has wrong.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        return [healed for one in self._taken(is_root=True) for healed in _put(one)]
+
+    def heal_copies(self, *, is_lag_left: bool = False) -> list[Healed]:
+        """Put right what copies have wrong, and bring them what they lack; what cannot be written is `unchecked`.
+
+        Args:
+            is_lag_left: leave to somebody else what a copy lacks because it is behind.
+        """
+        done: list[Healed] = []
+        for one in self._taken(is_root=False):
+            if is_lag_left and one.is_lag:
+                continue
+            try:
+                done += _put(one)
+            except ShardkitError as error:
+                self.unchecked.append(Unchecked(one.location, one.name, f"it could not be healed: {error}"))
+        return done
+
+    def _taken(self, *, is_root: bool) -> list[_Put]:
+        taken = [one for one in self.puts if (one.location == ROOT_NAME) == is_root]
+        self.puts = [one for one in self.puts if (one.location == ROOT_NAME) != is_root]
+        return taken
+
+
+def _put(one: _Put) -> Iterator[Healed]:
+    if one.was != "missing" or not one.store.put_new(one.name, one.data):
+        with contextlib.suppress(*_DAMAGED):
+            if one.store.get(one.name, max_bytes=MAX_ENTRY_BYTES) == one.data:
+                return  # somebody else put it there meanwhile
+        one.store.replace(one.name, one.data)
+    if not one.is_lag:
+        yield Healed(one.location, one.name, one.was, one.source, len(one.data))
+
+
+def look_at_documents(root: Store, more: Sequence[LocationRecord], *, writable: bool) -> Documents:
+    """Look at the documents of a root and of its copies; nothing is written.
+
+    Args:
+        root: its own store.
+        more: locations beside those that its tables name.
+        writable: whether copies are going to be written.
+
+    Raises:
+        StoreError: the root does not answer.
+    """
+    found = Documents()
+    repository = _repository_id(root)
+    if not repository or root.head(COPY_NAME) is not None:
+        return found  # whoever opens it says what is wrong with it
+    spares = _held(ROOT_NAME, root, _SPARES, repository)
+    tables = [_held(ROOT_NAME, root, _TABLES, repository), spares]
+    known = _chosen(tables)
+    newest = known[max(known)].said if known else None
+    records = newest.others if isinstance(newest, LocationTable) else ()
+    copies = {}
+    for record in (*records, *more):
+        with contextlib.suppress(ShardkitError):  # whoever opens the locations says why one is left out
+            store = location_of(record, writable=writable).store
+            newest_table = max(known, default=0)
+            if (
+                _is_copy(store, root, record, repository, newest_table, found)
+                if record in records
+                else _is_known(store, repository)
+            ):
+                copies[record.name] = store
+    logs = [_held(ROOT_NAME, root, _LOG, repository)]
+    for name, store in copies.items():
+        with contextlib.suppress(ShardkitError):
+            tables.append(_held(name, store, _TABLES, repository))
+            logs.append(_held(name, store, _LOG, repository))
+    _compare(tables, _chosen(tables), found)
+    log = _chosen(logs, may_grow=True)
+    _compare(logs, log, found)
+    entry = log[max(log)].said if log else None
+    found.newest = entry if isinstance(entry, LogEntry) else None
+    _identities(root, copies, log.get(1), repository, found)
+    return found
+
+
+def _repository_id(root: Store) -> str:
+    """By the identity, else by the first good document that names it; "" where there is none."""
+    with contextlib.suppress(*_DAMAGED):
+        return _identity(root).id
+    for row in (_LOG, _TABLES, _SPARES):
+        for name in root.list_after(row.prefix):
+            if row.number_of(name) is not None:
+                with contextlib.suppress(*_DAMAGED):
+                    return read_checked(root, name, row.parse, max_bytes=row.max_bytes).repository
+    return ""
+
+
+def _identity(store: Store) -> Identity:
+    return read_checked(store, IDENTITY_NAME, Identity.from_bytes, max_bytes=MAX_IDENTITY_BYTES)
+
+
+def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
+    numbers = {n for n in map(row.number_of, store.list_after(row.prefix)) if n is not None}
+    good: dict[int, _Document] = {}
+
+    def read(number: int) -> None:
+        def parse(data: bytes, where: str) -> _Document:
+            return _Document(data, row.parse(data, where), location)
+
+        with contextlib.suppress(*_DAMAGED):
+            document = read_checked(store, row.name_of(number), parse, max_bytes=row.max_bytes)
+            if (document.said.n, document.said.repository) == (number, repository):
+                good[number] = document
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardkit-documents") as pool:
+        list(pool.map(read, sorted(numbers)))
+    return _Held(location, store, row, numbers, good)
+
+
+def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Document]:
+    """Number → the good document: it names its predecessor, and the root's successor names it.
+
+    Args:
+        places: the root's first.
+        may_grow: whether the row may go on in a copy: nobody commits to one, so the root has lost what it lacks.
+    """
+    root = places[0]
+    own = max((n for place in places if place.location == root.location for n in place.listed), default=0)
+    last = max((n for place in places for n in place.listed), default=0) if may_grow else own
+    found: dict[int, _Document] = {}
+    for number in range(1, last + 1):
+        before, after = found.get(number - 1), root.good.get(number + 1)
+        for one in (place.good[number] for place in places if number in place.good):
+            follows = before is None or one.said.previous == sha256_digest(before.data)
+            is_followed = after is None or after.said.previous == sha256_digest(one.data)
+            if follows and (is_followed or one.source == root.location):
+                found[number] = one
+                break
+        if number > own and (number not in found or number - 1 not in found):
+            found.pop(number, None)
+            break
+    return found
+
+
+def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Documents) -> None:
+    """Note what each place lacks of a row, or has otherwise."""
+    root = places[0]
+    for number in range(1, max((n for place in places for n in place.listed), default=0) + 1):
+        if number not in chosen and not any(number in place.good for place in places):
+            found.lost.append(Lost(root.row.name_of(number), 0, "no location has a good one"))
+    for place in places:
+        last = max(place.listed, default=0)
+        for number, good in chosen.items():
+            if number in place.good and place.good[number].data == good.data:
+                continue
+            name = place.row.name_of(number)
+            if number in place.good and place.location != root.location:
+                found.unchecked.append(Unchecked(place.location, name, _FOREIGN))
+                continue
+            was = "wrong" if number in place.listed else "missing"
+            is_lag = place is not root and number > last
+            put = _Put(place.location, place.store, name, good.data, was, good.source, is_lag)
+            found.puts.append(put)
+        found.unchecked += [
+            Unchecked(place.location, place.row.name_of(number), _FOREIGN)
+            for number in sorted(place.good.keys() - chosen.keys())
+            if place.location != root.location
+        ]
+
+
+def _is_known(store: Store, repository: str) -> bool:
+    """Whether a place that no table names holds this repository: nothing is put into one that does not."""
+    with contextlib.suppress(*_DAMAGED):
+        return _identity(store).id == repository
+    return False
+
+
+def _is_copy(
+    store: Store, root: Store, record: LocationRecord, repository: str, table: int, found: Documents
+) -> bool:
+    """Whether a location is the copy that the table says; a mark that is damaged or gone is noted to be put again.
+
+    A copy that has lost its mark still has the identity; a folder over which no disk is mounted has neither. One that
+    is ahead of the root has become a root itself and bears no mark.
+    """
+    wanted = CopyMark(record.name, repository)
+    try:
+        mark = read_mark(store)
+    except (IntegrityError, FormatError):
+        mark, was = None, "wrong"
+    else:
+        was = "missing" if mark is None else "wrong"
+    if mark == wanted:
+        return True
+    try:
+        is_ours = _identity(store).id == repository
+    except _DAMAGED:
+        return False
+    is_ahead = store.head(table_name(table + 1)) is not None
+    is_another = mark is not None and mark.repository == repository and mark.location != record.name
+    if not is_ours or is_ahead or is_another or store.url == root.url:
+        return False
+    found.puts.append(_Put(record.name, store, COPY_NAME, wanted.to_bytes(), was, ROOT_NAME))
+    return True
+
+
+def _identities(
+    root: Store, copies: dict[str, Store], first: _Document | None, repository: str, found: Documents
+) -> None:
+    """The identity of each place, by any good one, or by the first commit, which names its digest."""
+    places = {ROOT_NAME: root, **copies}
+    known: dict[str, Identity] = {}
+    for name, store in places.items():
+        with contextlib.suppress(ShardkitError):
+            known[name] = _identity(store)
+    source = next((name for name, one in known.items() if one.id == repository), None)
+    entry = first.said if first is not None else None
+    proven = identity_named_by(entry) if isinstance(entry, LogEntry) else None
+    good = proven or (known[source] if source is not None else None)
+    if good is None:
+        found.lost.append(
+            Lost(IDENTITY_NAME, 0, "no location has a good one, nor the first entry of the log")
+        )
+        return
+    for name, store in places.items():
+        if name not in known:  # one of another repository is not ours to change
+            with contextlib.suppress(ShardkitError):
+                was = "missing" if store.head(IDENTITY_NAME) is None else "wrong"
+                data = good.to_bytes()
+                found.puts.append(_Put(name, store, IDENTITY_NAME, data, was, source or ROOT_NAME))

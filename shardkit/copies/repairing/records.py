@@ -1,0 +1,180 @@
+"""Results of looking at copies, many to a document, append-only in ``attest/<location>/`` of a root (SPEC.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import parse_digest
+from shardkit.manifest.json_fields import Fields, read_document
+from shardkit.reading.attestations import (
+    LEVEL,
+    MAX_ATTESTATION_BYTES,
+    RESULT,
+    TIME,
+    WORD,
+    Attestation,
+)
+from shardkit.stores.objects import EXTENSIONS, object_name, parse_object_name
+from shardkit.stores.store import Store
+from shardkit.stores.utc import utc_text
+
+__all__ = ["Look", "Records", "read_looks"]
+
+_FORMAT: Final = "shardkit-attestations/1"
+_KEYS: Final = ("location", "level", "by", "results")
+_MAX_RESULTS: Final = 4_096
+_MAX_BYTES: Final = 2**20
+_FLUSH_S: Final = 10.0
+_FOLDER: Final = "attest/"
+
+_WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
+"""Of two results of the same second the heavier one holds: a read that met bad bytes, then who healed them."""
+
+
+class Look(NamedTuple):
+    """The latest that is known of a copy."""
+
+    time: str
+    """UTC, ``2026-11-20T19:00:00Z``."""
+    result: str
+    """"good", "wrong", "missing" or "healed"."""
+    level: str
+    by: str
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the copy was wrong or missing when it was last looked at."""
+        return self.result in ("wrong", "missing")
+
+
+class Records:
+    """Collects results and appends them to a root, every few seconds and at the end.
+
+    A killed process loses what it found since it last wrote: it looks there again.
+
+    Args:
+        store: of the root; None: nothing is kept.
+        by: what looks: "scrub", "repair".
+    """
+
+    def __init__(self, store: Store | None, by: str) -> None:
+        self._store, self._by = store, by
+        self._waiting: dict[tuple[str, str], list[list[str]]] = {}
+        self._written_at = time.monotonic()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.flush()
+        else:  # what was found is worth keeping, and what went wrong is worth telling
+            with contextlib.suppress(ShardkitError):
+                self.flush()
+
+    def add(self, location: str, name: str, result: str, level: str) -> None:
+        """Note what was found of an object just now.
+
+        Raises:
+            StoreError: the root cannot be written.
+        """
+        if self._store is None:
+            return
+        digest, extension = parse_object_name(name)
+        waiting = self._waiting.setdefault((location, level), [])
+        waiting.append([digest, extension, result, utc_text()])
+        if len(waiting) >= _MAX_RESULTS or time.monotonic() - self._written_at > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting, durably.
+
+        Raises:
+            StoreError: the root cannot be written.
+        """
+        for (location, level), results in sorted(self._waiting.items()):
+            document = {
+                "format": _FORMAT,
+                "location": location,
+                "level": level,
+                "by": self._by,
+                "results": results,
+            }
+            assert self._store is not None
+            self._store.put_new(
+                f"attest/{location}/{utc_text()[:10]}/{uuid.uuid4().hex}.json", dumps(document)
+            )
+        self._waiting.clear()
+        self._written_at = time.monotonic()
+
+
+def read_looks(store: Store) -> dict[str, dict[str, Look]]:
+    """Location → object name → the latest look, from all documents of a root or run directory.
+
+    Documents that are damaged, or of something else, are passed over: they are soft state, and nothing is believed
+    because of them; a copy that one calls bad is looked at again.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    found: dict[str, dict[str, Look]] = {}
+    for document in store.list_after(_FOLDER):
+        if not document.endswith(".json"):
+            continue
+        with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
+            data = store.get(document, max_bytes=_MAX_BYTES)
+            for location, name, look in _parse(data, document):
+                held = found.setdefault(location, {})
+                if name not in held or _order(look) > _order(held[name]):
+                    held[name] = look
+    return found
+
+
+def merge_looks(looks: Iterable[Mapping[str, Mapping[str, Look]]]) -> dict[str, dict[str, Look]]:
+    """The latest of several."""
+    found: dict[str, dict[str, Look]] = {}
+    for one in looks:
+        for location, names in one.items():
+            held = found.setdefault(location, {})
+            for name, look in names.items():
+                if name not in held or _order(look) > _order(held[name]):
+                    held[name] = look
+    return found
+
+
+def _order(look: Look) -> tuple[str, int]:
+    return look.time, _WEIGHT[look.result]
+
+
+def _parse(data: bytes, where: str) -> Iterator[tuple[str, str, Look]]:
+    if len(data) <= MAX_ATTESTATION_BYTES:
+        with contextlib.suppress(FormatError):
+            one = Attestation.from_bytes(data, where)
+            if one.extension in EXTENSIONS:
+                look = Look(one.time, one.result, one.level, one.by)
+                yield one.location, object_name(one.digest, one.extension), look
+            return
+    fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES)
+    location = fields.text("location", pattern=WORD)
+    level, by = fields.text("level", pattern=LEVEL), fields.text("by", pattern=WORD)
+    for item in fields.items("results", maximum=_MAX_RESULTS):
+        digest, extension, result, when = _row(fields, item)
+        yield location, object_name(digest, extension), Look(when, result, level, by)
+
+
+def _row(fields: Fields, item: object) -> tuple[str, str, str, str]:
+    match item:
+        case [str(digest), str(extension), str(result), str(when)]:
+            if extension in EXTENSIONS and RESULT.fullmatch(result) and TIME.fullmatch(when):
+                parse_digest(digest)
+                return digest, extension, result, when
+    return fields.refuse("has a result that is no [digest, extension, result, time]")

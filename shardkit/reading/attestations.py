@@ -1,0 +1,95 @@
+"""What someone found when looking at a copy: "this digest was good, bad or missing here then".
+
+Soft state, append-only, in ``attest/<location>/<day>/<uuid>.json`` of a root, or of a run directory where the reader
+has no right to write the root. Scrubs write the good ones, readers the bad ones; `repair --from-run` acts on them.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import parse_digest
+from shardkit.manifest.json_fields import read_document
+from shardkit.stores.utc import utc_text
+
+__all__ = ["LEVEL", "MAX_ATTESTATION_BYTES", "RESULT", "TIME", "WORD", "Attestation"]
+
+MAX_ATTESTATION_BYTES: Final = 16 * 2**10
+"""Of one document of a reader."""
+
+_FORMAT: Final = "shardkit-attestation/1"
+TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+
+WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
+"""A name of a location or of who looked."""
+
+RESULT: Final = re.compile(r"good|wrong|missing|healed")
+
+LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attestation:
+    """One look at one copy."""
+
+    location: str
+    digest: str
+    """``sha256:<hex>`` of the object."""
+    extension: str
+    result: str
+    """"good", "wrong", "missing" or "healed"."""
+    level: str
+    """How closely it was looked at: the levels of ``shardkit verify``, or "block" for one block of it."""
+    time: str
+    """UTC, ``2026-11-20T19:00:00Z``."""
+    by: str
+    """What looked: "read", "scrub", "repair"."""
+
+    @classmethod
+    def now(
+        cls, location: str, digest: str, extension: str, result: str, *, level: str, by: str
+    ) -> Attestation:
+        """An attestation of this moment."""
+        return cls(
+            location=location,
+            digest=digest,
+            extension=extension,
+            result=result,
+            level=level,
+            time=utc_text(),
+            by=by,
+        )
+
+    def new_name(self) -> str:
+        """A name that no other attestation has."""
+        return f"attest/{self.location}/{self.time[:10]}/{uuid.uuid4().hex}.json"
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        fields = ("location", "digest", "extension", "result", "level", "time", "by")
+        return dumps({"format": _FORMAT, **{name: getattr(self, name) for name in fields}})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Attestation:
+        """Read and check.
+
+        Raises:
+            FormatError: Not an attestation.
+        """
+        names = ("location", "digest", "extension", "result", "level", "time", "by")
+        fields = read_document(data, where, _FORMAT, names, MAX_ATTESTATION_BYTES)
+        digest = fields.digest("digest")
+        parse_digest(digest)
+        return cls(
+            location=fields.text("location", pattern=WORD),
+            digest=digest,
+            extension=fields.text("extension", pattern=WORD),
+            result=fields.text("result", pattern=RESULT),
+            level=fields.text("level", pattern=LEVEL),
+            time=fields.text("time", pattern=TIME),
+            by=fields.text("by", pattern=WORD),
+        )

@@ -1,0 +1,350 @@
+"""Verified blocks of a dataset, by number. Everything that reads sample bytes goes through here."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
+from shardkit.manifest import ShardTable
+from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import BlockRequest, place_ids
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name
+from shardkit.stores.open_files import open_files
+from shardkit.stores.store import Store
+
+__all__ = ["BlockReader"]
+
+
+class BlockSupply(Protocol):
+    """Between a reader and the locations: a cache, or what reads ahead."""
+
+    def read(self, store: LocatedStore, request: BlockRequest) -> Any:
+        """The block's bytes, verified."""
+
+
+TakeMemory: TypeAlias = Callable[[int], NDArray[np.uint8]]
+
+
+def _fresh(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
+_readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
+
+_MAX_INDEX_BYTES = 256 << 20
+_TARS_LOOKED_AT = 64
+
+
+class BlockReader:
+    """Reads blocks of one manifest; every block is verified every time it is read (DESIGN promise 2).
+
+    What is checked is what is used: a block is read into memory of its own, and hashed, parsed and gathered from there;
+    nothing of a file is mapped. Indexes are kept in a bounded least-recently-used table, descriptors by `open_files`.
+    Safe to call from many threads; after a fork the child may go on with it.
+
+    Args:
+        table: columns over all shards.
+        repositories: one per part; a dataset that was not merged has one part.
+        part_first_shard: first shard of each part, ascending.
+        formats: (format, compression) of each part.
+        verify: "fast" checks XXH3 of each block, "strong" SHA-256.
+    """
+
+    def __init__(
+        self,
+        table: ShardTable,
+        repositories: list[Repository],
+        part_first_shard: list[int],
+        formats: list[tuple[str, str]],
+        verify: Verify = "fast",
+    ) -> None:
+        self._table = table
+        self._repositories = repositories
+        self._part_first_shard = part_first_shard
+        self._formats = formats
+        self.verify: Verify = verify
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
+        self._index_bytes = 0
+        self._paths: dict[int, str] = {}  # of shards that are local files
+        self.supply: BlockSupply | None = None  # of this process: a cache is opened where it is used
+        _readers.add(self)
+        weakref.finalize(self, _forget_files, self._paths).atexit = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_table", "_repositories", "_part_first_shard", "_formats", "verify")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def renew_lock(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock, and does not exist here."""
+        self._lock = threading.Lock()
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the parts lie, one URL each."""
+        return [repository.url for repository in self._repositories]
+
+    @property
+    def repositories(self) -> list[Repository]:
+        """That hold the parts."""
+        return list(self._repositories)
+
+    def _part(self, shard: int) -> int:
+        part = 0
+        while part + 1 < len(self._part_first_shard) and shard >= self._part_first_shard[part + 1]:
+            part += 1
+        return part
+
+    def repository_of(self, shard: int) -> Repository:
+        """The repository that holds a shard."""
+        return self._repositories[self._part(shard)]
+
+    def shard_name(self, shard: int) -> str:
+        """Object name of a shard inside its store."""
+        digest = "sha256:" + bytes(self._table.digest[shard]).hex()
+        return object_name(digest, extension(*self._formats[self._part(shard)]))
+
+    def raw_size(self, shard: int, block: int) -> int:
+        """Bytes of a block, decompressed; reads the shard's index where it is not at hand."""
+        return self.index(shard).spans[block].raw_size
+
+    def index(self, shard: int) -> ShardIndex:
+        """The verified index of a shard.
+
+        Raises:
+            IntegrityError: its bytes are not those that the manifest names.
+        """
+        with self._lock:
+            found = self._indexes.get(shard)
+            if found is not None:
+                self._indexes.move_to_end(shard)
+                return found[0]
+        digest = "sha256:" + bytes(self._table.index_digest[shard]).hex()
+        size = int(self._table.index_size[shard])
+        index = ShardIndex.from_bytes(self.repository_of(shard).get_object(digest, "index", size))
+        with self._lock:
+            if shard not in self._indexes:
+                self._index_bytes += size
+            self._indexes[shard] = (index, size)
+            while self._index_bytes > _MAX_INDEX_BYTES and len(self._indexes) > 1:
+                self._index_bytes -= self._indexes.popitem(last=False)[1][1]
+        return index
+
+    def read(
+        self,
+        shard: int,
+        block: int,
+        verify: Verify | None = None,
+        *,
+        keys: bool = True,
+        fields: Sequence[str] | None = None,
+        memory: TakeMemory = _fresh,
+    ) -> Block:
+        """One verified block, in memory that nobody else writes to.
+
+        Args:
+            shard: its number.
+            block: counts inside of `shard`.
+            verify: how, if not as this reader does.
+            keys: as in `formats.read_block`.
+            fields: as there.
+            memory: where the bytes of a local file go: gives so many bytes that nobody else writes to.
+
+        Raises:
+            IntegrityError: the bytes are not those that were written; names shard, block and store.
+            FormatError: the digest is right but the content is not what shardkit writes.
+            StoreError: the store does not answer or the object is gone.
+        """
+        index = self.index(shard)
+        try:
+            return self._read(shard, block, index, verify or self.verify, keys, fields, memory)
+        except IntegrityError as error:
+            raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
+        except ShardkitError as error:
+            raise type(error)(f"{self._where(shard, block)}: {error}") from error
+
+    def _read(
+        self,
+        shard: int,
+        block: int,
+        index: ShardIndex,
+        verify: Verify,
+        keys: bool,
+        fields: Sequence[str] | None,
+        memory: TakeMemory,
+    ) -> Block:
+        try:
+            return read_block(
+                self._stored(shard, block, index, memory),
+                index,
+                block,
+                verify=verify,
+                keys=keys,
+                fields=fields,
+            )
+        except (IntegrityError, NotFoundError) as error:
+            was_open = self._forget_file(shard)
+            store = self._elsewhere(shard, error)
+            if store is not None:
+                stored = store.read_block(self.request(shard, block))
+                return read_block(memoryview(stored), index, block, keys=keys, fields=fields)
+            if not was_open:
+                raise
+        # another file may lie there by now: what a reader finds does not depend on when it opened it
+        return read_block(
+            self._stored(shard, block, index, memory), index, block, verify=verify, keys=keys, fields=fields
+        )
+
+    def _where(self, shard: int, block: int) -> str:
+        digest = bytes(self._table.digest[shard]).hex()
+        store = self.repository_of(shard).store
+        place = adopted_place(store, self.shard_name(shard)) or store.url
+        return f"shard {shard} ({digest[:12]}…) block {block} in {place}"
+
+    def request(self, shard: int, block: int) -> BlockRequest:
+        """What to ask a location for: a block's place, and the digest by which its bytes are known."""
+        index = self.index(shard)
+        offset, size = int(index.block_offset[block]), int(index.block_size[block])
+        place = int(place_ids(self._table.digest[shard : shard + 1], np.array([block]))[0])
+        return BlockRequest(self.shard_name(shard), offset, size, index.block_sha256[block].tobytes(),
+                            int(index.block_xxh3[block]), place)  # fmt: skip
+
+    def places(self, shards: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """`place_ids` of blocks given by shard and number in it, without their indexes."""
+        return place_ids(self._table.digest[shards], blocks)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all shards together."""
+        return int(self._table.size.sum())
+
+    @property
+    def stores(self) -> list[Store]:
+        """Stores of the parts, and those by which adopted tars are read over a network, or over several locations."""
+        found: list[Store] = []
+        for part, repository in enumerate(self._repositories):
+            store = repository.store
+            if not isinstance(store, AdoptedStore):
+                found.append(store)
+                continue
+            found.append(store.inner)
+            if isinstance(store.inner, LocatedStore) or store.any_far(self._some_names(part)):
+                found.append(store.located)
+        return found
+
+    def _some_names(self, part: int) -> list[str]:
+        """Shards by which to tell where the tars of a part lie: those of one adoption mostly lie together."""
+        first = self._part_first_shard[part]
+        ends = [*self._part_first_shard[1:], len(self._table)]
+        return [
+            self.shard_name(shard)
+            for shard in range(first, ends[part], max(1, (ends[part] - first) // _TARS_LOOKED_AT))
+        ]
+
+    def located(self, shard: int) -> LocatedStore | None:
+        """The locations that a shard can be read from; None where there is but one place, and it is local."""
+        store = self.repository_of(shard).store
+        if isinstance(store, AdoptedStore):
+            name = self.shard_name(shard)
+            if store.is_far(name):
+                return store.located
+            store = store if store.place(name) else store.inner
+        return store if isinstance(store, LocatedStore) else None
+
+    def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
+        """Where to look for a block that is wrong, or not, in a file; None where there is no other place."""
+        store = self.repository_of(shard).store
+        name = self.shard_name(shard)
+        if (
+            isinstance(store, AdoptedStore)
+            and isinstance(store.inner, LocatedStore)
+            and not store.is_far(name)
+        ):
+            return store.located if store.place(name) else store.inner
+        return None if isinstance(error, NotFoundError) else self.located(shard)
+
+    def has_file(self, shard: int) -> bool:
+        """Whether a shard is a local file."""
+        return self.repository_of(shard).store.local_path(self.shard_name(shard)) is not None
+
+    def through(self, supply: BlockSupply | None) -> BlockReader:
+        """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
+        reader = copy.copy(self)
+        reader.supply = supply
+        reader._paths = dict(self._paths)  # noqa: SLF001  (files are closed with the reader that opened them)
+        weakref.finalize(reader, _forget_files, reader._paths).atexit = False  # noqa: SLF001
+        return reader
+
+    def plain_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
+        """(path, bytes) of an uncompressed shard in a local file; None where `read` has to find and verify its blocks.
+
+        For those who read and hash several blocks at once into memory of their own, and need no columns of them; they
+        have the shard's index.
+        """
+        path = self._path(shard) if self.verify == "fast" and index.compression == "none" else None
+        return None if path is None else (path, int(self._table.size[shard]))
+
+    def _stored(self, shard: int, block: int, index: ShardIndex, memory: TakeMemory) -> memoryview:
+        span, path = index.spans[block], self._path(shard)
+        if path is not None:
+            found = memory(span.size).data
+            try:
+                open_files.read(path, int(self._table.size[shard]), span.offset, found)
+            except StoreError:
+                if self.located(shard) is None:
+                    raise  # else its disk is failing, and there are other places
+            else:
+                return found
+        store = self.located(shard)
+        if store is None:
+            plain = self.repository_of(shard).store
+            return memoryview(plain.get_range(self.shard_name(shard), span.offset, span.size))
+        request = self.request(shard, block)
+        return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
+
+    def _path(self, shard: int) -> str | None:
+        found = self._paths.get(shard)
+        if found is None:
+            path = self.repository_of(shard).store.local_path(self.shard_name(shard))
+            if path is not None:
+                found = self._paths[shard] = os.fspath(path)
+        return found
+
+    def _forget_file(self, shard: int) -> bool:
+        """Look for the file of a shard again when it is read next; whether there is one."""
+        path = self._paths.pop(shard, None)
+        if path is None:
+            return False
+        open_files.forget(path)
+        return True
+
+
+def _forget_files(paths: dict[int, str]) -> None:
+    open_files.leave(list(paths.values()))
+
+
+def _renew_locks() -> None:
+    for reader in list(_readers):
+        reader.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,23 @@
+"""The per-node cache: blocks on a local disk, shared by all processes, evicted by what the plan knows.
+
+Blocks are verified when they enter and whenever they are read; a cache may be deleted at any time. Which block goes
+is decided without files, from the steps at which live processes need it.
+"""
+
+from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.cache.eviction import FurthestFirst, decide
+from shardkit.reading.cache.future import NEVER, Future, choose_victims
+from shardkit.reading.cache.serving import CacheServer, parse_bind
+from shardkit.reading.cache.supply import Supply
+
+__all__ = [
+    "NEVER",
+    "BlockCache",
+    "CacheServer",
+    "FurthestFirst",
+    "Future",
+    "Supply",
+    "choose_victims",
+    "decide",
+    "parse_bind",
+]

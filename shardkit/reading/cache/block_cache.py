@@ -1,0 +1,374 @@
+"""Blocks on a local disk, shared by all processes of a machine (SPEC.md, "The cache").
+
+A block is a file named by its SHA-256. It is verified before it gets that name and whenever it is read, so nothing that
+lies in the directory is trusted, whoever put it there; a restart after a crash, a power cut or a damaged disk costs a
+fetch. The cache never raises for its own troubles: a full or failing disk makes it useless, not wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.formats.digest import xxh3
+from shardkit.reading.cache.catalogue import Catalogue, Entry
+from shardkit.reading.cache.eviction import decide
+from shardkit.reading.cache.filesystems import check_local
+from shardkit.reading.cache.future import Future
+from shardkit.reading.cache.leases import Lease, Neighbours
+from shardkit.reading.detours import Detours
+from shardkit.reading.locations import BlockRequest
+from shardkit.stores.directories import Directories
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.os_errors import explained
+
+__all__ = ["BLOCKS", "MARKER", "BlockCache"]
+
+Buffer = Any
+
+BLOCKS: Final = "blocks"
+"""Folder of the blocks in a cache."""
+
+MARKER: Final = "shardkit-cache.json"
+"""File by which a directory is known as a cache."""
+
+_PARTS: Final = "tmp"
+_FORMAT: Final = "shardkit-cache/1"
+_HEX: Final = re.compile(r"[0-9a-f]{64}")
+_PART: Final = re.compile(r"[0-9a-f]{64}\.part")
+_REST_AFTER_FULL_S: Final = 30.0
+_WAIT_S: Final = 10.0  # for another process that fetches the same block; then we fetch it too
+_MIN_LIMIT: Final = 1 << 20
+
+
+class BlockCache:
+    """One directory of blocks.
+
+    Args:
+        path: The directory; made where it is missing. What lies in it and is not the cache's is left alone.
+        limit: Bytes of blocks, all processes together; the smallest limit of those that share it holds.
+        detours: Where hits, fills and troubles are counted.
+
+    Raises:
+        UsageError: The directory is on a network file system, or the limit is too small.
+        StoreError: It cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, limit: int, detours: Detours | None = None) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        if limit < _MIN_LIMIT:
+            raise UsageError(f"cache limit of {limit} bytes: expected at least {_MIN_LIMIT}")
+        check_local(self.path)
+        self.limit = limit
+        self.detours = detours or Detours()
+        self._directories = Directories(self.path)
+        self._full_until = 0.0
+        self._process = os.getpid()
+        with explained(f"open the cache {self.path}", writing=True):
+            for name in (BLOCKS, _PARTS):
+                with self._directories.made((name,)):
+                    pass
+            self._folder = active().open_root(self.path)
+            self._check_marker()
+            self._users: Handle | None = active().open_shared(self._folder, "users")
+            self._catalogue = Catalogue(self._folder)
+            self._lock = threading.Lock()
+            self._begin()
+        self.lease = Lease(self._directories)
+        self._neighbours = Neighbours(self._directories)
+
+    def __repr__(self) -> str:
+        return f"BlockCache({self.path!r}, limit={self.limit})"
+
+    # Use
+
+    def fetch(self, request: BlockRequest, fetch: Callable[[], Buffer]) -> Buffer:
+        """The block's verified bytes: from the directory, else from `fetch`, which gives verified ones.
+
+        Of several processes and threads that want the same block one fetches it and the others wait.
+        """
+        data = self.get(request)
+        if data is not None:
+            return data
+        self.detours.note("cache_misses")
+        with self._filling(request.sha256) as part:
+            if part is None:  # no lock, no disk: go without
+                return fetch()
+            data = self.get(request)
+            if data is not None:
+                self.detours.note("cache_waits", what=request.name)
+                return data
+            data = fetch()
+            self._keep(part, request, data)
+            return data
+
+    def get(self, request: BlockRequest) -> bytes | None:
+        """The block from the directory, verified; None where it is not there. A damaged one is removed."""
+        name = request.sha256.hex()
+        try:
+            data = self._read(name, request.length)
+        except FileNotFoundError:
+            return None
+        except (OSError, StoreError) as error:
+            self.detours.note("cache_failed", what="read", reason=_reason(error))
+            return None
+        if data is None or not _is_right(data, request):
+            self.detours.note("cache_damaged", what=name)
+            self.drop(request.sha256)
+            return None
+        self.detours.note("cache_hits")
+        self.detours.add_bytes("cache", len(data))
+        return data
+
+    def holds(self, sha256: bytes) -> bool:
+        """Whether a block was there a moment ago."""
+        return sha256 in self._catalogue.entries
+
+    def drop(self, sha256: bytes) -> None:
+        """Remove a block; nothing where it is not there."""
+        with contextlib.suppress(OSError, ShardkitError), self._catalogue_locked():
+            self._unlink(sha256)
+
+    @property
+    def used(self) -> int:
+        """Bytes of blocks, by the account."""
+        with self._catalogue_locked():
+            return self._catalogue.total
+
+    def follow(self, future: Future, step: int, *, clock: int = 0) -> None:
+        """What this process will need from `step` on; it tells how far it has come by `lease.advance`."""
+        self.lease.restart(step)
+        self.lease.publish(future, clock)
+
+    def close(self) -> None:
+        """Take the lease back and close; the blocks stay. May be called twice."""
+        if self._process == os.getpid():
+            self.lease.close()
+        users, self._users = self._users, None
+        if users is not None:
+            active().close(users)
+            active().close(self._folder)
+
+    # Filling
+
+    @contextlib.contextmanager
+    def _filling(self, sha256: bytes) -> Iterator[Handle | None]:
+        """Hold the right to fetch a block: the lock on its unfinished file, which the kernel drops if we die."""
+        try:
+            part = self._claim(f"{sha256.hex()}.part")
+        except (OSError, StoreError) as error:
+            self.detours.note("cache_failed", what="claim", reason=_reason(error))
+            part = None
+        try:
+            yield part
+        finally:
+            if part is not None:
+                with contextlib.suppress(OSError), self._directories.opened((_PARTS,)) as folder:
+                    active().unlink(folder, f"{sha256.hex()}.part")
+                active().close(part)
+
+    def _claim(self, name: str) -> Handle | None:
+        operations = active()
+        deadline, pause = time.monotonic() + _WAIT_S, 0.001
+        while True:
+            with self._directories.made((_PARTS,)) as folder:
+                part = operations.open_shared(folder, name)
+            try:
+                if operations.try_lock(part):
+                    links = operations.stat_open(part).st_nlink
+                    if links == 1:
+                        return part
+                    if links > 1:
+                        # whoever held it named the block, and was killed before it was removed here
+                        with self._directories.opened((_PARTS,)) as folder:
+                            operations.unlink(folder, name)
+                elif time.monotonic() > deadline:
+                    operations.close(part)
+                    return None
+                else:
+                    time.sleep(pause)
+                    pause = min(0.05, pause * 2)
+            except BaseException:
+                operations.close(part)
+                raise
+            operations.close(part)  # whoever held it has finished and removed it: a new one, then
+
+    def _keep(self, part: Handle, request: BlockRequest, data: Buffer) -> None:
+        """Publish verified bytes, if there is room or it is worth making some; troubles are noted, not raised."""
+        size = memoryview(data).nbytes
+        if size > self.limit or time.monotonic() < self._full_until:
+            self.detours.note("cache_bypassed")
+            return
+        try:
+            with self._catalogue_locked():
+                admitted = self._make_room(size, request.place)
+            if admitted:
+                self._write(part, data)
+                with (
+                    self._catalogue_locked()
+                ):  # named and accounted for in one step, or an eviction could come between
+                    admitted = self._make_room(size, request.place)
+                    if admitted:
+                        self._link(request.sha256.hex())
+                        self._catalogue.add(request.sha256, Entry(size, request.place, time.time()))
+            self.detours.note("cache_fills" if admitted else "cache_bypassed")
+        except (OSError, StoreError) as error:
+            self._full_until = time.monotonic() + _REST_AFTER_FULL_S
+            self.detours.note("cache_failed", what="write", reason=_reason(error))
+            self.drop(request.sha256)
+
+    def _write(self, part: Handle, data: Buffer) -> None:
+        operations = active()
+        operations.truncate(part, 0)  # what a killed process left in it
+        rest = memoryview(data)
+        while rest.nbytes:
+            rest = rest[operations.write(part, rest) :]
+
+    def _link(self, name: str) -> None:
+        with (
+            self._directories.opened((_PARTS,)) as parts,
+            self._directories.made((BLOCKS, name[:2])) as folder,
+            contextlib.suppress(FileExistsError),
+        ):
+            active().link(parts, f"{name}.part", folder, name)
+
+    # Room; all of it inside the catalogue's lock
+
+    @contextlib.contextmanager
+    def _catalogue_locked(self) -> Iterator[None]:
+        with self._lock, self._catalogue.locked():
+            yield
+
+    def _make_room(self, size: int, place: int) -> bool:
+        """Evict for `size` bytes; False where the new block would be the first to go."""
+        if self._catalogue.total + size <= self.limit:
+            return True
+        digests = list(self._catalogue.entries)
+        entries = list(self._catalogue.entries.values())
+        places = np.array([entry.place for entry in entries] + [place], dtype=np.uint64)
+        seconds = self.lease.seconds_until(places)
+        # The new block takes part, and what counts is when it is needed again, after its use now.
+        seconds[-1:] = self.lease.seconds_until(places[-1:], after=1)
+        np.minimum(seconds, self._neighbours.seconds_until(places, own=self.lease), out=seconds)
+        verdict = decide(
+            np.array([entry.size for entry in entries], dtype=np.int64),
+            seconds[:-1],
+            np.array([entry.added for entry in entries], dtype=np.float64),
+            held=self._catalogue.total,
+            limit=self.limit,
+            new_size=size,
+            new_distance=float(seconds[-1]),
+        )
+        for victim in verdict.victims.tolist():
+            self._unlink(digests[victim])
+            self.detours.note("cache_evictions")
+        return verdict.admitted and self._catalogue.total + size <= self.limit
+
+    def _unlink(self, sha256: bytes) -> None:
+        name = sha256.hex()
+        with contextlib.suppress(FileNotFoundError), self._directories.opened((BLOCKS, name[:2])) as folder:
+            active().unlink(folder, name)
+        if sha256 in self._catalogue.entries:
+            self._catalogue.remove(sha256)
+        if self._catalogue.is_long:
+            self._catalogue.rewrite(dict(self._catalogue.entries))
+
+    # Opening
+
+    def _check_marker(self) -> None:
+        """Mark the directory as a cache; a mark that a power cut or a full disk has torn is made again."""
+        operations = active()
+        marker = operations.open_shared(self._folder, MARKER)
+        try:
+            operations.lock(marker)
+            data = operations.read(marker, 4096, 0)
+            mark = dumps({"format": _FORMAT})
+            if data == mark:
+                return
+            with contextlib.suppress(FormatError):
+                loads(data, 4096)
+                raise UsageError(
+                    f"{self.path}/{MARKER} is not one that this version writes; use another directory, or remove the "
+                    "cache"
+                )
+            operations.truncate(marker, 0)
+            operations.write(marker, memoryview(mark))
+        finally:
+            operations.close(marker)
+
+    def _begin(self) -> None:
+        """Alone: account for what the directory holds, and sweep what killed processes left. Else: join."""
+        operations = active()
+        assert self._users is not None
+        alone = operations.try_lock(self._users)
+        with self._catalogue_locked():
+            if alone:
+                self._sweep()
+                self._catalogue.rewrite(self._scan())
+        while not operations.try_share(self._users):  # somebody else opens alone just now, for moments
+            time.sleep(0.01)
+
+    def _scan(self) -> dict[bytes, Entry]:
+        """What lies in the directory under our names; places are not known, so these go first when room is needed."""
+        operations = active()
+        known = dict(self._catalogue.entries)
+        found: dict[bytes, Entry] = {}
+        with self._directories.opened((BLOCKS,)) as blocks:
+            folders = [name for name, is_folder in operations.names(blocks) if is_folder and len(name) == 2]
+        for head in folders:
+            with contextlib.suppress(OSError, StoreError), self._directories.opened((BLOCKS, head)) as folder:
+                for name, is_folder in operations.names(folder):
+                    if not is_folder and _HEX.fullmatch(name) is not None and name.startswith(head):
+                        stat = operations.stat(folder, name)
+                        digest = bytes.fromhex(name)
+                        old = known.get(digest)
+                        found[digest] = Entry(
+                            stat.st_size, old.place if old else 0, old.added if old else stat.st_mtime
+                        )
+        return found
+
+    def _sweep(self) -> None:
+        operations = active()
+        with contextlib.suppress(OSError), self._directories.opened((_PARTS,)) as folder:
+            for name, _ in operations.names(folder):
+                if _PART.fullmatch(name) is not None:
+                    with contextlib.suppress(OSError):
+                        part = operations.open_file(folder, name)
+                        try:
+                            if operations.try_lock(part):
+                                operations.unlink(folder, name)
+                        finally:
+                            operations.close(part)
+
+    def _read(self, name: str, length: int) -> bytes | None:
+        """The file's bytes, None where its size is another."""
+        operations = active()
+        with self._directories.opened((BLOCKS, name[:2])) as folder:
+            file = operations.open_file(folder, name)
+        try:
+            if operations.stat_open(file).st_size != length:
+                return None
+            data = operations.read(file, length, 0)
+            return data if len(data) == length else None
+        finally:
+            operations.close(file)
+
+
+def _is_right(data: bytes, request: BlockRequest) -> bool:
+    if request.xxh3 is not None:
+        return xxh3(data) == request.xxh3
+    return hashlib.sha256(data).digest() == request.sha256
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,357 @@
+"""Between a reader and the locations: the cache of this machine, and reading ahead by deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import Future as Answer
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ShardkitError
+from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.cache.future import Future
+from shardkit.reading.cache.joining import Wanted, join, neighbours
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import BlockRequest
+
+__all__ = ["Supply", "Uses"]
+
+Int64s = NDArray[np.int64]
+Uses = Callable[[int], Iterator[tuple[Int64s, Int64s]]]
+"""First step → runs of (steps, dataset-wide blocks), in the order in which blocks are first needed in each run."""
+
+Request = Callable[[int], tuple[LocatedStore, BlockRequest] | None]
+"""Dataset-wide block → where it is; None for what need not be read: local files, blocks in memory."""
+Beside = Callable[[int], range]
+"""Dataset-wide block → the blocks of its shard."""
+
+_FIRST_BLOCKS: Final = (
+    16  # looked at together for what can be joined: few at first, as the trainer waits for them
+)
+_MOST_BLOCKS: Final = 4096
+_SPARE_SHARE: Final = 8  # of the bytes that are asked for, the part that may come for nothing between them
+_SPARE_SHARE_CACHED: Final = 32  # a node that caches what it needs fetches little more than that
+
+
+class Supply:
+    """Implements `blocks.BlockSupply` for one process and one loader.
+
+    Reading ahead goes through the blocks in the order in which the plan needs them, as far as `ahead_bytes` allow; what
+    was read ahead waits in memory until the loader asks for it, and is in the cache too if it is worth that.
+
+    Args:
+        cache: Of this machine, None to stream.
+        ahead_bytes: Memory for blocks that were read ahead.
+        threads: Reads ahead at a time.
+        clock: Number of the plan: processes with the same one count the same steps.
+    """
+
+    def __init__(
+        self, cache: BlockCache | None, *, ahead_bytes: int = 256 << 20, threads: int = 16, clock: int = 0
+    ) -> None:
+        self._clock = clock
+        self.cache = cache
+        self._ahead_bytes = ahead_bytes
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-ahead")
+        self._changed = threading.Condition()
+        self._waiting: dict[
+            int, tuple[Answer[Any], int, int]
+        ] = {}  # place → (bytes on their way, size, step)
+        self._reading: set[int] = set()  # places that the loader itself is getting
+        self._along: dict[int, Answer[Any]] = {}  # place → on its way to the cache, nobody waits for it yet
+        self._needed: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)  # places until the horizon, ascending
+        self._held = 0
+        self._step = 0
+        self._turn = 0  # of `follow`; threads of an earlier one end when they see a later
+        self._closed = False
+
+    def read(self, store: LocatedStore, request: BlockRequest) -> Any:
+        """The block's verified bytes."""
+        with self._changed:
+            found, along = self._waiting.pop(request.place, None), self._along.get(request.place)
+            self._reading.add(request.place)
+            if found is not None:
+                self._held -= found[1]
+                self._changed.notify_all()
+        try:
+            if found is not None:
+                with contextlib.suppress(ShardkitError, CancelledError):
+                    return found[0].result()
+            if along is not None:  # on its way to the cache
+                with contextlib.suppress(CancelledError):
+                    along.result()
+            return self._obtain(store, request)
+        finally:
+            self._reading.discard(request.place)
+
+    def follow(
+        self,
+        uses: Uses,
+        request: Request,
+        places: Callable[[Int64s], NDArray[np.uint64]],
+        *,
+        step: int,
+        horizon: int,
+        beside: Beside | None = None,
+    ) -> None:
+        """Read ahead from `step` on, and tell the cache what is needed until `horizon`.
+
+        Args:
+            uses: What the plan needs when.
+            request: Dataset-wide block → where it is; None for blocks that need not be read.
+            places: Dataset-wide blocks → `place_ids`.
+            step: The first step.
+            horizon: The last step that counts for the cache, exclusive. Nothing is read further ahead than from
+                `step` to there.
+            beside: Given where the cache has room for all that this machine needs: small requests are then filled
+                up with blocks of the same shard that are needed later.
+        """
+        with self._changed:
+            self._turn += 1
+            self._step = step
+            self._needed = np.zeros(0, dtype=np.uint64)
+            self._drop_past()
+            turn = self._turn
+            self._changed.notify_all()
+        filled = beside if self.cache is not None else None
+        if self.cache is not None:
+            self.cache.lease.restart(step)
+        for name, work in (
+            ("shardkit-ahead", lambda: self._walk(turn, uses(step), request, filled, horizon - step)),
+            ("shardkit-future", lambda: self._look(turn, uses(step), places, step, horizon)),
+        ):
+            if name == "shardkit-ahead" or self.cache is not None:
+                threading.Thread(target=_quietly, args=(work,), name=name, daemon=True).start()
+
+    def advance(self, step: int) -> None:
+        """The trainer has been handed `step`."""
+        with self._changed:
+            self._step = step
+            if self._waiting:
+                self._drop_past()
+            self._changed.notify_all()
+        if self.cache is not None:
+            self.cache.lease.tick(step)
+
+    def close(self) -> None:
+        """Stop reading ahead; may be called twice. What the cache holds stays."""
+        with self._changed:
+            self._closed = True
+            self._turn += 1
+            for answer, _, _ in self._waiting.values():
+                answer.cancel()
+            for answer in list(self._along.values()):
+                answer.cancel()
+            self._waiting.clear()
+            self._held = 0
+            self._changed.notify_all()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self.cache is not None:
+            self.cache.close()
+
+    def _obtain(self, store: LocatedStore, request: BlockRequest) -> Any:
+        if self.cache is None:
+            return store.read_block(request)
+        return self.cache.fetch(request, lambda: store.read_block(request))
+
+    def _over(self, turn: int) -> bool:
+        return self._closed or turn != self._turn
+
+    # Reading ahead
+
+    def _walk(
+        self,
+        turn: int,
+        uses: Iterator[tuple[Int64s, Int64s]],
+        request: Request,
+        beside: Beside | None,
+        lead: int,
+    ) -> None:
+        pairs = _Pairs(uses)
+        most = _FIRST_BLOCKS
+        while not self._over(turn):
+            batch = self._batch(turn, pairs, request, most, lead)
+            share = _SPARE_SHARE if self.cache is None else _SPARE_SHARE_CACHED
+            spare = sum(one.request.length for one in batch) // share
+            along = [] if beside is None else neighbours(batch, beside, self._asked_for(request))
+            for group in join([*batch, *along], spare=spare):
+                self._submit(turn, group)
+            if pairs.ended:
+                return
+            most = min(most * 4, _MOST_BLOCKS)
+
+    def _batch(self, turn: int, pairs: _Pairs, request: Request, most: int, lead: int) -> list[Wanted]:
+        """The next blocks that are to be read; empty at the end of the plan."""
+        batch: dict[int, Wanted] = {}
+        size = 0
+        for step, block in pairs:
+            if step >= self._step + lead:  # what comes later is not worth the planning yet
+                if batch:
+                    pairs.put_back(step, block)
+                    break
+                self._wait_until_near(turn, step - lead)
+            if self._over(turn):
+                return []
+            where = request(block) if step >= self._step and block not in batch else None
+            if where is not None:
+                batch[block] = Wanted(step, block, *where)
+                size += where[1].length
+                if len(batch) >= most or size >= self._ahead_bytes // 4:
+                    break
+        return list(batch.values())
+
+    def _wait_until_near(self, turn: int, step: int) -> None:
+        """Until the trainer is past `step`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over(turn) or step < self._step)
+
+    def _asked_for(self, request: Request) -> Callable[[int], Wanted | None]:
+        """What may come along: what is needed later, and is neither in the cache nor on its way."""
+        cache, needed = self.cache, self._needed
+        assert cache is not None
+
+        def ask(block: int) -> Wanted | None:
+            where = request(block)
+            if where is None or cache.holds(where[1].sha256):
+                return None
+            place = where[1].place
+            i = int(np.searchsorted(needed, np.uint64(place)))
+            if i == len(needed) or int(needed[i]) != place or place in self._waiting or place in self._along:
+                return None
+            return Wanted(-1, block, *where)
+
+        return ask
+
+    def _submit(self, turn: int, group: Sequence[Wanted]) -> None:
+        """Start reading blocks of one shard, when there is room for them."""
+        size = sum(one.request.length for one in group)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._over(turn) or self._held + size <= self._ahead_bytes or not self._waiting
+            )
+            if self._over(turn):
+                return
+            if self.cache is not None:
+                self.cache.lease.advance(min(one.step for one in group if one.step >= 0))
+            reads: list[tuple[Wanted, Answer[Any]]] = []
+            for one in group:
+                place, answer = one.request.place, Answer[Any]()
+                if one.step < 0:
+                    self._along[place] = answer
+                elif place in self._waiting or place in self._reading:
+                    continue  # somebody else reads it
+                else:
+                    self._waiting[place] = (answer, one.request.length, one.step)
+                    self._held += one.request.length
+                    if place in self._along:  # it is on its way to the cache: from there, then
+                        self._along[place].add_done_callback(functools.partial(self._read_later, one, answer))
+                        continue
+                reads.append((one, answer))
+            self._pool.submit(self._read_group, reads)
+
+    def _read_later(self, one: Wanted, answer: Answer[Any], _came: Answer[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: nobody waits
+            self._pool.submit(self._read_group, [(one, answer)])
+
+    def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
+        """Read blocks of one shard: what the cache holds from there, the others together."""
+        cache = self.cache
+        try:
+            together = [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
+            if len(together) > 1:
+                self._read_joined(together)
+            for one, answer in reads:
+                if one.step >= 0 and not answer.done():
+                    try:
+                        answer.set_result(self._obtain(one.store, one.request))
+                    except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
+                        answer.set_exception(error)
+        finally:
+            for one, answer in reads:
+                if one.step < 0:
+                    self._along.pop(one.request.place, None)
+                    if not answer.done():
+                        answer.cancel()
+
+    def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
+        """All with one request; those that fail are left to be read one by one."""
+        with contextlib.suppress(ShardkitError):
+            found = reads[0][0].store.read_blocks([one.request for one, _ in reads])
+            for (one, answer), data in zip(reads, found, strict=True):
+                # A copy: a view of one block would keep the bytes of all in memory.
+                take = functools.partial(bytes, data)
+                kept = take() if self.cache is None else self.cache.fetch(one.request, take)
+                if not answer.done():
+                    answer.set_result(None if one.step < 0 else kept)
+
+    def _drop_past(self) -> None:
+        for place, (_, size, step) in list(self._waiting.items()):
+            if step < self._step:
+                del self._waiting[place]
+                self._held -= size
+
+    # The future
+
+    def _look(
+        self,
+        turn: int,
+        uses: Iterator[tuple[Int64s, Int64s]],
+        places: Callable[[Int64s], NDArray[np.uint64]],
+        step: int,
+        horizon: int,
+    ) -> None:
+        assert self.cache is not None
+        found_steps: list[Int64s] = []
+        found_places: list[NDArray[np.uint64]] = []
+        for steps, blocks in uses:
+            if self._over(turn):
+                return
+            found_steps.append(steps)
+            found_places.append(places(blocks))
+            if len(steps) and int(steps[-1]) >= horizon:
+                break
+        if found_steps and not self._over(turn):
+            future = Future.of(np.concatenate(found_places), np.concatenate(found_steps))
+            self.cache.lease.publish(future, self._clock)
+            self._needed = future.places
+
+
+class _Pairs:
+    """(step, block) one by one, out of runs of them; the last one may be put back."""
+
+    def __init__(self, uses: Iterator[tuple[Int64s, Int64s]]) -> None:
+        self._pairs = (
+            (int(step), int(block))
+            for steps, blocks in uses
+            for step, block in zip(steps, blocks, strict=True)
+        )
+        self._back: list[tuple[int, int]] = []
+        self.ended = False
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        if self._back:
+            return self._back.pop()
+        found = next(self._pairs, None)
+        if found is None:
+            self.ended = True
+            raise StopIteration
+        return found
+
+    def put_back(self, step: int, block: int) -> None:
+        """It comes next, again."""
+        self._back.append((step, block))
+
+
+def _quietly(work: Callable[[], None]) -> None:
+    """Run a thread whose failure costs speed only: whoever needs the block meets the error itself."""
+    with contextlib.suppress(ShardkitError, RuntimeError):
+        work()

@@ -1,0 +1,137 @@
+"""Bad copies that readers met: attested, and healed in the background where that is allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreFullError, StoreReadOnlyError
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.detours import Detours
+from shardkit.reading.locations import Location
+from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import Store
+
+__all__ = ["Healer"]
+
+_MAX_OBJECT_BYTES: Final = 5 * 2**30
+_PIECE_BYTES: Final = 8 * 2**20
+_QUEUED: Final = 10_000
+
+
+class Healer:
+    """Attests each bad copy once, and puts the good bytes over it, one object at a time.
+
+    Args:
+        locations: Where good copies may be.
+        detours: Where the outcome is counted.
+        attest: Gets each attestation: writes it to the run directory, for those without write rights.
+    """
+
+    def __init__(
+        self,
+        locations: Sequence[Location],
+        detours: Detours,
+        attest: Callable[[Attestation], None] | None = None,
+    ) -> None:
+        self.attest = attest
+        self._locations = [location for location in locations if location.holds == "objects"]
+        self._detours = detours
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str]] = set()
+        self._work: queue.Queue[tuple[Location, str] | None] = queue.Queue(_QUEUED)
+        self._thread: threading.Thread | None = None
+
+    def report(self, location: Location, name: str, result: str) -> None:
+        """A reader met a bad copy.
+
+        Args:
+            location: Where.
+            name: Of the object in a root.
+            result: "wrong" or "missing".
+        """
+        with self._lock:
+            if (location.name, name) in self._seen:
+                return
+            self._seen.add((location.name, name))
+        try:
+            self._record(location, name, result, level="block")
+        except FormatError:
+            return  # no object: nothing that a digest could heal
+        if location.heal:
+            self._start()
+            with contextlib.suppress(queue.Full):  # what is not healed now is met again
+                self._work.put_nowait((location, name))
+
+    def wait(self) -> None:
+        """Until everything reported so far was dealt with."""
+        self._work.join()
+
+    def close(self) -> None:
+        """Finish the object at hand, drop the rest; may be called twice."""
+        if self._thread is not None and self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._work.put_nowait(None)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="shardkit-heal", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            try:
+                self._heal(*item)
+            finally:
+                self._work.task_done()
+        self._work.task_done()
+
+    def _heal(self, location: Location, name: str) -> None:
+        try:
+            self._copy(name, location)
+            self._detours.note("healed", location.name, what=name)
+            self._record(location, name, "healed", level="read")
+        except ShardkitError as error:
+            self._detours.note("heal_failed", location.name, what=name, reason=str(error))
+
+    def _copy(self, name: str, bad: Location) -> None:
+        """Piece by piece from the first location whose bytes turn out good; they get their name only then."""
+        digest, extension = parse_object_name(name)
+        for location in self._locations:
+            if location.name == bad.name:
+                continue
+            with bad.store.stage(extension) as stage:
+                try:
+                    for piece in _pieces(location.store, name):
+                        stage.write(piece)
+                except (StoreFullError, StoreReadOnlyError):
+                    raise  # of the bad copy's place: no other source helps
+                except ShardkitError:
+                    continue
+                if f"sha256:{stage.digest}" == digest:
+                    stage.publish(name, replace=True)
+                    return
+        raise IntegrityError(f"no other location has a good copy of {name}; run: shardkit repair")
+
+    def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
+        digest, extension = parse_object_name(name)
+        found = Attestation.now(location.name, digest, extension, result, level=level, by="read")
+        with contextlib.suppress(
+            ShardkitError, OSError
+        ):  # attestations are soft state: a read does not fail for one
+            if self.attest is not None:
+                self.attest(found)
+            elif location.heal:
+                location.store.put_new(found.new_name(), found.to_bytes())
+
+
+def _pieces(store: Store, name: str) -> Iterator[bytes]:
+    stat = store.head(name)
+    if stat is None or stat.size > _MAX_OBJECT_BYTES:
+        raise IntegrityError(f"{name} is not in {store.url}, or too large")
+    for offset in range(0, stat.size, _PIECE_BYTES):
+        yield store.get_range(name, offset, min(_PIECE_BYTES, stat.size - offset))

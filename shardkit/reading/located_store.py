@@ -1,0 +1,350 @@
+"""Several locations that look like one store: reads go where good bytes are, changes go to the first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.detours import Detour, Detours
+from shardkit.reading.healing import Healer
+from shardkit.reading.locations import BlockRequest, Location, block_name, check_locations
+from shardkit.reading.read_path import ReadPath, ReadSettings, Want
+from shardkit.stores.objects import parse_object_name
+from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.object_store import ObjectStore
+from shardkit.stores.remote.ranges import Range, coalesce
+from shardkit.stores.store import ObjectStat, Stage, Store, check_name
+
+__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects"]
+
+_Result = TypeVar("_Result")
+
+Buffer = Any
+Rebuild = Callable[[BlockRequest], bytes | None]
+"""Makes a block from parity: its bytes, or None where that is not possible."""
+
+
+class RebuildsObjects(Protocol):
+    """A `Rebuild` that makes whole objects too."""
+
+    def __call__(self, request: BlockRequest, /) -> bytes | None:
+        """A block."""
+
+    def whole(self, name: str, max_bytes: int) -> bytes | None:
+        """A whole object of at most so many bytes."""
+
+
+_MAX_GAP_BYTES: Final = 64 * 2**10
+_MAX_JOINED_BYTES: Final = 8 * 2**20
+
+
+class LocatedStore:
+    """Implements `shardkit.stores.store.Store`, and `read_block` for whoever knows what a block must be.
+
+    Objects are verified here against the digest in their name, blocks against the one in the request. The log, the
+    identity and other documents have no digest in their name: `get_document` checks them, and asks another location
+    only where the first has no good answer, which is counted as ``stale_log``. Listings and sizes come from the first
+    location, from another only while it does not answer.
+
+    May be used from any thread, after a fork, and pickled: what is known of the locations is per process.
+
+    Args:
+        locations: The first is the root itself: the only one that is written to, but for healing.
+        settings: Of reads.
+        rebuild: The last resort for blocks.
+    """
+
+    def __init__(
+        self,
+        locations: Sequence[Location],
+        *,
+        settings: ReadSettings | None = None,
+        rebuild: Rebuild | None = None,
+    ) -> None:
+        self._locations = check_locations(locations)
+        self._settings = settings or ReadSettings()
+        self._rebuild = rebuild
+        self._parity: tuple[RebuildsObjects, ...] = ()
+        self._open()
+
+    def _open(self) -> None:
+        self._running: dict[int, _Running] = {}
+        self._event_sink: Callable[[Detour], None] | None = None
+        self._attest: Callable[[Attestation], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self._locations)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_locations", "_settings", "_rebuild", "_parity")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def locations(self) -> tuple[Location, ...]:
+        """All of them; the first is the root."""
+        return self._locations
+
+    @property
+    def settings(self) -> ReadSettings:
+        """Of reads."""
+        return self._settings
+
+    @property
+    def root(self) -> Store:
+        """The first location's store."""
+        return self._locations[0].store
+
+    @property
+    def url(self) -> str:
+        """Where the root is."""
+        return self.root.url
+
+    @property
+    def detours(self) -> Detours:
+        """Counters and events of this process."""
+        return self._now().detours
+
+    @property
+    def healer(self) -> Healer:
+        """What attests and heals bad copies in this process."""
+        return self._now().healer
+
+    @property
+    def path(self) -> ReadPath:
+        """How this process reads; what is tuned there is not known to others."""
+        return self._now().path
+
+    def listen(
+        self,
+        *,
+        events: Callable[[Detour], None] | None = None,
+        attest: Callable[[Attestation], None] | None = None,
+    ) -> None:
+        """Hand events and attestations of this process to a run, until another listens."""
+        self._event_sink, self._attest = events, attest
+        running = self._now()
+        running.detours.sink, running.healer.attest = events, attest
+
+    @property
+    def parity(self) -> tuple[RebuildsObjects, ...]:
+        """What `add_rebuild` was given."""
+        return self._parity
+
+    def add_rebuild(self, parity: RebuildsObjects) -> None:
+        """Ask this as well, before giving up: what a version's parity can make again."""
+        self._parity = (*self._parity, parity)
+
+    # Reading
+
+    def read_block(self, request: BlockRequest) -> Buffer:
+        """A block's stored bytes, verified by SHA-256; see `ReadPath.fetch` for what it goes through."""
+
+        def read(location: Location) -> Buffer:
+            if location.holds == "blocks":
+                return location.store.get(block_name(request.sha256), max_bytes=request.length)
+            return _read_range(location.store, request.name, request.offset, request.length)
+
+        def check(data: Buffer) -> bool:
+            return hashlib.sha256(data).digest() == request.sha256
+
+        able: list[Rebuild] = [*self._parity, *([self._rebuild] if self._rebuild else [])]
+        rebuild = _first_of([functools.partial(one, request) for one in able])
+        what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
+        return self._fetch(
+            Want(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
+        )
+
+    def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
+        """Blocks of one shard: near ones in one request. Those that come wrong, or not, are read again one by one."""
+        groups = coalesce(
+            [Range(one.offset, one.length) for one in requests],
+            max_gap=_MAX_GAP_BYTES,
+            max_joined=_MAX_JOINED_BYTES,
+        )
+        found: list[Buffer | None] = [None] * len(requests)
+        for group in groups:
+            if len(group.members) > 1:
+                self._read_joined(requests, group.span, group.members, found)
+        return [
+            self.read_block(one) if data is None else data for one, data in zip(requests, found, strict=True)
+        ]
+
+    def _read_joined(
+        self,
+        requests: Sequence[BlockRequest],
+        span: Range,
+        members: Sequence[int],
+        found: list[Buffer | None],
+    ) -> None:
+        name, end = requests[members[0]].name, span.offset + span.length
+
+        def read(location: Location) -> Buffer:
+            return _read_range(location.store, name, *span)
+
+        def part(data: Buffer, i: int) -> Buffer:
+            start = requests[i].offset - span.offset
+            return memoryview(data)[start : start + requests[i].length]
+
+        def check(data: Buffer) -> bool:
+            return all(hashlib.sha256(part(data, i)).digest() == requests[i].sha256 for i in members)
+
+        self.detours.note("coalesced", what=name, blocks=len(members))
+        try:
+            data = self._fetch(Want(f"{name} bytes {span.offset} to {end}", span.length, read, check, name))
+        except ShardkitError:
+            return  # one by one, then: each says what is wrong with it
+        for i in members:
+            found[i] = part(data, i)
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """The whole object; see `Store.get`. An object is verified against its name."""
+        check_name(name)
+        digest = _digest_in(name)
+        if digest is None:
+            return self._unverified(name, lambda store: store.get(name, max_bytes=max_bytes))
+
+        def check(data: Buffer) -> bool:
+            return f"sha256:{hashlib.sha256(data).hexdigest()}" == digest
+
+        def read(location: Location) -> Buffer:
+            return location.store.get(name, max_bytes=max_bytes)
+
+        rebuild = _first_of([functools.partial(one.whole, name, max_bytes) for one in self._parity])
+        return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild)))
+
+    def get_document(self, name: str, check: Callable[[bytes], bool], *, max_bytes: int) -> bytes:
+        """A document without a digest in its name: the first answer that `check` takes, the root asked first."""
+        check_name(name)
+        elsewhere: list[str] = []
+
+        def read(location: Location) -> Buffer:
+            if location is not self.path.root:
+                elsewhere.append(location.name)
+            return location.store.get(name, max_bytes=max_bytes)
+
+        data = self._fetch(Want(name, min(max_bytes, 2**14), read, check, name, root_first=True))
+        if elsewhere:
+            self.detours.note("stale_log", elsewhere[-1], what=name)
+        return bytes(data)
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""
+        return self._unverified(name, lambda store: store.get_range(name, offset, length))
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, not verified; see `Store.get_ranges`."""
+        return self._unverified(name, lambda store: store.get_ranges(name, ranges))
+
+    def head(self, name: str) -> ObjectStat | None:
+        """See `Store.head`."""
+        return self._unverified(name, lambda store: store.head(name))
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        """Names in the root; see `Store.list_after`."""
+        return iter(self._unverified(prefix, lambda store: list(store.list_after(prefix, after))))
+
+    def local_path(self, name: str) -> Path | None:
+        """The root's file, where the root is local; see `Store.local_path`."""
+        return self.root.local_path(name)
+
+    def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
+        """Ask the root; while it does not answer, the other locations with whole objects."""
+        try:
+            return ask(self.root)
+        except StoreError:
+            for location in self._locations[1:]:
+                if location.holds == "objects":
+                    try:
+                        answer = ask(location.store)
+                    except (StoreError, IntegrityError, LookupError):
+                        continue
+                    self.detours.note("stale_log", location.name, what=name)
+                    return answer
+            raise
+
+    # Writing: to the root
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """See `Store.put_new`."""
+        return self.root.put_new(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See `Store.replace`."""
+        self.root.replace(name, data)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        self.root.delete(name)
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
+        """See `Store.stage`."""
+        return self.root.stage(suffix)
+
+    # Processes
+
+    def _fetch(self, want: Want) -> Buffer:
+        return self._now().path.fetch(want)
+
+    def _now(self) -> _Running:
+        """What this process knows; a forked child begins anew, its parent's threads are not there."""
+        found = self._running.get(os.getpid())
+        if found is None:
+            made = _Running(self._locations, self._settings)
+            made.detours.sink, made.healer.attest = self._event_sink, self._attest
+            found = self._running.setdefault(os.getpid(), made)
+        return found
+
+
+class _Running:
+    """Threads and knowledge of one process."""
+
+    def __init__(self, locations: Sequence[Location], settings: ReadSettings) -> None:
+        self.detours = Detours()
+        self.healer = Healer(locations, self.detours)
+        once = [_asked_once(location, settings) for location in locations]
+        self.path = ReadPath(once, settings=settings, detours=self.detours, bad_copy=self.healer.report)
+
+
+def _asked_once(location: Location, settings: ReadSettings) -> Location:
+    """The location with a client that repeats nothing: when and where to ask again is decided by the read path."""
+    if not hasattr(location.store, "with_patience"):
+        return location
+    patience = Patience(deadline_s=0, attempt_s=settings.attempt_s)
+    return dataclasses.replace(location, store=location.store.with_patience(patience))
+
+
+def _first_of(able: Sequence[Callable[[], Buffer | None]]) -> Callable[[], Buffer | None] | None:
+    """One last resort out of several: the first that has something."""
+    if not able:
+        return None
+
+    def rebuild() -> Buffer | None:
+        return next((data for one in able if (data := one()) is not None), None)
+
+    return rebuild
+
+
+def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:
+    """A range, without a copy where the store can do without."""
+    if isinstance(store, ObjectStore):
+        return store.read_range(name, offset, length)
+    return store.get_range(name, offset, length)
+
+
+def _digest_in(name: str) -> str | None:
+    """The digest that an object is called by, None for other names."""
+    try:
+        return parse_object_name(name)[0]
+    except FormatError:
+        return None

@@ -1,0 +1,393 @@
+"""Getting the right bytes from locations of which any may be slow, wrong, overloaded or gone.
+
+Order of events for one read (SPEC.md, "The read path"): the nearest healthy location is asked; when it does not answer
+within the time in which 95 % of its answers came, another is asked beside it and the first good answer counts; wrong
+bytes are fetched once more from the same place, then from the next; errors go to the next at once; when all have
+failed, all are asked again after a pause with jitter, until the deadline. Nothing leaves here that was not verified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.ranges import Range
+from shardkit.reading.detours import Detours
+from shardkit.reading.health import Breaker, Budget, Latencies
+from shardkit.reading.locations import Location
+from shardkit.stores.remote.backoff import Patience, pauses
+from shardkit.stores.remote.waiting import WAITS
+
+__all__ = ["ReadPath", "ReadSettings", "Want"]
+
+Buffer = Any
+
+_HEDGE_SHARE: Final = 0.03  # of all reads: what hedging may cost in requests and bytes
+_HEDGES_FREE: Final = 4
+_HEDGE_OVER_MEDIAN: Final = (
+    2.0  # where all answers take about as long, the slowest twentieth of them is not late
+)
+_LEAST_HEDGE_S: Final = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """How patient and how greedy reads are.
+
+    Attributes:
+        deadline_s: A read that has no good bytes by then raises.
+        attempt_s: Silence for so long is a failure of the location.
+        hedge: Ask a second time, elsewhere if possible, when an answer is later than 95 % of those before.
+        first_concurrency, most_concurrency: Requests under way per location, at the start and at most.
+        trip_after: Failures in a row after which a location rests.
+        cool_down_s: Its first rest.
+    """
+
+    deadline_s: float = 300.0
+    attempt_s: float = 30.0
+    hedge: bool = True
+    first_concurrency: int = 16
+    most_concurrency: int = 64
+    trip_after: int = 5
+    cool_down_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("deadline_s", "attempt_s", "cool_down_s"):
+            Range(0, 604_800, above=True).check(name, getattr(self, name), float)
+        for name in ("first_concurrency", "most_concurrency", "trip_after"):
+            Range(1, 10**6).check(name, getattr(self, name))
+
+
+class Want(NamedTuple):
+    """One read."""
+
+    what: str
+    """For messages: object name, and range."""
+    num_bytes: int
+    """About how many."""
+    read: Callable[[Location], Buffer]
+    """Asks a location, once."""
+    check: Callable[[Buffer], bool]
+    """Whether the bytes are the right ones."""
+    name: str
+    """Of the object in a root."""
+    whole: bool = True
+    """Only locations with whole objects can answer."""
+    rebuild: Callable[[], Buffer | None] | None = None
+    """The last resort, such as parity: makes the bytes, or gives None."""
+    root_first: bool = False
+    """Ask the first location before nearer ones: a copy may be behind."""
+
+
+class _Known:
+    """What this process knows of a location."""
+
+    def __init__(self, location: Location, settings: ReadSettings, detours: Detours) -> None:
+        def changed(opened: bool) -> None:
+            detours.note("circuit_opened" if opened else "circuit_closed", location.name)
+
+        self.location = location
+        self.off = False  # switched off by whoever operates the run
+        self.latencies = Latencies()
+        self.budget = Budget(first=settings.first_concurrency, most=settings.most_concurrency)
+        self.breaker = Breaker(
+            trip_after=settings.trip_after, cool_down_s=settings.cool_down_s, changed=changed
+        )
+
+
+class _Wrong(Exception):
+    """Bytes came that are not the right ones."""
+
+
+class ReadPath:
+    """Reads over several locations, for one process; threads may share it.
+
+    Args:
+        locations: One or more; see `Location.rank` for their order.
+        settings: See there.
+        detours: Where counts and events go.
+        bad_copy: Called when a location has answered twice with wrong bytes, or lacks an object, and another
+            location had it: (location, object name, "wrong" or "missing").
+    """
+
+    def __init__(
+        self,
+        locations: Sequence[Location],
+        *,
+        settings: ReadSettings,
+        detours: Detours,
+        bad_copy: Callable[[Location, str, str], None] | None = None,
+    ) -> None:
+        self.settings, self.detours = settings, detours
+        self._known = [_Known(location, settings, detours) for location in locations]
+        self._bad_copy = bad_copy
+        threads = 2 * settings.most_concurrency * len(self._known)
+        self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
+        self._reads = self._hedges = 0
+
+    @property
+    def root(self) -> Location:
+        """The first location, as this process asks it."""
+        return self._known[0].location
+
+    def close(self) -> None:
+        """Take no more reads; those under way end by themselves."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def fetch(self, want: Want) -> Buffer:
+        """The right bytes.
+
+        Raises:
+            IntegrityError: Every location that answered has wrong bytes.
+            NotFoundError: No location has the object.
+            StoreError: No location gave good bytes before the deadline; says what each answered.
+        """
+        self._reads += 1
+        started = time.monotonic()
+        problems: dict[str, ShardkitError] = {}
+        bad: dict[str, str] = {}
+        patience = Patience(deadline_s=self.settings.deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
+        with WAITS.waiting(self.root.store.url, f"read {want.what}", self.settings.deadline_s) as wait:
+            for pause in pauses(patience):
+                if pause:
+                    self.detours.note("retries", what=want.what, pause_s=round(pause, 3))
+                turn = _Turn(self, want, self._order(want), started + self.settings.deadline_s, problems)
+                data = turn.run()
+                bad = turn.bad
+                if data is not None:
+                    self._report_bad(want, bad)
+                    return data
+                wait.problem = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+                if not any(map(_may_pass, problems.values())):
+                    break  # all have answered, and asking again does not change what they have
+        data = None if want.rebuild is None else want.rebuild()
+        if data is not None and want.check(data):
+            self.detours.note("rebuilt", what=want.what)
+            self._report_bad(want, bad)
+            return data
+        raise _summary(want, problems)
+
+    def _order(self, want: Want) -> list[_Known]:
+        """Who is asked, in this order; resting locations last, in case all others fail."""
+
+        def nearness(known: _Known) -> tuple[bool, bool, int, float]:
+            typical = known.latencies.quantile(want.num_bytes, 0.5)
+            is_later = want.root_first and known is not self._known[0]
+            return known.breaker.is_open, is_later, known.location.rank, typical or 0.0
+
+        able = [known for known in self._known if known.location.holds == "objects" or not want.whole]
+        on = [known for known in able if not known.off]
+        if any(known.location.holds == "objects" for known in on):  # else nobody would be left to ask
+            able = on
+        return sorted(able, key=nearness)
+
+    def tune(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
+        """From the next read on: how near a location is, or whether it is asked at all while another has objects."""
+        for known in self._known:
+            if known.location.name == name:
+                if rank is not None:
+                    known.location = dataclasses.replace(known.location, rank=rank)
+                if off is not None:
+                    known.off = off
+
+    def tuned(self, name: str) -> tuple[int, bool]:
+        """Rank of a location, and whether it is off."""
+        return next((known.location.rank, known.off) for known in self._known if known.location.name == name)
+
+    def may_hedge(self) -> bool:
+        """Whether one more request beside another is within the share that hedging may cost."""
+        if not self.settings.hedge or self._hedges >= _HEDGES_FREE + _HEDGE_SHARE * self._reads:
+            return False
+        self._hedges += 1
+        return True
+
+    def start(self, known: _Known, want: Want, deadline: float) -> Future[Buffer]:
+        """One attempt at one location, on a thread that may be left behind."""
+        self.detours.note("requests", known.location.name)
+        return self._pool.submit(self._attempt, known, want, deadline)
+
+    def _attempt(self, known: _Known, want: Want, deadline: float) -> Buffer:
+        if not known.budget.acquire(max(0.0, min(deadline - time.monotonic(), self.settings.attempt_s))):
+            raise StoreError(f"{known.location.store.url}: too many requests are under way; try again later")
+        begun = time.monotonic()
+        try:
+            data = want.read(known.location)
+            if not want.check(data):
+                raise _Wrong(f"{want.what}: wrong bytes")
+        except (_Wrong, IntegrityError):
+            known.breaker.failed()
+            raise
+        except NotFoundError:
+            raise
+        except StoreError as error:
+            known.breaker.failed()
+            if error.errno == errno.EBUSY:
+                known.budget.overloaded()
+                self.detours.note("throttled", known.location.name, what=want.what)
+            elif error.errno == errno.ETIMEDOUT:
+                self.detours.note("timeouts", known.location.name, what=want.what)
+            raise
+        finally:
+            known.budget.release()
+        known.breaker.succeeded()
+        known.budget.succeeded()
+        known.latencies.add(want.num_bytes, time.monotonic() - begun)
+        self.detours.add_bytes(known.location.name, memoryview(data).nbytes)
+        return data
+
+    def _report_bad(self, want: Want, bad: dict[str, str]) -> None:
+        if self._bad_copy is not None:
+            for known in self._known:
+                if known.location.name in bad and known.location.holds == "objects":
+                    self._bad_copy(known.location, want.name, bad[known.location.name])
+
+
+class _Turn:
+    """One turn over all locations, for one read."""
+
+    def __init__(
+        self,
+        path: ReadPath,
+        want: Want,
+        order: list[_Known],
+        deadline: float,
+        problems: dict[str, ShardkitError],
+    ) -> None:
+        self._path, self._want, self._left, self._deadline = path, want, order, deadline
+        self._problems = problems
+        self._problems.clear()
+        self._running: dict[Future[Buffer], tuple[_Known, float]] = {}
+        self._hedged: set[Future[Buffer]] = set()
+        self._refetched: set[str] = set()
+        self.bad: dict[str, str] = {}
+        """Locations that have wrong bytes or none → which."""
+
+    def run(self) -> Buffer | None:
+        """Good bytes, or None and what each location answered in `problems`."""
+        self._start_next()
+        try:
+            while self._running:
+                done, _ = wait(self._running, self._wait_s(), FIRST_COMPLETED)
+                for future in done:
+                    data = self._settle(future)
+                    if data is not None:
+                        return data
+                if not done:
+                    self._wake()
+            return None
+        finally:
+            for future in self._running:  # what has begun ends by itself
+                future.cancel()
+
+    def _start_next(self, *, hedging: bool = False) -> None:
+        if self._left:
+            self._start(self._left.pop(0), hedging=hedging)
+
+    def _start(self, known: _Known, *, hedging: bool = False) -> None:
+        future = self._path.start(known, self._want, self._deadline)
+        self._running[future] = (known, time.monotonic())
+        if hedging:
+            self._hedged.add(future)
+            self._path.detours.note("hedges", known.location.name, what=self._want.what)
+
+    def _wait_s(self) -> float:
+        """Until the next moment at which something other than an answer is due."""
+        now = time.monotonic()
+        known, begun = next(reversed(self._running.values()))
+        oldest = min(begun for _, begun in self._running.values())
+        due = min(self._deadline, oldest + self._path.settings.attempt_s)
+        late = self._late_after(known)
+        if late is not None and not self._hedged:
+            due = min(due, begun + late)
+        return max(0.0, due - now)
+
+    def _late_after(self, known: _Known) -> float | None:
+        late = known.latencies.quantile(self._want.num_bytes, 0.95)
+        typical = known.latencies.quantile(self._want.num_bytes, 0.5)
+        if late is None or typical is None or not self._path.settings.hedge:
+            return None
+        return max(_LEAST_HEDGE_S, late, _HEDGE_OVER_MEDIAN * typical)
+
+    def _wake(self) -> None:
+        """Nothing came in time: hedge, or give up on those that were silent for too long."""
+        now = time.monotonic()
+        limit = self._path.settings.attempt_s
+        for future, (known, begun) in list(self._running.items()):
+            if now - begun >= limit or now >= self._deadline:
+                del self._running[future]
+                known.breaker.failed()
+                known.budget.overloaded()
+                self._path.detours.note("timeouts", known.location.name, what=self._want.what)
+                self._fail(known, StoreError(f"{known.location.store.url}: silent for {now - begun:.1f} s"))
+        if self._running and not self._hedged and self._path.may_hedge():
+            if self._left:
+                self._start_next(hedging=True)
+            else:
+                self._start(next(iter(self._running.values()))[0], hedging=True)
+        elif self._running and not self._hedged:
+            self._hedged.add(next(iter(self._running)))  # not allowed now: do not ask again and again
+
+    def _settle(self, future: Future[Buffer]) -> Buffer | None:
+        known, _ = self._running.pop(future)
+        name = known.location.name
+        try:
+            data = future.result()
+        except (_Wrong, IntegrityError) as error:
+            self._path.detours.note("mismatches", name, what=self._want.what)
+            if name not in self._refetched:
+                self._refetched.add(name)
+                self._path.detours.note("refetches", name, what=self._want.what)
+                self._start(known)
+                return None
+            self.bad[name] = "wrong"
+            self._fail(known, IntegrityError(f"{self._want.what} in {known.location.store.url}: {error}"))
+            return None
+        except NotFoundError as error:
+            if known.location.holds == "objects":
+                self._path.detours.note("missing", name, what=self._want.what)
+                self.bad[name] = "missing"
+            self._fail(known, error)
+            return None
+        except StoreError as error:
+            self._fail(known, error)
+            return None
+        if future in self._hedged and self._running:
+            self._path.detours.note("hedges_won", name, what=self._want.what)
+        return data
+
+    def _fail(self, known: _Known, error: ShardkitError) -> None:
+        """This location has no good answer: on to the next."""
+        self._problems[known.location.name] = error
+        if self._left and time.monotonic() < self._deadline:
+            if known.location.holds == "objects":
+                self._path.detours.note(
+                    "failovers", known.location.name, what=self._want.what, reason=str(error)
+                )
+            self._start_next()
+
+
+def _may_pass(problem: ShardkitError) -> bool:
+    """Whether asking again later may help: not where the location knows us and refuses."""
+    return type(problem) is StoreError and problem.errno not in (errno.EACCES, errno.EINVAL)
+
+
+def _summary(want: Want, problems: dict[str, ShardkitError]) -> ShardkitError:
+    told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    kinds = {type(problem) for problem in problems.values()}
+    if kinds == {NotFoundError}:
+        return NotFoundError(told)
+    if len(problems) == 1:
+        return next(iter(problems.values()))
+    if kinds <= {NotFoundError, IntegrityError}:
+        return IntegrityError(
+            f"no location has the right bytes of {want.what} ({told}); run: shardkit repair"
+        )
+    return StoreError(
+        f"no location gave good bytes of {want.what} in time ({told}); look at them, then run it again"
+    )

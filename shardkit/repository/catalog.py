@@ -1,0 +1,173 @@
+"""Versions of a dataset in a repository: putting one, and loading one with every byte of it verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from shardkit.errors import FormatError, ShardkitError
+from shardkit.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    PageRef,
+    Selection,
+    ShardTable,
+    check_against,
+    max_selection_bytes,
+    unpack_page,
+)
+from shardkit.reading.adopted import with_adopted
+from shardkit.reading.parity.degraded import with_parity
+from shardkit.repository.part_locations import find_part as find_located
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import Descriptor
+
+__all__ = ["Part", "Version", "load_manifest", "load_selection", "put_manifest", "put_selection"]
+
+_READERS: Final = 8
+
+FindPart = Callable[[str, str], Repository]
+"""(part name, manifest id) → the repository that holds the part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where some of a version's shards lie; a version that was not merged has one part."""
+
+    name: str
+    """Empty for the only part of a version that was not merged."""
+    repository: Repository
+    manifest: Manifest
+    first_shard: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """A manifest with its table, loaded and checked."""
+
+    manifest: Manifest
+    table: ShardTable
+    parts: tuple[Part, ...]
+    """In shard order."""
+
+    def part_of(self, shard: int) -> Part:
+        """The part that holds a shard."""
+        firsts = [part.first_shard for part in self.parts]
+        return self.parts[int(np.searchsorted(firsts, shard, side="right")) - 1]
+
+    def load_selection(self, shard: int) -> Selection:
+        """The selection of a shard that has one, verified against its digest and the shard's segments.
+
+        Raises:
+            IntegrityError: Its bytes are not those that the page names.
+            FormatError: It selects other numbers of rows than the page says, or the shard has none.
+        """
+        digest = self.table.selection_digest_text(shard)
+        if digest is None:
+            raise FormatError(f"shard {shard} has no selection: all its rows are selected")
+        selection = load_selection(self.part_of(shard).repository, digest, int(self.table.rows[shard]))
+        first, last = self.table.segment_starts[shard], self.table.segment_starts[shard + 1]
+        borders = np.concatenate([[0], np.cumsum(self.table.segment_rows[first:last])])
+        if not np.array_equal(np.diff(selection.rank(borders)), self.table.segment_selected[first:last]):
+            raise FormatError(
+                f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do "
+                "not trust it"
+            )
+        return selection
+
+
+def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPart | None = None) -> Version:
+    """Load a manifest with its pages, verified down to the last column.
+
+    Args:
+        repository: Where the manifest lies.
+        manifest_id: ``sha256:<hex>``, as `Repository.resolve` gives it.
+        find_part: Finds the repositories of a merged manifest's parts; by default as `repository` remembers
+            (`storage.locations`).
+
+    Raises:
+        NotFoundError: The manifest or one of its pages is not there.
+        IntegrityError: Bytes are not those that were written.
+        FormatError: A root or page contradicts itself or another; the message names it.
+    """
+    manifest = _read_root(repository, manifest_id)
+    if not manifest.parts:
+        table = _read_table(repository, manifest)
+        reads = with_adopted(with_parity(repository, manifest, table), manifest)
+        return Version(manifest, table, (Part("", reads, manifest, 0),))
+    parts: list[Part] = []
+    tables: list[ShardTable] = []
+    offsets: list[int] = []
+    first_shard = first_stratum = 0
+    for name, part_id in manifest.parts:
+        holder = find_located(repository, name, part_id) if find_part is None else find_part(name, part_id)
+        part = _read_root(holder, part_id)
+        if part.parts:
+            raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
+        tables.append(_read_table(holder, part))
+        reads = with_adopted(with_parity(holder, part, tables[-1]), part)
+        parts.append(Part(name, reads, part, first_shard))
+        offsets.append(first_stratum)
+        first_shard += part.shards
+        first_stratum += len(part.strata)
+    table = ShardTable.concatenate(tables, stratum_offsets=offsets)
+    check_against(manifest, table)
+    return Version(manifest, table, tuple(parts))
+
+
+def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:
+    """Put the pages, then the root, durably; `Repository.commit` may then name it.
+
+    Args:
+        repository: Where to.
+        manifest: The root.
+        pages: Bytes of all its pages that are not in the repository yet, in any order.
+    """
+    for data in pages:
+        repository.put_object(data, "page")
+    return repository.put_object(manifest.to_bytes(), "manifest")
+
+
+def load_selection(repository: Repository, digest: str, rows: int) -> Selection:
+    """A selection, verified.
+
+    Args:
+        repository: Where it lies.
+        digest: ``sha256:<hex>``.
+        rows: Rows of the shard that it belongs to.
+    """
+    data = repository.get_object(digest, "selection", max_bytes=max_selection_bytes(rows))
+    return Selection.from_bytes(data, rows)
+
+
+def put_selection(repository: Repository, selection: Selection) -> Descriptor:
+    """Put a selection, durably."""
+    return repository.put_object(selection.to_bytes(), "selection")
+
+
+def _read_root(repository: Repository, manifest_id: str) -> Manifest:
+    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
+
+
+def _read_table(repository: Repository, manifest: Manifest) -> ShardTable:
+    def read(number: int, ref: PageRef) -> ShardTable:
+        try:
+            data = repository.get_object(ref.digest, "page", ref.size)
+            return unpack_page(data, ref, strata=len(manifest.strata))
+        except ShardkitError as error:
+            raise type(error)(
+                f"page {number} of manifest {manifest.id} in {repository.url}: {error}"
+            ) from error
+
+    if len(manifest.pages) == 1:
+        tables = [read(0, manifest.pages[0])]
+    else:
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="shardkit-pages") as pool:
+            tables = list(pool.map(read, range(len(manifest.pages)), manifest.pages))
+    table = ShardTable.concatenate(tables)
+    check_against(manifest, table)
+    return table

@@ -1,0 +1,333 @@
+"""`collect`: garbage goes in two rounds, over all locations, and may race with anything."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+from shardkit.copies.policy import ROOT_NAME, LocationRecord, read_table
+from shardkit.copies.policy.opening import root_store
+from shardkit.copies.policy.table import first_root
+from shardkit.copies.replicating.facts import Facts, open_all
+from shardkit.copies.replicating.mirroring import mirror_log
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.repository.collecting.documents import (
+    MAX_NAMES,
+    forget_lists,
+    list_seen,
+    put_list,
+    put_seen,
+    read_list,
+)
+from shardkit.repository.collecting.marking import COLLECTED, Marker, mark_live
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import Store
+from shardkit.stores.utc import seconds_of
+
+__all__ = ["GRACE_S", "HISTORY_S", "Collection", "collect"]
+
+GRACE_S: Final = 7 * 86_400
+"""From the marking of an object to its deletion, by default."""
+
+HISTORY_S: Final = 30 * 86_400
+"""For how long versions stay that a ref or tag named, by default."""
+
+TAKE_OVER_S: Final = 3_600
+_CHECK_EVERY_S: Final = 1.0
+_SETTLE_S: Final = 3.0
+"""From the taking over of a collection to its end: its collector, if it lives after all, has looked by then."""
+_KEEP_LISTS_S: Final = 365 * 86_400
+
+_OBJECTS: Final = "objects/"
+_FIRST: Final = ("manifest", "page", "selection", "lookup", "sources", "about")
+"""Kinds that go first: a version of which something is gone has no manifest, so that nothing names it by mistake."""
+
+Report = Callable[[int, int], None]
+"""(objects deleted, objects to delete)."""
+
+
+@dataclass(slots=True)
+class Collection:
+    """What `collect` found and did.
+
+    Attributes:
+        live: objects that are needed.
+        garbage: objects, over all locations, that nothing names; each once. garbage_bytes: in the root.
+        marked: of those, how many were seen unreferenced for the first time.
+        waiting: how many were seen before, but not long enough ago.
+        due: how many may be deleted now. due_bytes: their bytes in the root.
+        deleted: copies deleted, by location.
+        finished: collections of killed calls that were finished first.
+        unreachable: location → what it said; its garbage stays until the next call.
+    """
+
+    live: int = 0
+    garbage: int = 0
+    garbage_bytes: int = 0
+    marked: int = 0
+    waiting: int = 0
+    due: int = 0
+    due_bytes: int = 0
+    deleted: dict[str, int] = field(default_factory=dict)
+    finished: int = 0
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def collect(
+    repository: Repository,
+    *,
+    delete: bool = False,
+    grace_s: int = GRACE_S,
+    history_s: int = HISTORY_S,
+    take_over_s: int = TAKE_OVER_S,
+    settle_s: float = _SETTLE_S,
+    clock: Callable[[], float] = time.time,
+    report: Report | None = None,
+) -> Collection:
+    """Find objects that nothing names; with `delete`, mark new ones and delete those that were marked long enough ago.
+
+    Safe whatever else happens, whatever clocks say, and however often it is killed (SPEC.md, "Garbage"); the grace only
+    spares builds under way the work of putting objects again, and readers of dropped versions a surprise.
+
+    Args:
+        repository: opened for writing.
+        delete: False only looks.
+        grace_s: seconds between being seen unreferenced and being deleted.
+        history_s: versions that a ref or tag named within so many seconds are kept.
+        take_over_s: collections that were begun so long ago and are not ended are taken for killed.
+        settle_s: seconds that a collection taken over goes on for at least, so that its collector, should it live,
+            finds out before anybody relies on what it deletes; 0 where it is known to be dead.
+        clock: seconds since 1970.
+        report: progress.
+
+    Raises:
+        UsageError: a collection is under way, or an erasure was begun and is not finished.
+        NotFoundError, IntegrityError, FormatError: a version cannot be read, so it is not known what it needs:
+            nothing is deleted.
+        StoreError: the root does not answer.
+    """
+    done = Collection()
+    store = root_store(repository.store)
+    _check_no_erasure(repository, store)
+    facts = _open(repository)
+    done.unreachable = dict(facts.problems)
+    if delete:
+        done.finished = _finish_killed(repository, facts, done, report, clock, take_over_s, settle_s)
+    before = _begun_ever(repository.head())
+    reading = Repository.open(repository.url, read_only=True)
+    since = clock() - history_s
+    marker = Marker(reading)
+    live = mark_live(reading, repository.newest_commits(), since, marker)
+    listed = _list(facts, done)
+    garbage = {name for name in listed if _is_ours(name)} - live
+    done.live, done.garbage = len(listed) - len(garbage), len(garbage)
+    due = _rounds(store, garbage, int(clock()), grace_s, done, write=delete)
+    done.due = len(due)
+    if not delete:
+        done.garbage_bytes, done.due_bytes = _bytes(store, garbage), _bytes(store, due)
+        return done
+    if due:
+        chosen = set(sorted(due)[:MAX_NAMES])
+
+        def still_due() -> list[str]:
+            return sorted(chosen - mark_live(reading, repository.newest_commits(), since, marker))
+
+        _collect(repository, facts, before, still_due, int(clock()), done, report)
+    _forget_old_lists(repository, store, int(clock()))
+    return done
+
+
+def _check_no_erasure(repository: Repository, store: Store) -> None:
+    if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
+        raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
+
+
+def _forget_old_lists(repository: Repository, store: Store, now: int) -> None:
+    head = repository.head()
+    forget_lists(store, now, _KEEP_LISTS_S, head.collecting.values() if head else ())
+
+
+def _rounds(
+    store: Store, garbage: set[str], now: int, grace_s: int, done: Collection, *, write: bool
+) -> set[str]:
+    """First round: remember what is seen unreferenced. Second: what was remembered long enough ago is due."""
+    first: dict[str, int] = {}
+    for seen in list_seen(store):
+        # A clock that was ahead must not keep garbage for ever: what it wrote is remembered anew.
+        still = {name for name in seen.names & garbage if seen.time <= now}
+        for name in still:
+            first[name] = min(first.get(name, seen.time), seen.time)
+        if write and still != seen.names:  # what is needed again begins anew when it is not
+            put_seen(store, seen.time, still)
+            store.delete(seen.document)
+    new = garbage - first.keys()
+    if write and new:
+        put_seen(store, now, new)
+    due = {name for name, seconds in first.items() if now - seconds >= grace_s}
+    done.marked, done.waiting = len(new), len(first) - len(due)
+    return due
+
+
+def _collect(
+    repository: Repository,
+    facts: Facts,
+    before: int,
+    still_due: Callable[[], list[str]],
+    now: int,
+    done: Collection,
+    report: Report | None,
+) -> None:
+    store = root_store(repository.store)
+    names: list[str] = []
+
+    def put(head: LogEntry | None) -> str | None:
+        for under_way in head.collecting if head else ():  # of two that begin at once the log lets one
+            _refuse_second(repository, _time_of_begin(repository, under_way))
+        if _begun_ever(head) != before:
+            return None  # another one came and went: what is due by our listing may be gone, or put again
+        names[:] = still_due()
+        return put_list(store, now, names) if names else None
+
+    identity = repository.begin_collection(put)
+    if identity is not None and _sweep(repository, identity, facts, names, done, report):
+        repository.end_collection(identity)
+        _mirror(repository, facts, done)
+
+
+def _finish_killed(
+    repository: Repository,
+    facts: Facts,
+    done: Collection,
+    report: Report | None,
+    clock: Callable[[], float],
+    take_over_s: int,
+    settle_s: float,
+) -> int:
+    """Collections that were begun and not ended: nothing can name their objects, so they are deleted again."""
+    head = repository.head()
+    killed = dict(head.collecting) if head else {}
+    for identity, digest in killed.items():
+        begun = _time_of_begin(repository, identity)
+        if clock() - seconds_of(begun) < take_over_s:
+            _refuse_second(repository, begun)
+        names = read_list(root_store(repository.store), digest)
+        taken, since = repository.take_over_collection(identity), time.monotonic()
+        if taken is not None and _sweep(repository, taken, facts, list(names), done, report):
+            time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
+            repository.end_collection(taken)
+    return len(killed)
+
+
+def _refuse_second(repository: Repository, begun: str) -> NoReturn:
+    raise UsageError(
+        f"{repository.url}: a collection is under way since {begun}; wait for it. If it was killed: "
+        f"shardkit gc {repository.url} --delete --take-over"
+    )
+
+
+def _begun_ever(head: LogEntry | None) -> int:
+    return head.collected if head else 0
+
+
+def _time_of_begin(repository: Repository, identity: str) -> str:
+    under_way = itertools.takewhile(lambda entry: identity in entry.collecting, repository.newest_commits())
+    return min(entry.time for entry in under_way)
+
+
+def _sweep(
+    repository: Repository,
+    identity: str,
+    facts: Facts,
+    names: list[str],
+    done: Collection,
+    report: Report | None,
+) -> bool:
+    """Delete everywhere; copies first, so that what the root does not have is nowhere.
+
+    A location that does not answer keeps its copies until the next call; a root that does not answer ends this one.
+
+    Returns:
+        False where somebody else finished this collection: what is put from then on is not ours to delete.
+    """
+    checked = time.monotonic()
+    ordered = sorted(names, key=lambda name: (parse_object_name(name)[1] not in _FIRST, name))
+    locations = sorted(facts.stores.values(), key=lambda one: one.name == ROOT_NAME)
+    total, gone = len(ordered) * len(locations), 0
+    for location in locations:
+        for name in ordered:
+            if time.monotonic() - checked > _CHECK_EVERY_S:
+                head = repository.head()
+                if head is None or identity not in head.collecting:
+                    return False
+                checked = time.monotonic()
+            try:
+                if location.name == ROOT_NAME or name in facts.held.get(location.name, {name}):
+                    location.store.delete(name)
+                    done.deleted[location.name] = done.deleted.get(location.name, 0) + 1
+            except ShardkitError as error:
+                if location.name == ROOT_NAME:
+                    raise
+                done.unreachable[location.name] = str(error)
+                break
+            gone += 1
+            if report is not None:
+                report(gone, total)
+    return True
+
+
+def _open(repository: Repository) -> Facts:
+    store = root_store(repository.store)
+    table = read_table(store, repository.id)
+    records: Iterable[LocationRecord] = table.locations if table else (first_root(store),)
+    return open_all(repository, records)
+
+
+def _list(facts: Facts, done: Collection) -> set[str]:
+    found: set[str] = set()
+    for name, location in list(facts.stores.items()):
+        try:
+            facts.held[name] = set(location.store.list_after(_OBJECTS))
+        except ShardkitError as error:
+            if name == ROOT_NAME:
+                raise
+            done.unreachable[name] = str(error)
+            del facts.stores[name]
+            continue
+        found |= facts.held[name]
+    return found
+
+
+def _is_ours(name: str) -> bool:
+    try:
+        return parse_object_name(name)[1] in COLLECTED
+    except ShardkitError:
+        return False  # a foreign file
+
+
+def _bytes(store: Store, names: Iterable[str]) -> int:
+    total = 0
+    for name in names:
+        with contextlib.suppress(ShardkitError):
+            stat = store.head(name)
+            total += stat.size if stat else 0
+    return total
+
+
+def _mirror(repository: Repository, facts: Facts, done: Collection) -> None:
+    root = root_store(repository.store)
+    for name, location in facts.stores.items():
+        if name != ROOT_NAME:
+            try:
+                mirror_log(root, location.store)
+            except ShardkitError as error:
+                done.unreachable.setdefault(name, str(error))

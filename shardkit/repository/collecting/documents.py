@@ -1,0 +1,146 @@
+"""Documents of a collection below ``gc/``; numbers and names only, no data rests on them."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.manifest.json_fields import read_document
+from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import Store
+from shardkit.stores.utc import seconds_of, utc_text
+
+__all__ = [
+    "MAX_NAMES",
+    "Seen",
+    "forget_lists",
+    "list_seen",
+    "put_list",
+    "put_seen",
+    "read_list",
+]
+
+MAX_NAMES: Final = 100_000
+"""Of one document: a collection takes at most so many objects, the next one the rest."""
+
+_SEEN: Final = "gc/seen/"
+_LISTS: Final = "gc/lists/"
+_LIST: Final = re.compile(r"gc/lists/([0-9a-f]{64})\.json")
+_AGES: Final = "gc/ages/"
+_AGE: Final = re.compile(r"gc/ages/([0-9]{4}-[0-9]{2}-[0-9]{2})/([0-9a-f]{64})")
+_AGED_AT_ONCE: Final = 64
+_MAX_BYTES: Final = 32 * 2**20
+_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Objects that a round found unreferenced.
+
+    Attributes:
+        document: its name in the store.
+        time: seconds since 1970, by the clock of who looked.
+        names: of the objects.
+    """
+
+    document: str
+    time: int
+    names: frozenset[str]
+
+
+def put_seen(store: Store, seconds: int, names: Iterable[str]) -> None:
+    """Remember, durably, that objects were unreferenced."""
+    ordered = sorted(names)
+    for first in range(0, len(ordered), MAX_NAMES):
+        data = _document("shardkit-unreferenced/1", seconds, ordered[first : first + MAX_NAMES])
+        store.put_new(f"{_SEEN}{uuid.uuid4().hex}.json", data)
+
+
+def list_seen(store: Store) -> Iterator[Seen]:
+    """All that earlier rounds remembered; what is damaged or gone is passed over: it is found again."""
+    for name in list(store.list_after(_SEEN)):
+        try:
+            seconds, names = _read(store.get(name, max_bytes=_MAX_BYTES), "shardkit-unreferenced/1", name)
+        except (NotFoundError, FormatError, IntegrityError):
+            continue
+        yield Seen(name, seconds, frozenset(names))
+
+
+def put_list(store: Store, seconds: int, names: Sequence[str]) -> str:
+    """Put what a collection takes away; the digest by which the log names it."""
+    data = _document("shardkit-garbage/1", seconds, sorted(names))
+    digest = sha256_digest(data)
+    _put_age(store, _list_name(digest), seconds)
+    store.put_new(_list_name(digest), data)
+    return digest
+
+
+def read_list(store: Store, digest: str) -> tuple[str, ...]:
+    """What a collection takes away.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: it is gone or damaged.
+    """
+    name = _list_name(digest)
+    data = store.get(name, max_bytes=_MAX_BYTES)
+    if sha256_digest(data) != digest:
+        raise IntegrityError(
+            f"{name} in {store.url}: its SHA-256 is another; restore it from a copy of the root"
+        )
+    return _read(data, "shardkit-garbage/1", name)[1]
+
+
+def forget_lists(store: Store, now: int, keep_s: int, keep: Iterable[str]) -> None:
+    """Delete lists of collections that ended long ago; no list is read whose age is known (SPEC.md, "Old lists").
+
+    Args:
+        store: of the root.
+        now: seconds since 1970.
+        keep_s: seconds for which a list is kept at least.
+        keep: digests of lists that are kept in any case.
+    """
+    kept = {_list_name(digest) for digest in keep}
+    lists = {name for name in store.list_after(_LISTS) if _LIST.fullmatch(name)}
+    last_day = utc_text(now - keep_s)[:10]
+    for age in list(store.list_after(_AGES)):
+        match = _AGE.fullmatch(age)
+        if match is None:
+            continue  # not ours
+        name = f"{_LISTS}{match[2]}.json"
+        if match[1] < last_day and name not in kept:
+            store.delete(name)
+            store.delete(age)  # after the list: a killed call leaves a name that says when the rest may go
+        lists.discard(name)
+    for name in sorted(lists - kept)[:_AGED_AT_ONCE]:
+        try:
+            seconds, _ = _read(store.get(name, max_bytes=_MAX_BYTES), "shardkit-garbage/1", name)
+        except (NotFoundError, FormatError, IntegrityError):
+            seconds = now
+        _put_age(store, name, seconds)
+
+
+def _put_age(store: Store, list_name: str, seconds: int) -> None:
+    digest = list_name.removeprefix(_LISTS).removesuffix(".json")
+    store.put_new(f"{_AGES}{utc_text(seconds)[:10]}/{digest}", b"")
+
+
+def _list_name(digest: str) -> str:
+    return f"{_LISTS}{parse_digest(digest)}.json"
+
+
+def _document(kind: str, seconds: int, names: Sequence[str]) -> bytes:
+    return dumps({"format": kind, "time": utc_text(seconds), "names": list(names)})
+
+
+def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
+    fields = read_document(data, where, kind, ("time", "names"), _MAX_BYTES)
+    names = fields.texts("names", maximum=MAX_NAMES)
+    for name in names:
+        parse_object_name(name)  # nothing but objects is ever deleted by such a list
+    return seconds_of(fields.text("time", pattern=_TIME)), names

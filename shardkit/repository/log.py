@@ -1,0 +1,187 @@
+"""Log entries: one commit each, chained by hash, each with the full table of refs and tags.
+
+Pure: bytes in, bytes out. `shardkit.repository.repository` does the reading and the writing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from shardkit.errors import FormatError, IntegrityError, UsageError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import sha256_digest
+from shardkit.manifest.json_fields import DIGEST, Fields
+from shardkit.repository.sealed import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
+
+__all__ = [
+    "LOG_PREFIX",
+    "MAX_ENTRY_BYTES",
+    "MAX_NAMES",
+    "LogEntry",
+    "check_ref_name",
+    "check_succession",
+    "entry_name",
+    "entry_number",
+]
+
+LOG_PREFIX: Final = "log/"
+
+MAX_ENTRY_BYTES: Final = 16 * 2**20
+
+MAX_NAMES: Final = 50_000
+"""Most refs and most tags of one repository: the table is in every entry."""
+
+_FORMAT: Final = "shardkit-log/1"
+_NAME: Final = re.compile(r"log/([0-9]{20})\.json")
+_REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
+_OPTIONAL: Final = ("withdrawn", "collected", "collecting")
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One commit."""
+
+    n: int
+    """1 for the first; the entries of a log are numbered without gaps."""
+    repository: str
+    """Id of the repository, so that an entry of another one is refused."""
+    previous: str
+    """SHA-256 of the predecessor's bytes; of ``shardkit.json`` for the first entry."""
+    txn: str
+    """Random id of the commit, by which its writer knows it again after a lost answer."""
+    time: str
+    """UTC, for people: nothing depends on it."""
+    author: str
+    message: str
+    refs: Mapping[str, str]
+    """All refs after this commit: name → manifest id."""
+    tags: Mapping[str, str]
+    """All tags after this commit; never moved, and removed only by being withdrawn."""
+    software: str
+    withdrawn: Mapping[str, str] = field(default_factory=dict)
+    """All tags that were ever withdrawn, because what they named was erased: name → manifest id."""
+    collected: int = 0
+    """How many collections of garbage were ever begun."""
+    collecting: Mapping[str, str] = field(default_factory=dict)
+    """Collections that are not finished: id → digest of the list of objects that they take away."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the entry without this field, so that damage to the newest entry is found too."""
+        return sha256_digest(dumps(self._body()))
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON; the next entry's `previous` is the SHA-256 of these bytes."""
+        return sealed(self._body())
+
+    def __reduce__(self) -> tuple[Callable[[bytes, str], LogEntry], tuple[bytes, str]]:
+        """Repositories remember an entry and travel to other processes; a read-only view of a dict does not."""
+        return LogEntry.from_bytes, (self.to_bytes(), "a log entry of another process")
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> LogEntry:
+        """Read and check one entry.
+
+        Raises:
+            FormatError: Not a log entry that this version reads.
+            IntegrityError: The digest inside does not match.
+        """
+        fields = unseal(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
+        entry = cls(
+            **read_numbered(fields, first_has_previous=True),
+            refs=_names(fields, "refs"),
+            tags=_names(fields, "tags"),
+            software=fields.text("software", maximum=1_000),
+            withdrawn=_names(fields, "withdrawn") if fields.has("withdrawn") else {},
+            collected=fields.integer("collected", minimum=1) if fields.has("collected") else 0,
+            collecting=_names(fields, "collecting") if fields.has("collecting") else {},
+        )
+        check_spelling(data, entry.to_bytes(), fields)
+        return entry
+
+    def _body(self) -> dict[str, object]:
+        return {
+            # Written only where there are some: an entry without has one spelling, the one of old.
+            **({"withdrawn": dict(self.withdrawn)} if self.withdrawn else {}),
+            **({"collected": self.collected} if self.collected else {}),
+            **({"collecting": dict(self.collecting)} if self.collecting else {}),
+            "format": _FORMAT,
+            **numbered(self),
+            "refs": dict(self.refs),
+            "tags": dict(self.tags),
+            "software": self.software,
+        }
+
+
+def entry_name(number: int) -> str:
+    """``log/<20 digits>.json``: byte order is number order."""
+    return f"{LOG_PREFIX}{number:020d}.json"
+
+
+def entry_number(name: str) -> int | None:
+    """The number in an entry's name, None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def check_ref_name(name: str) -> None:
+    """Refuse what cannot be written as ``root@name``.
+
+    Raises:
+        UsageError: Not a name for a ref or tag.
+    """
+    if _REF.fullmatch(name) is None:
+        raise UsageError(
+            f"ref or tag {name[:200]!r}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or "
+            "digit; "
+            "use another name"
+        )
+
+
+def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, where: str) -> None:
+    """Whether `later` may follow `earlier`.
+
+    Raises:
+        IntegrityError: The chain is broken: an entry was changed, replaced or removed, or a tag was moved, or removed
+            without a record of it.
+    """
+    found = sha256_digest(earlier_bytes)
+    if later.previous != found or later.n != earlier.n + 1:
+        raise IntegrityError(
+            f"log of {where}: entry {later.n} follows one with digest {later.previous}, "
+            f"entry {earlier.n} has {found}; restore the log from a copy of the root"
+        )
+    # A withdrawn name stays withdrawn, so that no tag ever names a second manifest.
+    moved = [
+        tag
+        for tag, manifest in earlier.tags.items()
+        if {later.tags.get(tag), later.withdrawn.get(tag)} != {manifest, None}
+    ]
+    moved += [
+        tag
+        for tag, manifest in earlier.withdrawn.items()
+        if later.withdrawn.get(tag) != manifest or tag in later.tags
+    ]
+    if moved:
+        raise IntegrityError(
+            f"log of {where}: entry {later.n} moves or removes the tag {moved[0]!r}, which cannot be; "
+            "restore the log from a copy of the root"
+        )
+
+
+def _names(fields: Fields, key: str) -> Mapping[str, str]:
+    names: dict[str, str] = {}
+    for name, manifest in fields.table(key, maximum=MAX_NAMES).items():
+        if (
+            _REF.fullmatch(name) is None
+            or not isinstance(manifest, str)
+            or DIGEST.fullmatch(manifest) is None
+        ):
+            raise FormatError(f"{fields.where}: {key} hold {name[:100]!r}, expected names of manifest ids")
+        names[name] = manifest
+    return MappingProxyType(names)

@@ -1,0 +1,149 @@
+"""Where the parts of a merged dataset lie: beside the log of the root that names them, never in a manifest.
+
+One small document per part, ``locations/<hex of the part's manifest>.json``. It is configuration, not data: it may be
+written again when a part moves, and nothing is trusted because of it; what is read from a part is verified against the
+merged manifest as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from shardkit.errors import NotFoundError, ShardkitError, UsageError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import parse_digest
+from shardkit.manifest.json_fields import read_document
+from shardkit.reading.documents import read_checked
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name
+
+__all__ = ["Location", "find_part", "locate_part", "location_name", "put_location"]
+
+_FORMAT: Final = "shardkit-location/1"
+_KEYS: Final = ("manifest", "part", "repository", "urls")
+_MAX_BYTES: Final = 64 * 2**10
+_CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@")
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where one part was when it was merged.
+
+    Attributes:
+        manifest: id of the part.
+        part: its name in the merge.
+        repository: UUID of the repository that held it, by which a moved one is known again.
+        urls: tried in order; a relative one is relative to the root of the merged dataset, so that both may move
+            together.
+    """
+
+    manifest: str
+    part: str
+    repository: str
+    urls: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        return dumps(
+            {
+                "format": _FORMAT,
+                "manifest": self.manifest,
+                "part": self.part,
+                "repository": self.repository,
+                "urls": list(self.urls),
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Location:
+        """Read a document.
+
+        Raises:
+            FormatError: not one that this version writes.
+        """
+        fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES)
+        return cls(
+            manifest=fields.digest("manifest"),
+            part=fields.text("part", maximum=100),
+            repository=fields.text("repository", maximum=36),
+            urls=fields.texts("urls", maximum=16),
+        )
+
+
+def location_name(manifest_id: str) -> str:
+    """Where the location of a part is kept below the root."""
+    return f"locations/{parse_digest(manifest_id)}.json"
+
+
+def put_location(repository: Repository, name: str, manifest_id: str, holder: Repository) -> Location | None:
+    """Remember that a part lies in another repository; nothing is written where it lies in this one.
+
+    Raises:
+        UsageError: the place holds a credential.
+        StoreError: the root cannot be written.
+    """
+    if holder.url == repository.url:
+        return None
+    if _CREDENTIAL.match(holder.url):
+        raise UsageError(f"part {name!r} lies at a URL with a credential in it; leave it to the environment")
+    location = Location(manifest_id, name, holder.id, _urls(repository.url, holder.url))
+    document = location.to_bytes()
+    if not repository.store.put_new(location_name(manifest_id), document):
+        repository.store.replace(location_name(manifest_id), document)
+    return location
+
+
+def locate_part(repository: Repository, manifest_id: str) -> Location | None:
+    """What the root remembers of a part; None where it remembers nothing."""
+    name = location_name(manifest_id)
+    try:
+        return read_checked(
+            repository.store, name, Location.from_bytes, max_bytes=_MAX_BYTES, is_optional=True
+        )
+    except NotFoundError:
+        return None
+
+
+def find_part(repository: Repository, name: str, manifest_id: str) -> Repository:
+    """The repository that holds a part of a merged dataset: this one, or the one that the root remembers.
+
+    Raises:
+        NotFoundError: it is not where it was; the message names all places that were looked at.
+    """
+    if repository.store.head(object_name(manifest_id, "manifest")) is not None:
+        return repository
+    location = locate_part(repository, manifest_id)
+    if location is None:
+        raise NotFoundError(
+            f"part {name!r} (manifest {manifest_id}) is not in {repository.url}, which does not say where it lies; "
+            f"merge again with the place where it is: shardkit merge {name}=PLACE … {repository.url}"
+        )
+    tried: list[str] = []
+    for url in location.urls:
+        place = url if _SCHEME.match(url) or os.path.isabs(url) else os.path.join(repository.url, url)
+        place = place if _SCHEME.match(place) else os.path.normpath(place)
+        if place in tried:
+            continue
+        tried.append(place)
+        try:
+            found = Repository.open(place, read_only=True)
+            if found.store.head(object_name(manifest_id, "manifest")) is not None:
+                return found
+        except ShardkitError:
+            continue
+    raise NotFoundError(
+        f"part {name!r} (manifest {manifest_id}) of {repository.url} is gone from where it was: "
+        f"{', '.join(tried)}; put it back, or merge again with the place where it is now: shardkit merge "
+        f"{name}=PLACE … {repository.url}"
+    )
+
+
+def _urls(root: str, holder: str) -> tuple[str, ...]:
+    """The relative place first where there is one: a copy of both beats the original that it was copied from."""
+    if _SCHEME.match(root) or _SCHEME.match(holder):
+        return (holder,)
+    return (os.path.relpath(holder, root), holder)

@@ -1,0 +1,340 @@
+"""A repository: content-addressed objects and the log of commits that names them (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from shardkit.copies.policy.opening import recorded_locations
+from shardkit.errors import (
+    NotFoundError,
+    ShardkitError,
+    StoreReadOnlyError,
+    UsageError,
+)
+from shardkit.manifest.json_fields import DIGEST
+from shardkit.reading.locating import Locations, locate
+from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.changes import Changes
+from shardkit.repository.commit_log import CommitLog
+from shardkit.repository.commits import Commits
+from shardkit.repository.identity import IDENTITY_NAME, SINGLE_WRITER, Identity
+from shardkit.repository.log import LogEntry, check_ref_name
+from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
+from shardkit.repository.opening import first_identity, for_one_writer, over_all, read_identity, refuse_copy
+from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import Descriptor
+from shardkit.stores.remote import check_writers
+from shardkit.stores.store import Store
+from shardkit.stores.urls import open_store
+
+__all__ = ["DEFAULT_REF", "Repository"]
+
+DEFAULT_REF: Final = "main"
+"""The ref that is meant where none is named."""
+
+
+class Repository:
+    """Objects and commits below one root; may be used from any thread, after a fork, and pickled.
+
+    Made by `create` or `open`. `read_only` repositories never write, not even housekeeping.
+    """
+
+    def __init__(self, store: Store, identity: Identity, *, read_only: bool) -> None:
+        self._store = store
+        self._identity = identity
+        self._read_only = read_only
+        self._objects = ObjectAccess(store)
+        self._log = CommitLog(store, identity)
+        self._base: LogEntry | None = None  # the head before anything here could be relied on
+
+    def __repr__(self) -> str:
+        return f"Repository({self._store.url!r}, id={self.id}, read_only={self._read_only})"
+
+    @classmethod
+    def create(
+        cls, url: str | os.PathLike[str], *, exist_ok: bool = True, single_writer: bool = False
+    ) -> Repository:
+        """Make a root into a repository, or open the one that is there.
+
+        A new root that is no local directory is tried out first: see `shardkit.stores.remote.probe`.
+
+        Args:
+            url: See `open_store`.
+            exist_ok: Open what is there.
+            single_writer: The caller promises that no two writers ever use the root at once; needed on stores that
+                do not keep put-if-absent.
+
+        Raises:
+            UsageError: There is one, and not `exist_ok`.
+            StoreError: The root cannot be written, or must not be shared by several writers.
+        """
+        store = open_store(url)
+        created = False
+        # What lies on a store that may not keep put-if-absent is looked for before anything is put over it.
+        if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:
+            if single_writer:
+                store = for_one_writer(store)
+            elif not isinstance(store, LocalStore):
+                check_writers(store)
+            features = (SINGLE_WRITER,) if single_writer else ()
+            created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
+        if not created and not exist_ok:
+            raise UsageError(f"{store.url} holds a repository already; open it, or choose another root")
+        return cls._opened(store, read_only=False)
+
+    @classmethod
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        locations: Locations | None = None,
+        settings: ReadSettings | None = None,
+        heal: bool = False,
+        alone: bool = False,
+    ) -> Repository:
+        """Open what `create` made.
+
+        Args:
+            url: Of the root.
+            read_only: Refuse every change.
+            locations: Where further copies of its objects lie, beside those that the root remembers; reads go over
+                all of them.
+            settings: Of reads over a network.
+            heal: Put good bytes over bad copies that reads meet, wherever that is allowed.
+            alone: Leave out the locations that the root remembers: to find out what the root itself has.
+
+        Raises:
+            NotFoundError: There is no repository at `url`.
+            FormatError, IntegrityError: ``shardkit.json`` is damaged or of a newer version.
+        """
+        store = open_store(url, read_only=read_only and not heal)
+        if locations:
+            store = locate(store, locations, settings=settings, heal=heal)
+        repository = cls._opened(store, read_only=read_only, alone=alone)
+        if locations or read_only:
+            recorded = [] if alone else recorded_locations(repository.store, repository.id, heal=heal)
+            located = over_all(repository.store, locations, recorded, settings, heal=heal)
+            base, identity = repository._base, repository._identity  # noqa: SLF001 - an instance of this class
+            repository = cls(located, identity, read_only=read_only)
+            repository._base = base
+        return repository
+
+    @classmethod
+    def _opened(cls, store: Store, *, read_only: bool, alone: bool = False) -> Repository:
+        identity = read_identity(store, alone=alone)
+        if SINGLE_WRITER in identity.features:
+            store = for_one_writer(store)
+        repository = cls(store, identity, read_only=read_only)
+        if not read_only:
+            refuse_copy(store, identity)
+            with contextlib.suppress(ShardkitError):  # whoever reads the log says what is wrong with it
+                repository._base = repository.head()
+        return repository
+
+    @property
+    def store(self) -> Store:
+        """The store below."""
+        return self._store
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        return self._store.url
+
+    @property
+    def id(self) -> str:
+        """UUID that was drawn when the repository was created."""
+        return self._identity.id
+
+    @property
+    def read_only(self) -> bool:
+        """Whether every change is refused."""
+        return self._read_only
+
+    # Objects
+
+    def put_object(self, data: bytes, extension: str) -> Descriptor:
+        """Make bytes durable under their digest; bad bytes that lie there already are replaced."""
+        self._check_writable()
+        return self._objects.put(data, extension)
+
+    @contextlib.contextmanager
+    def stage_object(self, extension: str) -> Iterator[ObjectStage]:
+        """Write a large object: ``write()`` pieces, then ``finish()``; what is not finished is dropped."""
+        self._check_writable()
+        with self._objects.stage(extension) as stage:
+            yield stage
+
+    def get_object(
+        self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
+    ) -> bytes:
+        """The bytes of an object, verified.
+
+        Args:
+            digest: ``sha256:<hex>``.
+            extension: One of `shardkit.stores.objects.EXTENSIONS`.
+            size: Bytes it must have, compared before anything is read; give it wherever it is known.
+            max_bytes: The most that is read where the size is not known.
+
+        Raises:
+            NotFoundError: The object is not there.
+            IntegrityError: Its size or SHA-256 is another.
+        """
+        return self._objects.get(digest, extension, size, max_bytes)
+
+    # Log
+
+    def head(self) -> LogEntry | None:
+        """The newest commit, None before the first. Lists names and reads one entry."""
+        return self._log.head()
+
+    def log(self) -> list[LogEntry]:
+        """All commits, newest first, with the whole chain verified down to ``shardkit.json``.
+
+        Raises:
+            IntegrityError: An entry is missing or damaged, or the chain is broken.
+        """
+        return self._log.entries()
+
+    def newest_commits(self) -> Iterator[LogEntry]:
+        """Commits one by one, newest first, the chain verified as far as it is walked.
+
+        Raises:
+            IntegrityError: See `log`.
+        """
+        return self._log.newest_first()
+
+    def find_commit(self, txn: str) -> LogEntry | None:
+        """The commit of a transaction, None where it did not land: the answer to a `CommitUnknown`."""
+        return next((entry for entry in self.log() if entry.txn == txn), None)
+
+    @property
+    def refs(self) -> dict[str, str]:
+        """Movable names → manifest ids."""
+        head = self.head()
+        return dict(head.refs) if head else {}
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Unmovable names → manifest ids."""
+        head = self.head()
+        return dict(head.tags) if head else {}
+
+    def resolve(self, ref: str | None = None) -> str:
+        """The manifest id that a ref, a tag or a digest names; ``main`` for None.
+
+        Raises:
+            NotFoundError: Nothing of that name.
+            UsageError: Not a name at all.
+        """
+        name = DEFAULT_REF if ref is None else ref
+        if DIGEST.fullmatch(name) is not None:
+            return name
+        check_ref_name(name)
+        head = self.head()
+        names = {**head.tags, **head.refs} if head else {}
+        if head is not None and name in head.withdrawn:
+            raise NotFoundError(
+                f"tag {name!r} of {self.url} was withdrawn: rows of {head.withdrawn[name]} were erased; "
+                "shardkit log says when and why"
+            )
+        if name not in names:
+            raise NotFoundError(f"{self.url} has no ref or tag {name!r}; {_there_is(name, names)}")
+        return names[name]
+
+    # Commit
+
+    def commit(
+        self,
+        set_refs: Mapping[str, str | None] | None = None,
+        set_tags: Mapping[str, str] | None = None,
+        *,
+        message: str,
+        author: str = "",
+        expected: Mapping[str, str | None] | None = None,
+        withdraw: Mapping[str, str] | None = None,
+    ) -> LogEntry:
+        """Move refs and add tags, all or nothing, durably.
+
+        All objects that the manifests name must have been put before: what `put_object` has returned is
+        durable. Commits of other processes that touch other refs are rebased over.
+
+        Args:
+            set_refs: Ref → manifest id, None to drop the ref.
+            set_tags: Tag → manifest id; a tag that exists can only be given the id that it has.
+            message: Why.
+            author: Who, as they want to be named.
+            expected: Ref → manifest id (None: no such ref) that must hold when the commit lands, unless the ref stands
+                where it is to go already.
+            withdraw: Tag → the manifest id that it names: the tag is removed, its name never used again, and the log
+                keeps record of it. For versions that were erased, and nothing else.
+
+        Raises:
+            CommitConflict: A ref was moved meanwhile or is not as expected, or a tag exists.
+            CommitUnknown: It could not be found out whether the commit landed; `find_commit` tells later.
+            NotFoundError: A manifest is not in the repository.
+            StoreError: The store refused; nothing was committed.
+        """
+        self._check_writable()
+        changes = Changes(
+            dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}), dict(withdraw or {})
+        )
+        return self._commits().commit(changes, message, author)
+
+    # Collections of garbage (SPEC.md, "Garbage")
+
+    def begin_collection(self, put_list: Callable[[LogEntry | None], str | None]) -> str | None:
+        """Announce in the log what is going to be deleted: from then on no commit may name any of it.
+
+        Args:
+            put_list: For a head, puts the list of objects that nothing names there, and gives its digest; None where
+                there are none. Asked again when another commit came first.
+
+        Returns:
+            Id of the collection; None where there is nothing to collect.
+
+        Raises:
+            CommitUnknown, StoreError: It is not known, or known not, to have begun.
+        """
+        self._check_writable()
+        return self._commits().begin_collection(put_list)
+
+    def take_over_collection(self, identity: str) -> str | None:
+        """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
+
+        Returns:
+            The new id; None where the collection has ended meanwhile.
+
+        Raises:
+            CommitUnknown, StoreError: It may be called again.
+        """
+        self._check_writable()
+        return self._commits().take_over_collection(identity)
+
+    def end_collection(self, identity: str) -> None:
+        """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
+
+        Raises:
+            CommitUnknown, StoreError: It may be called again.
+        """
+        self._check_writable()
+        self._commits().end_collection(identity)
+
+    def _commits(self) -> Commits:
+        return Commits(self, self._log, self._identity, self._base)
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise StoreReadOnlyError(f"{self.url} was opened for reading only; open it for writing")
+
+
+def _there_is(name: str, names: Mapping[str, str]) -> str:
+    if not names:
+        return "nothing was committed yet: run shardkit build"
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(names)[:10])}"

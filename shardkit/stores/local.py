@@ -1,0 +1,251 @@
+"""A store in a local directory, or on a mounted network file system (SPEC.md §3 says what is assumed of it).
+
+Publishing: ``O_EXCL`` temporary in ``ROOT/tmp`` → write loop → fsync → link to the final name → fsync of the
+directory → unlink of the temporary. A name therefore appears in one step, all its bytes durable, and never
+changes hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from shardkit.errors import IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
+from shardkit.stores import temporaries
+from shardkit.stores.directories import Directories, check_regular, exists
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.os_errors import explained
+from shardkit.stores.staging import LocalStage
+from shardkit.stores.store import ObjectStat, check_name, check_prefix
+
+__all__ = ["LocalStore"]
+
+
+class LocalStore:
+    """Objects as files below one directory; implements `shardkit.stores.store.Store`.
+
+    Keeps no descriptor open between calls: it may be used from any thread, after a fork, and pickled.
+
+    Args:
+        root: The directory; made when the first object is put.
+        read_only: Refuse every change, and do not sweep.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        self._read_only = read_only
+        self._directories = Directories(self._root)
+        if not read_only:
+            self.sweep()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r}, read_only={self._read_only})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self._root, self._read_only)
+
+    @property
+    def url(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    @property
+    def read_only(self) -> bool:
+        """Whether changes are refused."""
+        return self._read_only
+
+    # Reading
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        with self._reading(name) as file:
+            size = active().stat_open(file).st_size
+            if size > max_bytes:
+                raise IntegrityError(
+                    f"{name} in {self._root}: {size} bytes, expected at most {max_bytes}; run: shardkit "
+                    f"verify {self._root}"
+                )
+            data = _read_exactly(file, 0, size)
+        return self._whole(name, data, size)
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        return self.get_ranges(name, [(offset, length)])[0]
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, opened once; see `Store.get_ranges`."""
+        with self._reading(name) as file:
+            size = active().stat_open(file).st_size
+            for offset, length in ranges:
+                _check_range(name, self._root, size, offset, length)
+            parts = [_read_exactly(file, offset, length) for offset, length in ranges]
+        for part, (_, length) in zip(parts, ranges, strict=True):
+            self._whole(name, part, length)
+        return parts
+
+    def head(self, name: str) -> ObjectStat | None:
+        try:
+            with self._reading(name) as file:
+                return ObjectStat(active().stat_open(file).st_size, None)
+        except NotFoundError:
+            return None
+
+    def local_path(self, name: str) -> Path | None:
+        return None if self.head(name) is None else Path(self._root, name)
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        components = check_prefix(prefix)
+        with explained(f"list {prefix or 'objects'} in {self._root}"):
+            try:
+                with self._directories.opened(components) as folder:
+                    names = active().names(folder)
+            except FileNotFoundError:
+                return
+        # A folder sorts with its slash: "a-b" comes before "a/x", as in an object store.
+        for name in sorted(f"{prefix}{name}/" if is_folder else prefix + name for name, is_folder in names):
+            if not _is_listed(name):
+                continue
+            if name.endswith("/"):
+                if name > after or after.startswith(name):
+                    yield from self.list_after(name, after)
+            elif name > after:
+                yield name
+
+    # Writing
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create, durably and never over another; see `Store.put_new`."""
+        components = check_name(name)
+        self._check_writable(name)
+        with (
+            explained(f"write {name} in {self._root}", writing=True),
+            self._directories.made(components[:-1]) as folder,
+        ):
+            if exists(folder, components[-1]):
+                active().fsync_directory(folder)  # whoever linked it may not have come that far yet
+                return False
+            with self.stage() as stage:
+                stage.write(data)
+                return stage.publish_into(folder, components[-1], replace=False)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put good bytes over bad ones, in one step; see `Store.replace`."""
+        with self.stage() as stage:
+            stage.write(data)
+            stage.publish(name, replace=True)
+
+    def delete(self, name: str) -> None:
+        """Remove, durably; see `Store.delete`."""
+        components = check_name(name)
+        self._check_writable(name)
+        with explained(f"delete {name} in {self._root}", writing=True):
+            try:
+                with self._directories.opened(components[:-1]) as folder:
+                    with contextlib.suppress(FileNotFoundError):
+                        active().unlink(folder, components[-1])
+                    active().fsync_directory(folder)
+            except FileNotFoundError:
+                return
+
+    @contextlib.contextmanager
+    def stage(self, suffix: str = "") -> Iterator[LocalStage]:
+        """A large object, written piece by piece; see `Store.stage`."""
+        self._check_writable(suffix or "an object")
+        with contextlib.ExitStack() as cleanup:
+            with explained(f"make a temporary file in {self._root}/{temporaries.FOLDER}", writing=True):
+                folder = cleanup.enter_context(self._directories.made((temporaries.FOLDER,)))
+                stage = LocalStage(self._directories, folder, suffix)
+            cleanup.callback(stage.drop)
+            yield stage
+
+    def sweep(self) -> int:
+        """Remove temporaries of dead processes; the number removed.
+
+        Housekeeping: what cannot be swept now is left for later, and a failing disk will say so on the next
+        write.
+        """
+        swept = 0
+        with contextlib.suppress(OSError), self._directories.opened((temporaries.FOLDER,)) as folder:
+            for name, _ in active().names(folder):
+                with contextlib.suppress(OSError):
+                    if temporaries.writer_is_dead(active(), folder, name):
+                        active().unlink(folder, name)
+                        swept += 1
+        return swept
+
+    # Files
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[Handle]:
+        components = check_name(name)
+        with explained(f"read {name} in {self._root}"):
+            try:
+                with self._directories.opened(components[:-1]) as folder:
+                    file = active().open_file(folder, components[-1])
+            except FileNotFoundError:
+                self._not_found(name)
+            try:
+                check_regular(active().stat_open(file), file.path)
+                yield file
+            finally:
+                active().close(file)
+
+    def _not_found(self, name: str) -> NoReturn:
+        raise NotFoundError(
+            f"{name} is not in {self._root}; check the path, or run: shardkit verify {self._root}"
+        ) from None
+
+    def _whole(self, name: str, data: bytes, expected: int) -> bytes:
+        if len(data) != expected:
+            raise IntegrityError(
+                f"{name} in {self._root}: {len(data)} bytes where {expected} were expected, it shrank while "
+                f"it was read; run: shardkit verify {self._root}"
+            )
+        return data
+
+    def _check_writable(self, name: str) -> None:
+        if self._read_only:
+            raise StoreReadOnlyError(
+                f"cannot write {name}: {self._root} was opened for reading only; open it for writing"
+            )
+
+
+def _reopen(root: str, read_only: bool) -> LocalStore:
+    store = LocalStore(root, read_only=True)  # unpickling never sweeps: only opening does
+    store._read_only = read_only  # noqa: SLF001
+    return store
+
+
+def _is_listed(name: str) -> bool:
+    """Whether a directory entry is an object's name: foreign files and temporaries are not ours to show."""
+    try:
+        check_name(name.removesuffix("/"))
+    except UsageError:
+        return False
+    return True
+
+
+def _check_range(name: str, root: str, size: int, offset: int, length: int) -> None:
+    if offset < 0 or length < 0:
+        raise UsageError(f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more")
+    if offset + length > size:
+        raise IntegrityError(
+            f"{name} in {root}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
+            f"{root}"
+        )
+
+
+def _read_exactly(file: Handle, offset: int, length: int) -> bytes:
+    """`length` bytes, fewer only at the end of the file; the kernel hands out at most 2 GiB at a time."""
+    operations = active()
+    data = operations.read(file, length, offset)
+    if len(data) == length:
+        return data
+    parts = [data]
+    done = len(data)
+    while data and done < length:
+        data = operations.read(file, length - done, offset + done)
+        parts.append(data)
+        done += len(data)
+    return b"".join(parts)

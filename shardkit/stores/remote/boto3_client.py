@@ -1,0 +1,141 @@
+"""S3 through boto3: stored checksums, which obstore cannot read; and all requests of a forked process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.clients import WRITE_ID, Buffer, Found
+from shardkit.stores.remote.failures import Failure, classify
+
+__all__ = ["Boto3Client"]
+
+_Result = TypeVar("_Result")
+
+
+class Boto3Client:
+    """One bucket and prefix; implements `clients.Client`."""
+
+    def __init__(self, address: Address, patience: Patience) -> None:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        session = boto3.Session()
+        settings: dict[str, Any] = {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": min(10.0, patience.attempt_s),
+            "read_timeout": patience.attempt_s,
+            "max_pool_connections": 64,
+        }
+        if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+            settings["s3"] = {"addressing_style": "path"}
+        if session.get_credentials() is None:
+            settings["signature_version"] = UNSIGNED
+        region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
+        self._s3: Any = session.client("s3", region_name=region, config=Config(**settings))
+        self._bucket = address.host
+        self._prefix = f"{address.path}/" if address.path else ""
+
+    def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
+        """See `Client.get`."""
+
+        def read() -> tuple[int, Buffer]:
+            found = self._s3.get_object(**self._key(name))
+            with contextlib.closing(found["Body"]) as body:
+                size = int(found["ContentLength"])
+                return size, body.read() if size <= max_bytes else b""
+
+        return _told(read)
+
+    def get_range(self, name: str, offset: int, length: int) -> Buffer:
+        """See `Client.get_range`."""
+
+        def read() -> Buffer:
+            found = self._s3.get_object(**self._key(name), Range=f"bytes={offset}-{offset + length - 1}")
+            with contextlib.closing(found["Body"]) as body:
+                return body.read(length)
+
+        return _told(read)
+
+    def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
+        """See `Client.put`."""
+        settings: dict[str, Any] = {"Body": bytes(data), "ChecksumAlgorithm": "SHA256"}
+        if write_id is not None:
+            settings |= {"IfNoneMatch": "*", "Metadata": {WRITE_ID: write_id}}
+        _told(lambda: self._s3.put_object(**self._key(name), **settings))
+
+    def stat(self, name: str) -> Found:
+        """See `Client.stat`."""
+
+        def look() -> Found:
+            found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
+            text = str(found.get("ChecksumSHA256") or "")
+            whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" and len(text) == 44
+            return Found(
+                name,
+                int(found["ContentLength"]),
+                found["Metadata"].get(WRITE_ID),
+                found.get("ETag", ""),
+                base64.b64decode(text).hex() if whole else None,
+            )
+
+        return _told(look)
+
+    def list(self, prefix: str, after: str) -> Iterator[Found]:
+        """See `Client.list`."""
+        pages = self._s3.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket,
+            Prefix=self._prefix + prefix,
+            **({"StartAfter": self._prefix + after} if after else {}),
+        )
+        try:
+            for page in pages:
+                for found in page.get("Contents", ()):
+                    name = found["Key"].removeprefix(self._prefix)
+                    yield Found(name, int(found["Size"]), etag=found.get("ETag", ""))
+        except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
+            raise classify(error) from None
+
+    def delete(self, name: str) -> None:
+        """See `Client.delete`."""
+        _told(lambda: self._s3.delete_object(**self._key(name)))
+
+    def _key(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + name}
+
+
+def _told(request: Callable[[], _Result]) -> _Result:
+    try:
+        return request()
+    except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
+        failure = classify(error)
+        answer = getattr(error, "response", None)
+        status = (
+            answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+        )
+        raise _with_status(failure, status) from None
+
+
+def _with_status(failure: Failure, status: int | None) -> Failure:
+    """A HEAD has no body, and botocore then gives the status as the code."""
+    if status == 404 and failure.kind not in ("absent", "refused"):
+        return Failure("absent", "HTTP 404")
+    if status == 412:
+        return Failure("exists", failure.reason)
+    if status == 409:
+        return Failure("conflict", failure.reason)
+    if status == 416:
+        return Failure("range", failure.reason)
+    if status in (401, 403) and failure.kind != "expired":
+        return Failure("denied", failure.reason)
+    if status in (429, 503):
+        return Failure("throttled", failure.reason)
+    if status is not None and status < 500 and failure.kind == "no-answer":
+        return Failure("refused", failure.reason)
+    return failure

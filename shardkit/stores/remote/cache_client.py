@@ -1,0 +1,164 @@
+"""A neighbour's cache as a location: blocks by digest over HTTP, see `shardkit.reading.cache.serving`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
+from shardkit.stores.remote.addresses import parse_address
+from shardkit.stores.store import ObjectStat, Stage, check_name
+
+__all__ = ["CacheClient"]
+
+_TIMEOUT_S: Final = 10.0
+
+
+class CacheClient:
+    """Reads blocks; implements as much of `shardkit.stores.store.Store` as a location that holds blocks needs.
+
+    Args:
+        url: ``http://host:port``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._address = parse_address(url)
+        self._open()
+
+    def _open(self) -> None:
+        self._idle: tuple[int, list[http.client.HTTPConnection]] = (
+            os.getpid(),
+            [],
+        )  # kept open between requests
+        weakref.finalize(self, _close_all, self._idle[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_address": self._address}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+        return self._address.url
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        check_name(name)
+        try:
+            return self._request(name, max_bytes)
+        except (StoreError, IntegrityError, NotFoundError):
+            raise
+        except (http.client.HTTPException, OSError):
+            told = StoreError(
+                f"cannot read {name} from {self.url}: no answer; is shardkit serve still running there?"
+            )
+            told.errno = errno.ETIMEDOUT
+            raise told from None
+
+    def _request(self, name: str, max_bytes: int) -> bytes:
+        used, connection = self._connection()
+        try:
+            answer = _ask(connection, name)
+        except (http.client.RemoteDisconnected, ConnectionError):
+            connection.close()
+            if not used:
+                raise
+            connection = self._made()  # the kept one was closed for idleness: once more on a new one
+            answer = _ask(connection, name)
+        keep = False
+        try:
+            size = int(answer.getheader("Content-Length") or 0)
+            if answer.status != 200:
+                self._refuse(name, answer.status)
+            if size > max_bytes:
+                raise IntegrityError(f"{name} from {self.url}: {size} bytes, expected at most {max_bytes}")
+            data = answer.read(size)
+            keep = len(data) == size
+            return data
+        finally:
+            if keep:
+                self._idle[1].append(connection)
+            else:
+                connection.close()
+
+    def _refuse(self, name: str, status: int) -> NoReturn:
+        if status == 404:
+            raise NotFoundError(f"{name} is not in {self.url}")
+        error = StoreError(f"cannot read {name} from {self.url}: HTTP {status}")
+        error.errno = errno.EBUSY if status == 503 else errno.EINVAL
+        raise error
+
+    def _connection(self) -> tuple[bool, http.client.HTTPConnection]:
+        """(whether it was used before, a connection)."""
+        if self._idle[0] != os.getpid():
+            self._open()
+        with contextlib.suppress(IndexError):
+            return True, self._idle[1].pop()
+        return False, self._made()
+
+    def _made(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
+        return kind(self._address.host, timeout=_TIMEOUT_S)
+
+    # What a cache of blocks is not asked for
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        """Not offered: blocks come whole."""
+        self._only_blocks(name)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Not offered: blocks come whole."""
+        self._only_blocks(name)
+
+    def head(self, name: str) -> ObjectStat | None:
+        """Not offered."""
+        self._only_blocks(name)
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        """Not offered."""
+        self._only_blocks(prefix)
+
+    def local_path(self, name: str) -> Path | None:
+        """None."""
+        return None
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Refused."""
+        self._only_reading(name)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Refused."""
+        self._only_reading(name)
+
+    def delete(self, name: str) -> None:
+        """Refused."""
+        self._only_reading(name)
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
+        """Refused."""
+        self._only_reading(suffix)
+
+    def _only_blocks(self, name: str) -> NoReturn:
+        raise StoreError(f"{name}: {self.url} is a neighbour's cache and gives out whole blocks only")
+
+    def _only_reading(self, name: str) -> NoReturn:
+        raise StoreReadOnlyError(f"{name}: {self.url} is a neighbour's cache and cannot be written")
+
+
+def _ask(connection: http.client.HTTPConnection, name: str) -> http.client.HTTPResponse:
+    connection.request("GET", f"/{name}")
+    return connection.getresponse()
+
+
+def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+    for connection in connections:
+        connection.close()

@@ -1,0 +1,271 @@
+"""The clients below an object store: obstore where it can be used, boto3 where it cannot.
+
+obstore runs on threads of its own that a forked child does not have: using it in the child of a process that used it
+hangs. So clients belong to a process id, and a child of such a process is given boto3, which costs more processor
+time per request and is otherwise the same. Both are told not to try again by themselves: who repeats what, and what a
+lost answer means, is decided in one place (`object_store`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+from shardkit.errors import MissingDependency, StoreError
+from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.failures import Failure, classify
+
+__all__ = [
+    "Buffer",
+    "Client",
+    "Found",
+    "ObstoreClient",
+    "google_options",
+    "open_client",
+    "s3_options",
+    "substituted",
+]
+
+_Result = TypeVar("_Result")
+
+Buffer = Any
+"""Bytes, or whatever has them behind the buffer protocol."""
+
+WRITE_ID: Final = "shardkitwrite"
+"""Metadata key under which a put notes which call made the object; Azure takes letters, digits and _ only, and some
+proxies drop headers with _."""
+
+_TOKEN_LIFE: Final = timedelta(
+    minutes=6
+)  # obstore asks again five minutes before the end: about once a minute
+_obstore_process: int | None = (
+    None  # the first process id in which obstore was used, inherited by forked children
+)
+
+
+class Found(NamedTuple):
+    """An object as a listing or a request shows it."""
+
+    name: str
+    size: int
+    write_id: str | None = None
+    etag: str = ""
+    """Changes when the object does; empty where the store has none."""
+    sha256: str | None = None
+    """Hex digest that the store keeps of the whole object, None where it keeps none or the client cannot ask."""
+
+
+class Client(Protocol):
+    """One attempt of each request; raises `Failure`."""
+
+    def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
+        """(size, bytes); the bytes are empty and unread where size > max_bytes."""
+
+    def get_range(self, name: str, offset: int, length: int) -> Buffer:
+        """At most `length` bytes from `offset`, fewer at the end."""
+
+    def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
+        """Put over whatever is there; if `write_id` is given, only where nothing is there."""
+
+    def stat(self, name: str) -> Found:
+        """Everything that the client can learn of an object without reading it."""
+
+    def list(self, prefix: str, after: str) -> Iterator[Found]:
+        """Objects below the folder `prefix` after the name `after`, in byte order of names."""
+
+    def delete(self, name: str) -> None:
+        """Remove; absent is fine."""
+
+
+_substitute: Callable[[Address], Client] | None = None
+
+
+@contextlib.contextmanager
+def substituted(opener: Callable[[Address], Client]) -> Iterator[None]:
+    """Let object stores of this process that have no client yet take `opener`'s: for simulations."""
+    global _substitute
+    before, _substitute = _substitute, opener
+    try:
+        yield
+    finally:
+        _substitute = before
+
+
+def open_client(address: Address, patience: Patience, *, checksums: bool = False) -> Client:
+    """A client for this process.
+
+    Args:
+        address: of the root.
+        patience: how long a request may take.
+        checksums: one that reads the checksums that S3 stores, which obstore cannot.
+
+    Raises:
+        MissingDependency: The packages are not installed.
+        StoreError: The process was forked after obstore was used, and the store is not S3.
+    """
+    global _obstore_process
+    if _substitute is not None:
+        return _substitute(address)
+    if importlib.util.find_spec("obstore") is None:
+        raise MissingDependency(f"{address.scheme}:// needs obstore; run: pip install 'shardkit[s3]'")
+    forked = _obstore_process not in (None, os.getpid())
+    if (forked or checksums) and address.scheme == "s3" and importlib.util.find_spec("boto3") is not None:
+        from shardkit.stores.remote.boto3_client import Boto3Client
+
+        return Boto3Client(address, patience)
+    if forked:
+        raise StoreError(
+            f"{address.url} was used before this process was forked, and its client does not work in the child; start "
+            'processes with "spawn" or "forkserver", or install boto3 for s3://'
+        )
+    _obstore_process = os.getpid()
+    return ObstoreClient(address, patience)
+
+
+class ObstoreClient:
+    """S3, Google Cloud Storage and Azure through obstore."""
+
+    def __init__(self, address: Address, patience: Patience) -> None:
+        self._api = importlib.import_module("obstore")
+        stores = importlib.import_module("obstore.store")
+        options: dict[str, Any] = {
+            "client_options": {
+                "timeout": timedelta(seconds=10 * patience.attempt_s),
+                "connect_timeout": timedelta(seconds=min(10.0, patience.attempt_s)),
+                "read_timeout": timedelta(seconds=patience.attempt_s),
+                "allow_http": True,
+                "pool_idle_timeout": timedelta(seconds=20),
+            },
+            "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=patience.attempt_s)},
+        }
+        if address.path:
+            options["prefix"] = address.path
+        try:
+            if address.scheme == "s3":
+                options |= {"checksum_algorithm": "SHA256", **s3_options()}
+                self._store = stores.S3Store(address.host, **options)
+            elif address.scheme == "gs":
+                self._store = stores.GCSStore(address.host, **google_options(), **options)
+            else:
+                self._store = stores.AzureStore(address.host, **options)
+        except self._api.exceptions.BaseError:  # its text may quote what it was given
+            raise Failure(
+                "refused", "what the environment says of its endpoint or credentials is unusable"
+            ) from None
+
+    def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
+        """See `Client.get`."""
+
+        def read() -> tuple[int, Buffer]:
+            found = self._api.get(self._store, name)
+            size = int(found.meta["size"])
+            return size, found.buffer() if size <= max_bytes else b""
+
+        return _told(read)
+
+    def get_range(self, name: str, offset: int, length: int) -> Buffer:
+        """See `Client.get_range`."""
+        return _told(lambda: self._api.get_range(self._store, name, start=offset, length=length))
+
+    def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
+        """See `Client.put`."""
+        settings: dict[str, Any] = {"use_multipart": False}
+        if write_id is not None:
+            settings |= {"mode": "create", "attributes": {WRITE_ID: write_id}}
+        _told(lambda: self._api.put(self._store, name, data, **settings))
+
+    def stat(self, name: str) -> Found:
+        """See `Client.stat`."""
+
+        def look() -> Found:
+            found = self._api.get(self._store, name, options={"head": True})
+            write_id = dict(found.attributes).get(WRITE_ID)
+            return Found(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
+
+        return _told(look)
+
+    def list(self, prefix: str, after: str) -> Iterator[Found]:
+        """See `Client.list`."""
+        try:
+            chunks = self._api.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
+            for chunk in chunks:
+                for meta in chunk:
+                    yield Found(meta["path"], int(meta["size"]), etag=meta["e_tag"] or "")
+        except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
+            raise classify(error) from None
+
+    def delete(self, name: str) -> None:
+        """See `Client.delete`."""
+        try:
+            _told(lambda: self._api.delete(self._store, name))
+        except Failure as failure:
+            if failure.kind != "absent":
+                raise
+
+
+def s3_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Endpoint, region and credentials from the usual AWS environment, for obstore."""
+    found = os.environ if environment is None else environment
+    options: dict[str, Any] = {}
+    endpoint = found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+    region = found.get("AWS_REGION") or found.get("AWS_DEFAULT_REGION")
+    if importlib.util.find_spec("boto3") is not None:
+        import boto3
+
+        session = boto3.Session()
+        region = region or session.region_name
+        credentials = session.get_credentials()
+        if credentials is None:
+            options["skip_signature"] = True  # a public bucket
+        else:
+            options["credential_provider"] = _Renewed(credentials)
+    return options | {"region": region or "us-east-1"}
+
+
+def google_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Where Google's storage is, if not at Google, for obstore, which finds all else in the environment by itself.
+
+    ``STORAGE_EMULATOR_HOST`` is what Google's own clients call an emulator's address, with or without a scheme. Nobody
+    signs in there: without a token in ``GOOGLE_BEARER_TOKEN`` a made-up one is sent, and no other credential at all.
+    """
+    found = os.environ if environment is None else environment
+    endpoint = found.get("STORAGE_EMULATOR_HOST")
+    if not endpoint:
+        return {}
+    if "://" not in endpoint:
+        endpoint = f"http://{endpoint}"
+    return {"base_url": endpoint.rstrip("/"), "bearer_token": found.get("GOOGLE_BEARER_TOKEN") or "emulator"}
+
+
+class _Renewed:
+    """Credentials as boto3 finds them: profiles, roles, single sign-on; it renews those that expire."""
+
+    def __init__(self, credentials: Any) -> None:
+        self._credentials = credentials
+
+    def __repr__(self) -> str:
+        return "<credentials from the AWS environment>"
+
+    def __call__(self) -> dict[str, Any]:
+        frozen = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _TOKEN_LIFE,
+        }
+
+
+def _told(request: Callable[[], _Result]) -> _Result:
+    try:
+        return request()
+    except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
+        raise classify(error) from None

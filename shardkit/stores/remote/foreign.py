@@ -1,0 +1,176 @@
+"""Objects of somebody else, by URL: listed, looked at and read, never written. Adopted tars, and sources of builds.
+
+They have whatever names their owner gave them, not those that a store of ours takes; otherwise they are read by the
+same clients, with the same repetitions and the same care that no message holds a credential.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from shardkit.errors import NotFoundError, UsageError
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
+from shardkit.stores.remote.backoff import Patience, pauses
+from shardkit.stores.remote.clients import Found
+from shardkit.stores.remote.failures import Failure
+from shardkit.stores.remote.fsspec_store import FsspecStore
+from shardkit.stores.remote.object_store import ObjectStore
+
+__all__ = ["ForeignBucket", "ForeignFiles", "ForeignStat", "ForeignStore", "open_foreign", "split_url"]
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+_LONGEST: Final = 4_000
+_ETAGS: Final = ("ETag", "etag", "md5Hash", "content_md5")
+"""Under which names fsspec's file systems tell something that changes with the bytes; times tell nothing."""
+
+
+class ForeignStat(NamedTuple):
+    """What a store knows of an object without reading it."""
+
+    size: int
+    """Bytes."""
+    sha256: str | None = None
+    """Hex digest that the store itself keeps of the whole object."""
+    etag: str = ""
+    """Another one as soon as the bytes are others; empty where the store has none."""
+
+
+class ForeignBucket(ObjectStore):
+    """A whole bucket, read only, under any keys but those with empty parts, ``.`` or ``..``.
+
+    Args:
+        address: Of the bucket, without a prefix.
+        patience: See `ObjectStore`.
+    """
+
+    def __init__(self, address: Address, *, patience: Patience | None = None) -> None:
+        super().__init__(address, read_only=True, patience=patience)
+
+    def _check_name(self, name: str) -> None:
+        _check_key(self.url, name)
+
+    def with_patience(self, patience: Patience) -> ForeignBucket:
+        """The same bucket, more or less patient."""
+        return ForeignBucket(self._address, patience=patience)
+
+    def stat(self, key: str) -> ForeignStat | None:
+        """What the store says of an object; None where there is none.
+
+        Raises:
+            StoreError: It does not answer.
+        """
+        self._check_name(key)
+        found = self._look(key)
+        return None if found is None else ForeignStat(found.size, found.sha256, found.etag)
+
+    def list_keys(self, prefix: str) -> Iterator[tuple[str, ForeignStat]]:
+        """Keys below the folder `prefix` (empty, or ending in ``/``), in byte order.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        last, problem = "", Failure("no-answer", "no attempt was made")
+        for _ in pauses(self._patience):
+            try:
+                # boto3 lists every key there is; obstore stops at one that has an empty part
+                for found in self._client(self._attesting).list(prefix, last):
+                    if _is_wanted(found, prefix, last):
+                        yield found.name, ForeignStat(found.size, None, found.etag)
+                    last = max(last, found.name)
+                return
+            except Failure as failure:
+                problem = failure
+                if not failure.passing:
+                    break
+                self._renew(failure)
+        self._refuse(prefix or "objects", "list", problem)
+
+
+class ForeignFiles(FsspecStore):
+    """A folder behind a URL that fsspec knows, read only.
+
+    Args:
+        address: Of the folder.
+    """
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address, read_only=True)
+
+    def _check_name(self, name: str) -> None:
+        _check_key(self.url, name)
+
+    def stat(self, key: str) -> ForeignStat | None:
+        """What the file system says of a file; None where there is none.
+
+        Raises:
+            StoreError: It does not answer.
+        """
+        self._check_name(key)
+        try:
+            info = self._info(key)
+        except NotFoundError:
+            return None
+        return ForeignStat(int(info["size"]), None, _etag(info))
+
+
+ForeignStore = ForeignBucket | ForeignFiles
+"""A place that holds objects which are not ours to name."""
+
+
+def split_url(url: str) -> tuple[Address, str]:
+    """The place of an object of somebody else, and its key there; what is behind ``://`` is taken as it is written.
+
+    Returns:
+        For an object store the bucket and the whole key; for anything else the folder and the file's name.
+
+    Raises:
+        UsageError: Not such a URL, or it holds a credential.
+    """
+    match = _URL.fullmatch(url)
+    if match is None or "::" in url:
+        raise UsageError(
+            "URL of an object: expected scheme://bucket/key, one scheme and no control characters"
+        )
+    scheme, host, key = match.groups()
+    address = parse_address(f"{scheme}://{host}/")
+    if address.scheme in OBJECT_SCHEMES.values():
+        _check_key(address.url, key)
+        return address, key
+    address = parse_address(url)  # refuses a query, which is where signatures are
+    folder, _, name = key.rpartition("/")
+    _check_key(address.url, name)
+    return Address(address.scheme, address.host, folder), name
+
+
+def open_foreign(address: Address, *, patience: Patience | None = None) -> ForeignStore:
+    """What `split_url` found, to be read.
+
+    Raises:
+        MissingDependency: A package is not installed that this kind of URL needs.
+    """
+    if address.scheme in OBJECT_SCHEMES.values():
+        return ForeignBucket(address, patience=patience)
+    return ForeignFiles(address)
+
+
+def _check_key(where: str, key: str) -> None:
+    if not key or len(key) > _LONGEST or _CONTROL.search(key):
+        raise UsageError(
+            f"{where}: key {key[:200]!r}, expected 1 to {_LONGEST} characters and no control characters"
+        )
+    if {"", ".", ".."} & set(key.split("/")):
+        raise UsageError(
+            f"{where}: key {key[:200]!r} has an empty part, '.' or '..'; give the object another name"
+        )
+
+
+def _is_wanted(found: Found, prefix: str, last: str) -> bool:
+    """New in this attempt, and no marker of a folder."""
+    return found.name > last and found.name.startswith(prefix) and not found.name.endswith("/")
+
+
+def _etag(info: dict[str, Any]) -> str:
+    return next((str(info[name]) for name in _ETAGS if info.get(name)), "")

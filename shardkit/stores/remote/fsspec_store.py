@@ -1,0 +1,294 @@
+"""A store behind any URL that fsspec knows: the compatible path, for one writer at a time.
+
+fsspec promises no put-if-absent that holds between processes (most of its file systems look first and write then), so
+the probe refuses such roots to several writers. Reading is as safe as anywhere: every byte is verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from shardkit.errors import (
+    IntegrityError,
+    MissingDependency,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UsageError,
+)
+from shardkit.stores.os_errors import store_error
+from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.ranges import check_ranges
+from shardkit.stores.remote.spooled_stage import SpooledStage, spooled
+from shardkit.stores.remote.waiting import WAITS
+from shardkit.stores.store import ObjectStat, check_name, check_prefix
+
+__all__ = ["FsspecStore"]
+
+_Result = TypeVar("_Result")
+
+_MAX_PUT_BYTES: Final = 5 * 2**30
+_TEMPORARIES: Final = "tmp"
+_CLIENTS_OWN_S: Final = float("inf")
+"""How long fsspec's clients wait is theirs to know."""
+
+
+class FsspecStore:
+    """Objects below a URL that fsspec opens; implements `shardkit.stores.store.Store`.
+
+    Args:
+        address: Of the root.
+        read_only: Refuse every change.
+    """
+
+    def __init__(self, address: Address, *, read_only: bool = False) -> None:
+        if importlib.util.find_spec("fsspec") is None:
+            raise MissingDependency(f"{address.scheme}:// needs fsspec; run: pip install 'shardkit[s3]'")
+        self._address = address
+        self._read_only = read_only
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._systems: dict[int, tuple[Any, str]] = {}
+
+    def __repr__(self) -> str:
+        return f"FsspecStore({self.url!r}, read_only={self._read_only})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_address": self._address, "_read_only": self._read_only}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        """The URL of the root."""
+        return self._address.url
+
+    @property
+    def read_only(self) -> bool:
+        """Whether changes are refused."""
+        return self._read_only
+
+    def for_one_writer(self) -> FsspecStore:
+        """Itself: it never was for more."""
+        return self
+
+    # Reading
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        self._check_name(name)
+        size = self._size(name)
+        if size > max_bytes:
+            raise IntegrityError(
+                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
+            )
+        return self._read(name, 0, size)
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        return self.get_ranges(name, [(offset, length)])[0]
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        self._check_name(name)
+        check_ranges(name, ranges)
+        if not ranges:
+            return []
+        size = self._size(name)
+        for offset, length in ranges:
+            if offset + length > size:
+                raise IntegrityError(
+                    f"{name} in {self.url}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
+                    f"{self.url}"
+                )
+        return [self._read(name, offset, length) for offset, length in ranges]
+
+    def head(self, name: str) -> ObjectStat | None:
+        self._check_name(name)
+        try:
+            return ObjectStat(self._size(name), None)
+        except NotFoundError:
+            return None
+
+    def local_path(self, name: str) -> Path | None:
+        """None: a memory map is for `LocalStore` only."""
+        self._check_name(name)
+        return None
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        check_prefix(prefix)
+        system, root = self._system()
+
+        def find() -> list[str]:
+            system.invalidate_cache()
+            try:
+                return list(system.find(f"{root}/{prefix}".rstrip("/")))
+            except FileNotFoundError:
+                return []
+
+        paths = self._told(prefix or "objects", "list", find)
+        names = sorted(_below(system, root, path) for path in paths)
+        yield from (name for name in names if name > after and name.startswith(prefix) and _is_ours(name))
+
+    # Writing
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create; safe between the threads that share this store, not between processes; see `Store.put_new`."""
+        self._check_name(name)
+        self._check_writable(name)
+        with self._lock:
+            if self.head(name) is not None:
+                return False
+            self._put(name, data)
+            return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._check_name(name)
+        self._check_writable(name)
+        with self._lock:
+            self._put(name, data)
+
+    def delete(self, name: str) -> None:
+        self._check_name(name)
+        self._check_writable(name)
+        system, root = self._system()
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                system.rm_file(f"{root}/{name}")
+
+        self._told(name, "delete", remove, writing=True)
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[SpooledStage]:
+        """A large object, collected in a local temporary file; see `Store.stage`."""
+        self._check_writable(suffix or "an object")
+        return spooled(self, _MAX_PUT_BYTES)
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Write under a temporary name, then move: no reader sees half an object."""
+        system, root = self._system()
+        temporary, final = f"{root}/{_TEMPORARIES}/{uuid.uuid4().hex}", f"{root}/{name}"
+
+        def put() -> None:
+            system.makedirs(os.path.dirname(final), exist_ok=True)
+            system.makedirs(os.path.dirname(temporary), exist_ok=True)
+            try:
+                system.pipe_file(temporary, bytes(data))
+                system.mv(temporary, final)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    system.rm_file(temporary)
+                raise
+
+        self._told(name, "write", put, writing=True)
+
+    # Requests
+
+    def _system(self) -> tuple[Any, str]:
+        """(file system, path of the root in it) of this process."""
+        found = self._systems.get(os.getpid())
+        if found is None:
+            fsspec = importlib.import_module("fsspec")
+
+            def make() -> tuple[Any, str]:
+                address = self._address.url
+                try:
+                    system, root = fsspec.core.url_to_fs(
+                        address, skip_instance_cache=True, use_listings_cache=False
+                    )
+                except TypeError:  # some hand what they do not know to their client: sftp
+                    system, root = fsspec.core.url_to_fs(address, skip_instance_cache=True)
+                return system, root.rstrip("/")
+
+            found = self._systems.setdefault(os.getpid(), self._told("the root", "open", make))
+        return found
+
+    def _size(self, name: str) -> int:
+        return int(self._info(name)["size"])
+
+    def _info(self, name: str) -> dict[str, Any]:
+        system, root = self._system()
+        info: dict[str, Any] = self._told(name, "look at", lambda: system.info(f"{root}/{name}"))
+        if info.get("type") != "file" or info.get("size") is None:
+            raise NotFoundError(
+                f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
+            )
+        return info
+
+    def _read(self, name: str, offset: int, length: int) -> bytes:
+        if not length:
+            return b""
+        system, root = self._system()
+        data = self._told(
+            name, "read", lambda: system.cat_file(f"{root}/{name}", start=offset, end=offset + length)
+        )
+        if len(data) != length:
+            raise IntegrityError(
+                f"{name} in {self.url}: {len(data)} bytes came, {length} were expected; run: shardkit repair {self.url}"
+            )
+        return bytes(data)
+
+    def _told(
+        self, name: str, doing: str, request: Callable[[], _Result], *, writing: bool = False
+    ) -> _Result:
+        """Turn the client's errors into the protocol's. Their own text is dropped: it may hold credentials."""
+        try:
+            with WAITS.waiting(self.url, f"{doing} {name}", _CLIENTS_OWN_S):
+                return request()
+        except ShardkitError:
+            raise
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise NotFoundError(
+                f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
+            ) from None
+        except (ImportError, ValueError) as error:
+            hint = str(error) if isinstance(error, ImportError) else type(error).__name__
+            raise StoreError(
+                f"cannot {doing} {name} in {self.url}: {hint}; see fsspec's list of URLs"
+            ) from None
+        except OSError as error:
+            told = (
+                store_error(error, f"{doing} {name} in {self.url}", writing=writing) if error.errno else None
+            )
+            if isinstance(told, (StoreFullError, StoreReadOnlyError)):
+                raise told from None
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            reason = type(error).__name__
+            raise StoreError(f"cannot {doing} {name} in {self.url}: {reason}; run it again") from None
+        raise StoreError(
+            f"cannot {doing} {name} in {self.url}: no answer; look at the network, then run it again"
+        )
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
+
+    def _check_writable(self, name: str) -> None:
+        if self._read_only:
+            raise StoreReadOnlyError(
+                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
+            )
+
+
+def _below(system: Any, root: str, path: str) -> str:
+    return str(system._strip_protocol(path)).removeprefix(root).lstrip("/")  # noqa: SLF001
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a listed name is an object's: temporaries and foreign files are not ours to show."""
+    try:
+        check_name(name)
+    except UsageError:
+        return False
+    return True

@@ -1,0 +1,384 @@
+"""A store in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib.util
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+
+from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
+from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.backoff import Patience, pauses
+from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
+from shardkit.stores.remote.failures import Failure
+from shardkit.stores.remote.ranges import Range, check_ranges, coalesce
+from shardkit.stores.remote.spooled_stage import SpooledStage, spooled
+from shardkit.stores.remote.waiting import WAITS, Wait
+from shardkit.stores.store import ObjectStat, check_name, check_prefix
+
+__all__ = ["ObjectStore"]
+
+_Result = TypeVar("_Result")
+
+_MAX_PUT_BYTES: Final = 5 * 2**30
+_ERRNO: Final = {
+    "throttled": errno.EBUSY,
+    "no-answer": errno.ETIMEDOUT,
+    "expired": errno.EACCES,
+    "denied": errno.EACCES,
+}
+"""What kind of failure it was, for whoever decides whether to ask again or elsewhere."""
+_S3_RIGHTS: Final = {
+    "read": "s3:GetObject",
+    "look at": "s3:GetObject",
+    "list": "s3:ListBucket",
+    "write": "s3:PutObject",
+    "delete": "s3:DeleteObject",
+}
+_PARALLEL_RANGES: Final = 16
+_MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time that one more request takes
+_MAX_JOINED_BYTES: Final = 8 * 2**20
+
+
+class ObjectStore:
+    """Objects of a bucket below a prefix; implements `shardkit.stores.store.Store`.
+
+    May be used from any thread, after a fork, and pickled: clients are made per process when they are first needed,
+    and credentials are read by them from the environment, never kept here.
+
+    Args:
+        address: Of the root.
+        read_only: Refuse every change.
+        patience: How long each operation may take. With ``deadline_s=0`` nothing is tried twice.
+        conditional: Whether the bucket keeps put-if-absent; where it does not, a put looks first, which is safe
+            for one writer at a time only.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        read_only: bool = False,
+        patience: Patience | None = None,
+        conditional: bool = True,
+    ) -> None:
+        self._address = address
+        self._read_only = read_only
+        self._patience = patience or Patience()
+        self._conditional = conditional
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[int, str], Any] = {}
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, read_only={self._read_only})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_address", "_read_only", "_patience", "_conditional")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        """``s3://bucket/prefix``."""
+        return self._address.url
+
+    @property
+    def read_only(self) -> bool:
+        """Whether changes are refused."""
+        return self._read_only
+
+    def with_patience(self, patience: Patience) -> ObjectStore:
+        """The same root, more or less patient."""
+        return ObjectStore(
+            self._address, read_only=self._read_only, patience=patience, conditional=self._conditional
+        )
+
+    def for_one_writer(self) -> ObjectStore:
+        """The same root for a bucket that does not keep put-if-absent, and one writer at a time."""
+        return ObjectStore(
+            self._address, read_only=self._read_only, patience=self._patience, conditional=False
+        )
+
+    # Reading
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        self._check_name(name)
+        size, data = self._try(name, "read", lambda client: client.get(name, max_bytes))
+        if size > max_bytes:
+            raise IntegrityError(
+                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
+            )
+        self._check_length(name, data, size)
+        return bytes(data)
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        return bytes(self.read_range(name, offset, length))
+
+    def read_range(self, name: str, offset: int, length: int) -> Buffer:
+        """`get_range` without the copy: whatever the client has the bytes in."""
+        self._check_name(name)
+        check_ranges(name, [(offset, length)])
+        if length == 0:
+            return self._empty_range(name, offset)
+        data = self._try(name, "read", lambda client: client.get_range(name, offset, length))
+        self._check_length(name, data, length)
+        return data
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, near ones in one request, the others side by side; see `Store.get_ranges`."""
+        self._check_name(name)
+        check_ranges(name, ranges)
+        wanted = [Range(offset, length) for offset, length in ranges]
+        for empty in (one for one in wanted if not one.length):
+            self._empty_range(name, empty.offset)
+        groups = coalesce(wanted, max_gap=_MAX_GAP_BYTES, max_joined=_MAX_JOINED_BYTES)
+        if len(groups) <= 1:
+            read = [self.read_range(name, *group.span) for group in groups]
+        else:
+            with ThreadPoolExecutor(min(_PARALLEL_RANGES, len(groups))) as pool:
+                read = list(pool.map(lambda group: self.read_range(name, *group.span), groups))
+        parts = [b""] * len(wanted)
+        for group, data in zip(groups, read, strict=True):
+            view = memoryview(data)
+            for i in group.members:
+                start = wanted[i].offset - group.span.offset
+                parts[i] = bytes(view[start : start + wanted[i].length])
+        return parts
+
+    def head(self, name: str) -> ObjectStat | None:
+        """Size, and the SHA-256 that S3 took when the object was put; see `Store.head`."""
+        self._check_name(name)
+
+        found = self._look(name)
+        return None if found is None else ObjectStat(found.size, found.sha256)
+
+    def local_path(self, name: str) -> Path | None:
+        """None: nothing here is a local file."""
+        self._check_name(name)
+        return None
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        check_prefix(prefix)
+        last, what, since = after, prefix or "objects", WAITS.now()
+        problem = Failure("no-answer", "")
+        for _ in pauses(self._patience):
+            try:
+                listed = self._client("data").list(prefix, last)
+                while True:
+                    with self._waiting(
+                        "list", what, since
+                    ) as wait:  # for a name, not for what is done with it
+                        wait.problem = problem.reason
+                        found = next(listed, None)
+                    if found is None:
+                        return
+                    if found.name > last and found.name.startswith(prefix) and _is_ours(found.name):
+                        yield found.name
+                        last = found.name
+                    since = WAITS.now()
+            except Failure as failure:
+                if not failure.passing:
+                    self._refuse(what, "list", failure)
+                problem = failure
+                self._renew(failure)
+        self._refuse(what, "list", problem)
+
+    # Writing
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create, never over another; see `Store.put_new`.
+
+        A put whose answer was lost may have landed, or may land yet. It is therefore repeated, with the same mark in
+        the object's metadata, until it is answered; the mark then tells whether the object that exists is ours.
+        """
+        self._check_name(name)
+        self._check_put(name, len(data))
+        if not self._conditional:
+            if self.head(name) is not None:
+                return False
+            self._try(name, "write", lambda client: client.put(name, data, write_id=None))
+            return True
+        return self._put_if_absent(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._check_name(name)
+        self._check_put(name, len(data))
+        self._try(name, "write", lambda client: client.put(name, data, write_id=None))
+
+    def delete(self, name: str) -> None:
+        self._check_name(name)
+        self._check_writable(name)
+        self._try(name, "delete", lambda client: client.delete(name))
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[SpooledStage]:
+        """A large object, collected in a local temporary file and put in one piece; see `Store.stage`."""
+        self._check_writable(suffix or "an object")
+        return spooled(self, _MAX_PUT_BYTES)
+
+    def _put_if_absent(self, name: str, data: bytes) -> bool:
+        write_id = uuid.uuid4().hex
+        unclear = False
+        problem = Failure("no-answer", "no attempt was made")
+        with self._waiting("write", name) as wait:
+            for _ in pauses(self._patience):
+                denied_before = problem.kind == "denied"
+                try:
+                    self._client("data").put(name, data, write_id=write_id)
+                    return True
+                except Failure as failure:
+                    if failure.kind == "exists":
+                        return unclear and self._is_mine(name, write_id)
+                    # Only S3 says that a token has expired; elsewhere it is denied like any other: new credentials,
+                    # once.
+                    if not failure.passing and (failure.kind != "denied" or denied_before):
+                        self._refuse(name, "write", failure)
+                    unclear = unclear or failure.kind == "no-answer"
+                    problem, wait.problem = failure, failure.reason
+                    self._renew(failure)
+        return self._refuse(name, "write", problem)
+
+    def _is_mine(self, name: str, write_id: str) -> bool:
+        found: Found = self._try(name, "look at", lambda client: client.stat(name))
+        return found.write_id == write_id
+
+    # Requests
+
+    def _look(self, name: str) -> Found | None:
+        """What the store knows of an object; None where there is none."""
+
+        def look(client: Client) -> Found | None:
+            try:
+                return client.stat(name)
+            except Failure as failure:
+                if failure.kind == "absent":
+                    return None
+                raise
+
+        return self._try(name, "look at", look, role=self._attesting)
+
+    @property
+    def _attesting(self) -> str:
+        """The client that can read stored checksums, where there is one."""
+        return "checksums" if self._address.scheme == "s3" and _has_boto3() else "data"
+
+    def _client(self, role: str) -> Client:
+        """The client of this process: "data" for bytes, "checksums" for stored ones."""
+        key = (os.getpid(), role)
+        found = self._clients.get(key)
+        if found is None:
+            made = open_client(self._address, self._patience, checksums=role == "checksums")
+            found = self._clients.setdefault(key, made)
+        return found  # type: ignore[no-any-return]
+
+    def _renew(self, failure: Failure) -> None:
+        """Drop clients whose credentials the store no longer takes; the next ones read them anew."""
+        if failure.kind in ("expired", "denied"):
+            self._clients.clear()
+
+    def _try(
+        self, name: str, doing: str, request: Callable[[Any], _Result], *, role: str = "data"
+    ) -> _Result:
+        """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
+        problem: Failure | None = None
+        with self._waiting(doing, name) as wait:
+            for _ in pauses(self._patience):
+                denied_before = problem is not None and problem.kind == "denied"
+                try:
+                    return request(self._client(role))
+                except Failure as failure:
+                    problem, wait.problem = failure, failure.reason
+                    self._renew(failure)
+                    # Not every answer that denies says that a token has expired: new credentials, once.
+                    if not failure.passing and (failure.kind != "denied" or denied_before):
+                        break
+        assert problem is not None
+        return self._refuse(name, doing, problem)
+
+    def _waiting(self, doing: str, name: str, since: float | None = None) -> AbstractContextManager[Wait]:
+        patience = self._patience
+        deadline_s = max(patience.deadline_s, patience.attempt_s)
+        return WAITS.waiting(self.url, f"{doing} {name}", deadline_s, since=since)
+
+    def _refuse(self, name: str, doing: str, failure: Failure) -> NoReturn:
+        """Turn a failure into the error that the protocol asks for."""
+        if failure.kind == "absent":
+            raise NotFoundError(
+                f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
+            )
+        if failure.kind == "range":
+            raise IntegrityError(
+                f"{name} in {self.url}: it is shorter than expected; run: shardkit repair {self.url}"
+            )
+        advice = failure.advice
+        if failure.kind == "denied":
+            advice = f"get the right {self._right(doing)}, or set other credentials in the environment"
+        text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {advice}"
+        if failure.kind == "denied" and doing in ("write", "delete"):
+            raise StoreReadOnlyError(text)
+        error = StoreError(text)
+        error.errno = _ERRNO.get(failure.kind, errno.EINVAL)
+        raise error
+
+    def _right(self, doing: str) -> str:
+        """What the credentials lack, in the words of the store's own policies where we know them."""
+        return _S3_RIGHTS.get(doing, doing) if self._address.scheme == "s3" else f"to {doing}"
+
+    def _empty_range(self, name: str, offset: int) -> bytes:
+        stat = self.head(name)
+        if stat is None:
+            self._refuse(name, "read", Failure("absent", ""))
+        if offset > stat.size:
+            self._refuse(name, "read", Failure("range", ""))
+        return b""
+
+    def _check_length(self, name: str, data: Buffer, expected: int) -> None:
+        found = memoryview(data).nbytes
+        if found != expected:
+            raise IntegrityError(
+                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
+            )
+
+    def _check_put(self, name: str, size: int) -> None:
+        self._check_writable(name)
+        if size > _MAX_PUT_BYTES:
+            raise UsageError(
+                f"{name}: {size} bytes, a bucket takes {_MAX_PUT_BYTES} in one piece; use smaller samples"
+            )
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
+
+    def _check_writable(self, name: str) -> None:
+        if self._read_only:
+            raise StoreReadOnlyError(
+                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
+            )
+
+
+@functools.cache
+def _has_boto3() -> bool:
+    """Asked with every look at an object, and slow to find out."""
+    return importlib.util.find_spec("boto3") is not None
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a listed name is an object's: foreign objects below the prefix are not ours to show."""
+    try:
+        check_name(name)
+    except UsageError:
+        return False
+    return True

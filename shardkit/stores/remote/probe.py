@@ -1,0 +1,102 @@
+"""Does this store's put-if-absent hold when sixteen writers race? Asked before a root is given to several writers.
+
+Some servers ignore the condition, some keep it one request after the other and break it in a race. Either loses
+commits without a word, so a new root is tried out first (SPEC.md, "Stores beyond the local disk").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from shardkit.errors import StoreError
+from shardkit.stores.remote.fsspec_store import FsspecStore
+from shardkit.stores.store import Store
+
+__all__ = ["ProbeResult", "check_writers", "probe"]
+
+WRITERS: Final = 16
+ROUNDS: Final = 5
+
+
+class ProbeResult(NamedTuple):
+    """What a race showed.
+
+    Attributes:
+        winners: per round, how many writers were told that they created the object.
+        kept: per round, whether what lies there afterwards is a winner's.
+        overwritten: a later put on an existing name was told that it created it.
+    """
+
+    winners: tuple[int, ...]
+    kept: tuple[bool, ...]
+    overwritten: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether several writers may share the store."""
+        return set(self.winners) == {1} and all(self.kept) and not self.overwritten
+
+
+def probe(store: Store, *, writers: int = WRITERS, rounds: int = ROUNDS) -> ProbeResult:
+    """Let writers race for the same names; what they put is removed again.
+
+    Each writer has a client of its own, so that no lock inside one process hides what the store does.
+    """
+    folder = f"probe/{uuid.uuid4().hex}"
+    copies = [copy.copy(store) for _ in range(writers)]
+    winners: list[int] = []
+    kept: list[bool] = []
+    overwritten = False
+    with ThreadPoolExecutor(writers, thread_name_prefix="shardkit-probe") as pool:
+        for turn in range(rounds):
+            name, gate = f"{folder}/{turn}", threading.Barrier(writers)
+
+            def put(number: int, name: str = name, gate: threading.Barrier = gate) -> bool:
+                gate.wait()
+                return copies[number].put_new(name, b"%d" % number)
+
+            try:
+                created = list(pool.map(put, range(writers)))
+                found = int(store.get(name, max_bytes=8))
+                winners.append(sum(created))
+                kept.append(created[found])
+                overwritten = overwritten or store.put_new(name, b"late")
+            finally:
+                with contextlib.suppress(StoreError):
+                    store.delete(name)
+            if winners[-1] != 1:
+                break  # one counterexample is enough
+    return ProbeResult(tuple(winners), tuple(kept), overwritten)
+
+
+def check_writers(store: Store) -> None:
+    """Refuse a store that several writers must not share.
+
+    Raises:
+        StoreError: Its put-if-absent admitted more than one winner.
+    """
+    told = _flaw(store)
+    if told is not None:
+        raise StoreError(
+            f"{store.url}: put-if-absent does not hold here ({told}), so that commits of several writers would get "
+            "lost; use a store that keeps If-None-Match, or promise one writer at a time: single_writer=True "
+            "(shardkit build --single-writer)"
+        )
+
+
+def _flaw(store: Store) -> str | None:
+    """What is wrong with the store's put-if-absent, None where it holds."""
+    if isinstance(store, FsspecStore):
+        return "fsspec looks first and writes then"  # a race might be won by luck
+    found = probe(store)
+    if found.holds:
+        return None
+    most = max(found.winners)
+    if most > 1:
+        return f"{most} of {WRITERS} racing writers were told that they created the same object"
+    return "an object that existed was reported as created, or none was"

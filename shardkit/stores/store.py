@@ -1,0 +1,138 @@
+"""The one protocol that every store implements, and the names that a store accepts.
+
+Local roots implement it in `shardkit.stores.local`; object stores and fsspec URLs implement the same
+protocol, and the suite in `shardkit.testing.store_conformance` is run on all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from shardkit.errors import UsageError
+
+__all__ = ["MAX_NAME", "ObjectStat", "Stage", "Store", "check_name", "check_prefix"]
+
+MAX_NAME: Final = 512
+"""Longest name in bytes: every object store and every file system takes it."""
+
+_COMPONENT: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
+_NAME: Final = re.compile(rf"[a-z0-9][A-Za-z0-9._-]{{0,199}}(?:/{_COMPONENT})*")
+_PRIVATE: Final = "tmp/"
+
+
+class ObjectStat(NamedTuple):
+    """What a store knows of an object without reading it."""
+
+    size: int
+    """Bytes."""
+    sha256: str | None
+    """Hex digest that the store itself keeps of the bytes, None where it keeps none (local files)."""
+
+
+class Stage(Protocol):
+    """An object on its way into a store: written piece by piece, visible only once published."""
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what was written so far, as hex."""
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:
+        """Append all of `data`; returns its length. After an error the stage can only be dropped."""
+
+    def publish(self, name: str, *, replace: bool = False) -> bool:
+        """Give the bytes their name, durably and all at once.
+
+        Returns:
+            True where this call created the name, False where it existed (which is then left as it is, unless
+            `replace`: for healing, with bytes of the same digest).
+        """
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A root that holds immutable objects under names.
+
+    Errors of every implementation: `StoreError` and its kinds when the store does not answer or refuses,
+    `NotFoundError` for a name that does not exist, `IntegrityError` for bytes of another size than expected,
+    `UsageError` for a name that no store takes. A name that is listed or read is always complete.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """The whole object, after its size has been compared with `max_bytes`."""
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; IntegrityError where the object is shorter."""
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """`get_range` for several (offset, length) of one object, in the order asked."""
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create durably, never overwrite: True if this call created the name, False if it existed.
+
+        False also promises that the object that was there is durable. After an error the name is either
+        absent or complete: read it back to know.
+        """
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put bytes over an object, durably and in one step: for healing, with bytes of its digest."""
+
+    def head(self, name: str) -> ObjectStat | None:
+        """Size and stored checksum, None where the name does not exist."""
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        """Names under the folder `prefix` (``""`` or ending in ``/``) after `after`, in byte order."""
+
+    def delete(self, name: str) -> None:
+        """Remove durably; no error where the name does not exist."""
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
+        """Write a large object piece by piece; what is not published when the context ends is dropped."""
+
+    def local_path(self, name: str) -> Path | None:
+        """The file that holds the object, None where it is not a local file or does not exist."""
+
+
+def check_name(name: str) -> tuple[str, ...]:
+    """The components of a valid name.
+
+    Names are plain: ASCII letters, digits, ``. _ -`` and ``/`` between components; no component starts with a
+    dot or a dash, so neither ``..`` nor an option of some tool can be spelled.
+
+    Raises:
+        UsageError: The name is not one that every store takes.
+    """
+    if len(name) > MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
+        raise UsageError(
+            f"store name {name[:200]!r}: expected at most {MAX_NAME} of [A-Za-z0-9._/-], starting with a "
+            "lower-case "
+            f'letter or digit, no component starting with "." or "-", not below "{_PRIVATE}"; use another '
+            "name"
+        )
+    return tuple(name.split("/"))
+
+
+def check_prefix(prefix: str) -> tuple[str, ...]:
+    """The components of a folder prefix: ``""`` or a name followed by ``/``.
+
+    Raises:
+        UsageError: The prefix does not end in ``/``, or is no name before it.
+    """
+    if not prefix:
+        return ()
+    if not prefix.endswith("/"):
+        raise UsageError(
+            f'store prefix {prefix[:200]!r}: expected "" or a folder ending in "/"; add the slash'
+        )
+    return check_name(prefix[:-1])
