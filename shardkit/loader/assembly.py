@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardkit.formats import Schema
 from shardkit.loader.batch import Batch, to_tensors
 from shardkit.loader.block_window import GroupBlocks
-from shardkit.loader.gather import RowAddresses
+from shardkit.loader.gather import Allocate, RowAddresses
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.statistics import LoaderCounts
 from shardkit.plan import Plan
@@ -69,7 +69,9 @@ class Assembler:
         pin: bool,
         work: RowWork,
         counts: LoaderCounts,
+        allocate: Allocate,
     ) -> None:
+        self._allocate = allocate
         self._plan, self._schema, self._fields = plan, schema, list(fields)
         self._lanes, self._world, self._by_cell, self._tensors = list(lanes), world, by_cell, tensors
         self._work, self._counts, self._pin = work, counts, pin
@@ -84,7 +86,7 @@ class Assembler:
     ) -> Iterator[BegunStep]:
         """The steps of a group, in order, each as soon as its blocks are there."""
         group = needed.group
-        rows = RowAddresses(self._schema, self._fields, len(needed), group.which, group.row)
+        rows = RowAddresses(self._schema, self._fields, len(needed), group.which, group.row, self._allocate)
         borders = group.borders.tolist()
         for offset, counts in enumerate(group.lane_counts.tolist()):
             started = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -26,9 +26,11 @@ try:
 except ImportError:  # not compiled where this was installed
     block_rows = plain_rows
 
-__all__ = ["DECIMALS", "GatherColumns", "RowAddresses", "is_only_copied", "rows_of"]
+__all__ = ["DECIMALS", "Allocate", "GatherColumns", "RowAddresses", "is_only_copied", "rows_of"]
 
 Int64s = NDArray[np.int64]
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
+"""Memory for the rows of one field of one batch: `numpy.empty`, or what does the same."""
 
 _FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
 DECIMALS = -8
@@ -111,11 +113,19 @@ class RowAddresses:
         blocks: how many blocks the group has.
         which: (n,) int64, the block of each row.
         row: (n,) int64, row inside the block.
+        allocate: makes the arrays that `take` fills.
     """
 
     def __init__(
-        self, schema: Schema, fields: Sequence[str], blocks: int, which: Int64s, row: Int64s
+        self,
+        schema: Schema,
+        fields: Sequence[str],
+        blocks: int,
+        which: Int64s,
+        row: Int64s,
+        allocate: Allocate = np.empty,
     ) -> None:
+        self._allocate = allocate
         self._fields = [(name, schema[name]) for name in fields]
         self._which, self._row = which, row
         self._facts = np.empty((blocks, 1 + _FACTS * len(fields)), np.int64)
@@ -150,23 +160,23 @@ class RowAddresses:
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
         return {
-            name: _column(name, field, facts[:, 1 + _FACTS * n : 1 + _FACTS * (n + 1)], row)
+            name: _column(name, field, facts[:, 1 + _FACTS * n : 1 + _FACTS * (n + 1)], row, self._allocate)
             for n, (name, field) in enumerate(self._fields)
         }
 
 
-def _column(name: str, field: FieldType, facts: Int64s, row: Int64s) -> Any:
+def _column(name: str, field: FieldType, facts: Int64s, row: Int64s, allocate: Allocate) -> Any:
     values, ends, data, pitch = facts.T
     if field.item_bytes is not None:
         texts = pitch == DECIMALS
         if not texts.any():
-            return _fixed(field, values + row * pitch)
+            return _fixed(field, values + row * pitch, allocate)
         addresses, offsets = values + row * pitch, 8 * row[texts]
         parsed = _parsed(name, field, values[texts] + offsets, ends[texts] + offsets, data[texts])
         addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
-        return _fixed(field, addresses)
+        return _fixed(field, addresses, allocate)
     starts = _int64s(values + 8 * row)
-    return _variable(field, data + starts, _int64s(ends + 8 * row) - starts)
+    return _variable(field, data + starts, _int64s(ends + 8 * row) - starts, allocate)
 
 
 def _int64s(addresses: Int64s) -> Int64s:
@@ -176,9 +186,9 @@ def _int64s(addresses: Int64s) -> Int64s:
     return found
 
 
-def _fixed(field: FieldType, addresses: Int64s) -> NDArray[Any]:
+def _fixed(field: FieldType, addresses: Int64s, allocate: Allocate) -> NDArray[Any]:
     dtype = np.dtype(field.dtype)
-    found = np.empty((len(addresses), *field.shape), dtype)
+    found = allocate((len(addresses), *field.shape), dtype)
     if found.nbytes:
         block_rows.copy_rows(found, addresses, dtype.itemsize * prod(field.shape))
     return found
@@ -199,7 +209,7 @@ def _parsed(name: str, field: FieldType, starts_at: Int64s, ends_at: Int64s, dat
     return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, name, first=0)
 
 
-def _variable(field: FieldType, addresses: Int64s, sizes: Int64s) -> Any:
+def _variable(field: FieldType, addresses: Int64s, sizes: Int64s, allocate: Allocate) -> Any:
     """bytes, str or parsed JSON of each row, or values and borders of all rows; one copy, out of the block."""
     if field.kind == "str":
         return block_rows.texts_at(addresses, sizes)
@@ -209,7 +219,7 @@ def _variable(field: FieldType, addresses: Int64s, sizes: Int64s) -> Any:
     dtype = np.dtype(field.dtype)
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=borders[1:])
-    values = np.empty(int(borders[-1]) // dtype.itemsize, dtype=dtype)
+    values = allocate((int(borders[-1]) // dtype.itemsize,), dtype)
     block_rows.copy_rows(values, addresses, sizes)
     return values, borders // dtype.itemsize
 

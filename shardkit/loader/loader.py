@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 from shardkit.errors import StateError, UsageError
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.agreement import agree
@@ -17,7 +19,7 @@ from shardkit.loader.assembly import Assembler, StepBatches
 from shardkit.loader.batch import Batch
 from shardkit.loader.decoders import find_decoders
 from shardkit.loader.events import EventLog
-from shardkit.loader.gather import is_only_copied
+from shardkit.loader.gather import Allocate, is_only_copied
 from shardkit.loader.loop import Loop, Steps
 from shardkit.loader.pipeline import Pipeline, PipelineSettings
 from shardkit.loader.prefetcher import Prefetcher, PrefetchSettings
@@ -72,6 +74,7 @@ class Loader:
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self._prefetch_now = 0  # where it was changed on the way
+        self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         self.counts = LoaderCounts()
         self._events = EventLog(config.run, self.topology.rank)
         reports = self._reports = LoaderSource(self)
@@ -320,6 +323,7 @@ class Loader:
             pin=self._pins(),
             work=work,
             counts=counts,
+            allocate=self.allocate,
         )
         return Pipeline(prefetcher, assembler, settings=settings, counts=counts)
 

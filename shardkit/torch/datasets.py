@@ -22,7 +22,7 @@ from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
 
 from .loop_log import Loop, LoopLog
-from .sent_batches import Sent, SentBatch
+from .sent_batches import Outbox, Sent, SentBatch
 
 __all__ = ["PlanDataset", "dataset"]
 
@@ -120,6 +120,8 @@ class PlanDataset(IterableDataset[Batch]):
     def _hand_out(self, loop: Loop, steps: range, parts: int) -> Iterator[Any]:
         worker, workers = _worker()
         with self._ds.loader(self._plan, **self._settings, stride=workers) as loader:
+            if get_worker_info() is not None:
+                loader.allocate = Outbox(self._log.token).empty
             loader.seek(steps.start)
             for batch in loader:
                 step = _step_of(batch)
@@ -129,12 +131,15 @@ class PlanDataset(IterableDataset[Batch]):
                 if get_worker_info() is None:
                     yield batch
                 else:
-                    sent = Sent(self._log.token, loop, worker, last=step == steps[-1])
-                    yield (
-                        SentBatch.of(batch, sent)
-                        if isinstance(batch, Batch)
-                        else ([SentBatch.of(batch[0], sent), *batch[1:]])
-                    )
+                    yield self._sent(batch, loop, worker, last=step == steps[-1])
+
+    def _sent(self, batch: Batch | Sequence[Batch], loop: Loop, worker: int, *, last: bool) -> Any:
+        if isinstance(batch, Batch):
+            return SentBatch.of(batch, Sent(self._log.token, loop, worker, last))
+        return [
+            SentBatch.of(cell, Sent(self._log.token, loop, worker, last and cell is batch[-1]))
+            for cell in batch
+        ]
 
     # ---- state
 
