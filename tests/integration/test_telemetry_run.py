@@ -269,8 +269,7 @@ def test_what_is_no_run_is_said_without_a_traceback(shardkit_command: Shardkit, 
 def test_telemetry_costs_less_than_a_hundredth_of_a_short_step(tmp_path: Path) -> None:
     """CPU time of the telemetry itself, against a step of 10 ms: polling and writing, and what the trainer adds."""
     from shardkit.telemetry.recorder import Recorder
-    from shardkit_trainer.metering import StageMeter
-    from shardkit_trainer.reporting import Timeline
+    from shardkit_trainer.reporting import StageMeter, Timeline
 
     dataset = small_dataset(tmp_path)
     loader = dataset.loader(dataset.plan(global_batch=16, lanes=4), run=tmp_path / "run", tensors=False)

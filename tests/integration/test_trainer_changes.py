@@ -153,7 +153,7 @@ def differing(value: Any) -> Any:
 
 def test_every_key_of_data_and_model_is_guarded(tmp_path: Path, texts: str) -> None:
     """As a run of 0.1 has them: in run.json alone, and in its log once they were changed."""
-    from shardkit_trainer.changes import check_changes
+    from shardkit_trainer.run_directory import check_changes
 
     config = load_configuration(None, settings(tmp_path, texts))
     stored = json.loads(json.dumps(dataclasses.asdict(config)))

@@ -12,8 +12,7 @@ from shardkit.telemetry import Record, RunTelemetry
 from shardkit_tools.observing.archive import parse_since
 from shardkit_tools.observing.outage import outage_cost
 from shardkit_trainer.configuration import LogConfig
-from shardkit_trainer.metering import StageMeter
-from shardkit_trainer.reporting import Timeline
+from shardkit_trainer.reporting import StageMeter, Timeline
 from tests.unit.telemetry_series import made_series
 
 # Ten steps every two seconds.

@@ -29,8 +29,7 @@ import shardkit
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.recorder import Recorder
 from shardkit.telemetry.slow_blocks import BlockTimes
-from shardkit_trainer.metering import StageMeter
-from shardkit_trainer.reporting import Timeline
+from shardkit_trainer.reporting import StageMeter, Timeline
 
 STEP_S = 0.010
 LANES = 64

@@ -1,11 +1,12 @@
-"""Saving and resuming a run through torch.distributed.checkpoint on shardkit's own store (SPEC.md §4)."""
+"""Saving and resuming a run through torch.distributed.checkpoint, on shardkit's own store and replicas (SPEC.md §4)."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,17 +18,57 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError, ShardkitError
 from shardkit.stores.store import Store
-from shardkit.torch import CheckpointReader, CheckpointWriter, FlatSlice, checkpoint_names, prune_checkpoints
+from shardkit.stores.urls import open_store
+from shardkit.torch import (
+    CheckpointReader,
+    CheckpointWriter,
+    FlatSlice,
+    checkpoint_names,
+    copy_checkpoint,
+    prune_checkpoints,
+)
 from shardkit.torch.checkpoint_format import read_checkpoint_manifest
 
 from .configuration import Configuration
 from .distributed import World, is_collective_failure
-from .replicas import Replicas
 from .strategy import Strategy
 
-__all__ = ["Checkpointer", "checkpoint_name"]
+__all__ = ["Checkpointer"]
+
+
+class Replicas:
+    """Further stores that hold the newest checkpoints too. One that cannot be written costs an event, not the run."""
+
+    def __init__(self, urls: Sequence[str], event: Callable[..., None]):
+        self.stores = [open_store(url) for url in urls]
+        self._event = event
+
+    def copy(self, source: Store, name: str, keep: int) -> None:
+        """Bring every replica up to checkpoint ``name``."""
+        for store in self.stores:
+            with self._told(store, name=name):
+                written = copy_checkpoint(source, store, name)
+                if keep:
+                    prune_checkpoints(store, keep)
+                self._event("replica", name=name, store=store.url, new_bytes=written)
+
+    def names(self) -> list[list[str]]:
+        """The checkpoints of each replica; none of one that does not answer."""
+        found: list[list[str]] = [[] for _ in self.stores]
+        for store, names in zip(self.stores, found, strict=True):
+            with self._told(store):
+                names += checkpoint_names(store)
+        return found
+
+    @contextmanager
+    def _told(self, store: Store, **details: str) -> Iterator[None]:
+        try:
+            yield
+        except (ShardkitError, OSError) as error:
+            self._event("replica-failed", store=store.url, error=str(error), **details)
+
 
 State = dict[str, dict[str, Tensor]]
 Entry = tuple[str, str, Tensor]  # part of the state, name, tensor

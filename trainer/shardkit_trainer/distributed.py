@@ -1,4 +1,8 @@
-"""The process group, the small collectives of a step, and the name of the rank that everybody waits for."""
+"""The process group, the small collectives of a step, and the name of the rank that everybody waits for.
+
+Under a supervisor (`parallel.recovery = "in-process"`) groups are numbered; a process joins the newest one that it is
+a member of.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,82 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from shardkit.errors import RunError
 
 from .configuration import Configuration, expect
-from .membership import Membership
 
-__all__ = ["STAGES", "World", "is_collective_failure", "join_world", "leave_world"]
+__all__ = [
+    "ADDRESS", "NAME", "Membership", "World", "is_collective_failure", "join_world", "leave_world",
+    "publish",
+]  # fmt: skip
+
+ADDRESS = "SHARDKIT_SUPERVISOR"
+"""Environment variable: host:port of the supervisor's store."""
+
+NAME = "SHARDKIT_MEMBER"
+"""Environment variable: this process among those of the supervisor."""
+
+
+def publish(store: c10d.Store, generation: int, members: list[str]) -> None:
+    """Supervisor: make ``members`` the ranks; the number is set last."""
+    store.set(f"members/{generation}", json.dumps(members))
+    store.set("generation", str(generation))
+
+
+@dataclass
+class Membership:
+    """One process's view of the supervisor's store."""
+
+    store: c10d.Store
+    name: str
+    patience_s: float
+
+    @classmethod
+    def from_environment(cls, patience_s: float) -> Membership | None:
+        """The supervisor that started this process, None without one."""
+        if ADDRESS not in os.environ:
+            return None
+        host, _, port = os.environ[ADDRESS].rpartition(":")
+        timeout = timedelta(seconds=patience_s)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store.set(f"ready/{os.environ[NAME]}", "1")
+        return cls(store, os.environ[NAME], patience_s)
+
+    def newest(self) -> int:
+        """The newest generation.
+
+        Raises:
+            RunError: the supervisor does not answer.
+        """
+        try:
+            return int(self.store.get("generation"))
+        except dist.DistError as error:
+            raise RunError(
+                f"{self.name}: the supervisor does not answer any more; start the run again: it goes on from its"
+                f" newest checkpoint ({str(error).splitlines()[0]})"
+            ) from error
+
+    def accuse(self, generation: int, ranks: list[int]) -> None:
+        """Tell the supervisor which ranks of a group do not answer."""
+        members = json.loads(self.store.get(f"members/{generation}"))
+        self.store.set(f"accused/{generation}", " ".join(members[rank] for rank in ranks))
+
+    def wait_after(self, after: int) -> tuple[int, int, int]:
+        """(generation, rank, size) of the first newer generation that this process is a member of.
+
+        Raises:
+            RunError: none comes in time.
+        """
+        deadline = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline:
+            generation = self.newest()
+            if generation > after:
+                members = json.loads(self.store.get(f"members/{generation}"))
+                if self.name in members:
+                    return generation, members.index(self.name), len(members)
+            time.sleep(0.005)
+        raise RunError(
+            f"process {self.name} waited {self.patience_s} s for a group of ranks after number {after}; the supervisor"
+            " has not formed one: look at its output, or restart the run: it goes on from its newest checkpoint"
+        )
+
 
 # the names since torch 2.13, which warns about the older ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,9 +15,8 @@ from pathlib import Path
 from shardkit.errors import MissingDependency
 from shardkit.exit_codes import ExitCode
 
-from .changes import check_changes
 from .configuration import Configuration, load_configuration
-from .run_directory import read_lines
+from .run_directory import check_changes, read_lines
 
 __all__ = ["LIFELINE", "end_with_supervisor", "launch", "on_stop_signals", "rank_environment"]
 

@@ -1,17 +1,24 @@
-"""Sums of gradients that do not depend on who computed what in which order (SPEC.md §2)."""
+"""How gradients are summed over ranks: exact sums (SPEC.md §2), and compressed ones as hooks for DDP's buckets (§8)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor
+from torch.futures import Future
 
+from shardkit.torch import FlatSlice
+
+from .configuration import ParallelConfig
 from .distributed import World
-from .slices import FlatLayout
+from .optimizers import FlatLayout
 
-__all__ = ["ExactSum"]
+__all__ = ["Compression", "ExactSum"]
 
 FRACTION_BITS = 40  # fixed point: range ±2²² (8.4·10⁶ with sign and room), resolution 9·10⁻¹³
 
@@ -67,3 +74,204 @@ class ExactSum:
         """Begin the next step."""
         self._sum.zero_()
         self.overflowed = False
+
+
+BLOCK = 256  # int8: elements that share a scale
+
+
+class Compression:
+    """One rank's compressed reduction of DDP's buckets; every variant returns the mean over ranks, as DDP does.
+
+    What a rank did not send is its *error*, one number per element; it is added to the next gradient. Errors lie on a
+    line by parameter, not by bucket, because DDP changes its buckets after the first step. What a reduction leaves
+    behind counts from `commit` on: a step that is not taken leaves no trace.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], config: ParallelConfig, world: World
+    ):
+        self._config, self._world = config, world
+        self._layout = FlatLayout.of(parameters, 1)
+        places = zip(names, parameters, self._layout.offsets, strict=True)
+        self._place = {id(parameter): (name, offset) for name, parameter, offset in places}
+        self._lines: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._left: dict[str, list[tuple[int, Tensor]]] = {}  # of this step, for each line: (offset, values)
+        self._left_factors: dict[str, Tensor] = {}
+        self._loaded: dict[str, tuple[Tensor, float]] = {}
+        if config.reduction != "bf16":
+            self._lines["error"] = torch.zeros(self._layout.total, device=world.device)
+        if config.reduction == "topk" and config.correction:
+            self._lines["momentum"] = torch.zeros(self._layout.total, device=world.device)
+        if config.reduction == "powersgd":
+            generator = torch.Generator().manual_seed(0)
+            for name, parameter in zip(names, parameters, strict=True):
+                rows, columns = matrix_shape(parameter)
+                if config.rank * (rows + columns) < rows * columns:
+                    start = torch.randn(columns, config.rank, generator=generator)
+                    self._factors[name] = start.to(world.device)
+        kinds = {"bf16": self._bf16, "int8": self._int8, "topk": self._topk, "powersgd": self._powersgd}
+        self._reduce = kinds[config.reduction]
+
+    def hook(self, bucket: Any) -> Future[Tensor]:
+        """Reduce one bucket (`torch.distributed.GradBucket`)."""
+        return self._reduce(bucket.buffer(), bucket.parameters())
+
+    # --- the variants ------------------------------------------------------------------------------------------------
+
+    def _bf16(self, gradient: Tensor, _parameters: Sequence[Tensor]) -> Future[Tensor]:
+        half = gradient.to(torch.bfloat16).div_(self._world.size)
+        self._world.bytes_moved += half.nbytes
+        work = dist.all_reduce(half, async_op=True)
+        assert work is not None
+        done: Future[Tensor] = work.get_future().then(lambda future: gradient.copy_(future.value()[0]))
+        return done
+
+    def _int8(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """Blocks of 256 values of one parameter, the last one shorter, as 8-bit integers with a scale each.
+
+        Blocks of a bucket would have other bits after a resume, whose first step has other buckets.
+        """
+        wanted = gradient + self._read("error", parameters)
+        lengths = [p.numel() for p in parameters]
+        blocks = [F.pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK) for part in _split(wanted, parameters)]
+        scale = torch.cat([part.abs().amax(1) for part in blocks])
+        scale.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        # which block each value is in
+        counts = [min(BLOCK, n - at) for n in lengths for at in range(0, n, BLOCK)]
+        sizes = torch.tensor(counts, device=wanted.device)
+        spread = scale.repeat_interleave(sizes)
+        sent = (wanted / spread).round_().to(torch.int8)
+        self._write("error", parameters, wanted - sent * spread)
+        total = torch.zeros_like(wanted)
+        for values, scales in zip(self._gather(sent), self._gather(scale), strict=True):
+            total += values * scales.repeat_interleave(sizes)
+        return _done(gradient.copy_(total / self._world.size))
+
+    def _topk(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """The largest values with their places; momentum correction after Lin et al. 2018 (DGC)."""
+        correction = self._config.correction
+        if correction:
+            gradient = self._read("momentum", parameters).mul_(correction).add_(gradient)
+        wanted = gradient + self._read("error", parameters)
+        count = max(1, math.ceil(self._config.density * wanted.numel()))
+        places = wanted.abs().topk(count, sorted=False).indices
+        values = wanted[places]
+        wanted[places] = 0.0
+        self._write("error", parameters, wanted)
+        if correction:
+            gradient[places] = 0.0
+            self._write("momentum", parameters, gradient)
+        total = torch.zeros_like(wanted)
+        places = places.to(torch.int32)
+        for others_places, others in zip(self._gather(places), self._gather(values), strict=True):
+            total.index_add_(0, others_places.to(torch.int64), others)
+        return _done(total.div_(self._world.size))
+
+    def _powersgd(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """One power iteration per matrix, started from the step before (Vogels et al. 2019); vectors go whole."""
+        wanted = gradient + self._read("error", parameters)
+        names = [self._place[id(p)][0] for p in parameters]
+        parts = dict(zip(names, _split(wanted, parameters), strict=True))
+        shapes = {name: matrix_shape(p) for name, p in zip(names, parameters, strict=True)}
+        matrices = {name: part.view(shapes[name]) for name, part in parts.items() if name in self._factors}
+        left = {name: matrix @ self._factors[name] for name, matrix in matrices.items()}
+        whole = {name: part for name, part in parts.items() if name not in matrices}
+        means = self._mean({**left, **whole})
+        left = {name: torch.linalg.qr(means[name]).Q for name in matrices}
+        right = self._mean({name: matrix.T @ left[name] for name, matrix in matrices.items()})
+        self._left_factors.update(right)
+        result = [(left[n] @ right[n].T).view(-1) if n in matrices else means[n] for n in names]
+        total = torch.cat(result)
+        sent = [r if n in matrices else parts[n] for n, r in zip(names, result, strict=True)]
+        self._write("error", parameters, wanted - torch.cat(sent))
+        return _done(gradient.copy_(total))
+
+    # --- what they share ---------------------------------------------------------------------------------------------
+
+    def _mean(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Means over ranks, in one collective."""
+        if not tensors:
+            return {}
+        joined = self._world.all_reduce(torch.cat([t.reshape(-1) for t in tensors.values()]))
+        parts = _split(joined.div_(self._world.size), tensors.values())
+        return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank."""
+        self._world.bytes_moved += mine.nbytes
+        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(everyone, mine)
+        return everyone
+
+    def _read(self, line: str, parameters: Sequence[Tensor]) -> Tensor:
+        """A copy of the elements of a line that belong to a bucket."""
+        places = [(self._place[id(p)][1], p.numel()) for p in parameters]
+        return torch.cat([self._lines[line][offset : offset + length] for offset, length in places])
+
+    def _write(self, line: str, parameters: Sequence[Tensor], values: Tensor) -> None:
+        for parameter, part in zip(parameters, _split(values, parameters), strict=True):
+            self._left.setdefault(line, []).append((self._place[id(parameter)][1], part))
+
+    def commit(self) -> None:
+        """The step is taken: what its reduction left behind goes into the next one."""
+        for line, parts in self._left.items():
+            for offset, values in parts:
+                self._lines[line][offset : offset + len(values)] = values
+        self._factors.update(self._left_factors)
+        self.forget()
+
+    def forget(self) -> None:
+        """The step is over, taken or not."""
+        self._left, self._left_factors = {}, {}
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors to save: lines as rows (ranks, elements) of which this rank has one; factors are equal everywhere."""
+        rank, size, total = self._world.rank, self._world.size, self._layout.total
+        lines = {name: FlatSlice(line, (size, total), rank * total) for name, line in self._lines.items()}
+        return {**lines, **{f"factor.{name}": factor for name, factor in self._factors.items()}}
+
+    def loading_state(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to load into, from a checkpoint of any number of ranks or of another reduction.
+
+        Args:
+            saved: the manifest's tensors; those that it lacks start anew.
+        """
+        target: dict[str, Tensor] = {}
+        for name in self._lines:
+            if f"reduction.{name}" in saved:
+                old = saved[f"reduction.{name}"]["shape"][0]
+                first = self._world.rank * old // self._world.size
+                last = (self._world.rank + 1) * old // self._world.size
+                rows = torch.zeros((last - first) * self._layout.total, device=self._world.device)
+                self._loaded[name] = (rows.view(-1, self._layout.total), self._world.size / old)
+                target[name] = FlatSlice(rows, (old, self._layout.total), first * self._layout.total)
+        for name, factor in self._factors.items():
+            if f"reduction.factor.{name}" in saved:
+                target[f"factor.{name}"] = factor
+        return target
+
+    def after_load(self) -> None:
+        """Take over the rows of other ranks: what was never sent is shared out, its mean over ranks kept."""
+        for name, (rows, ratio) in self._loaded.items():
+            self._lines[name].copy_(rows.sum(0) * ratio)
+        self._loaded = {}
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a parameter seen as a matrix; a vector has one column."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return rows, parameter.numel() // max(1, rows)
+
+
+def _split(line: Tensor, like: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Views of a line, one per tensor, of its length."""
+    return torch.split(line, [t.numel() for t in like])
+
+
+def _done(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future

@@ -1,11 +1,14 @@
-"""What a run shows: progress on a terminal or plain lines, metrics as JSON lines, TensorBoard where asked."""
+"""What a run shows and costs: console, metrics, TensorBoard, stage counters, totals over restarts (SPEC.md §7)."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +17,76 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.errors import MissingDependency
+from shardkit.telemetry.reading import read_lines
 
 from .configuration import LogConfig
-from .cost import last_record
 from .run_directory import Lines, RunDirectory
 from .tasks import Task
 
-__all__ = ["Efficiency", "ProfilerWindow", "Reporter", "Timeline", "measured_peak_flops"]
+__all__ = ["Cost", "Efficiency", "ProfilerWindow", "Reporter", "StageMeter", "Timeline"]
+
+TAIL_BYTES = 1 << 16  # the last record lies in it
+
+
+class Cost:
+    """Totals of a run, step by step. They go on from the last record of train.jsonl, so a killed process loses a step.
+
+    A second of every rank is paid for, whatever it was spent on: start, evaluation and checkpoints included.
+
+    Args:
+        config: with price and power of one rank.
+        metrics: train.jsonl, of this and earlier processes.
+        started: time.monotonic() since which this process costs.
+    """
+
+    def __init__(self, config: LogConfig, metrics: Path, started: float):
+        self._config, self.since = config, started
+        self.totals: dict[str, float] = {"rank_seconds": 0.0, "samples": 0, "bytes_moved": 0}
+        self.totals |= _last_totals(metrics)
+        self._bytes_seen = 0
+
+    def step(self, samples: int, bytes_moved: int, ranks: int) -> dict[str, float]:
+        """Add what was spent since the last call; returns the step's own share of it.
+
+        Args:
+            samples: of the step, over all ranks.
+            bytes_moved: by one rank since its process group was formed.
+            ranks: that were paid for.
+        """
+        now = time.monotonic()
+        seconds, self.since = (now - self.since) * ranks, now
+        moved = (bytes_moved - self._bytes_seen) * ranks
+        self._bytes_seen = bytes_moved
+        for name, value in (("rank_seconds", seconds), ("samples", samples), ("bytes_moved", moved)):
+            self.totals[name] = round(self.totals[name] + value, 6)
+        return self._priced(seconds)
+
+    def run(self) -> dict[str, float]:
+        """Totals, with dollars and joules where a price and a power are known."""
+        return {**self.totals, **self._priced(self.totals["rank_seconds"])}
+
+    def _priced(self, rank_seconds: float) -> dict[str, float]:
+        priced = {}
+        if self._config.price_per_hour:
+            priced["dollars"] = round(self._config.price_per_hour * rank_seconds / 3600, 9)
+        if self._config.watts:
+            priced["joules"] = round(self._config.watts * rank_seconds, 6)
+        return priced
+
+
+def last_record(metrics: Path) -> dict[str, Any]:
+    """Of the latest step in train.jsonl; empty where there is none."""
+    for line in reversed(read_lines(metrics, TAIL_BYTES)):
+        with suppress(ValueError):
+            record: dict[str, Any] = json.loads(line)
+            if "total" in record:
+                return record  # else an evaluation
+    return {}
+
+
+def _last_totals(metrics: Path) -> dict[str, float]:
+    total = last_record(metrics).get("total", {})
+    return {name: total[name] for name in ("rank_seconds", "samples", "bytes_moved") if name in total}
 
 
 class Timeline:
@@ -182,3 +248,68 @@ def measured_peak_flops(device: torch.device, precision: torch.dtype) -> float:
         float(b[0, 0])  # waits for the device
         best = max(best, 2.0 * n**3 / (time.perf_counter() - started))
     return best
+
+
+_STAGES = ("data", "prepare", "exchange", "compute", "reduce", "update", "checkpoint", "evaluation")
+
+
+class StageMeter:
+    """Adds up the stages of this rank's steps; a dozen additions per step, nothing else.
+
+    Args:
+        steps: of the whole run.
+        place: gives the stage that the rank has entered.
+    """
+
+    def __init__(self, steps: int, place: Callable[[], str]) -> None:
+        self._place, self._between, self._since = place, "", 0.0
+        self._seconds = dict.fromkeys(_STAGES, 0.0)
+        self._numbers = {"steps": 0.0, "cells": 0.0, "steps_in_all": float(steps)}
+
+    def step(
+        self, timeline: Timeline, *, computed_s: float, cells: int, loss: float, moved_bytes: float
+    ) -> None:
+        """One step is over.
+
+        Args:
+            timeline: of the step.
+            computed_s: what this rank prepared and computed by itself; the rest of the computation was spent
+                waiting for other ranks and counts as reduction.
+            cells: that this rank worked.
+            loss: of the step.
+            moved_bytes: between ranks, since this process began.
+        """
+        seconds = self._seconds
+        for name, value in timeline.seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+        compute = timeline.seconds.get("compute", 0.0)
+        own = min(compute, max(0.0, computed_s - timeline.seconds.get("prepare", 0.0)))
+        seconds["compute"] -= compute - own
+        seconds["reduce"] += compute - own
+        numbers = self._numbers
+        numbers["steps"] += 1
+        numbers["cells"] += cells
+        numbers["moved_bytes"] = moved_bytes
+        numbers["loss"] = loss if math.isfinite(loss) else 0.0
+
+    @contextmanager
+    def between_steps(self, stage: str) -> Iterator[None]:
+        """Something that takes its time between two steps."""
+        self._since, self._between = time.perf_counter(), stage
+        try:
+            yield
+        finally:
+            self._between = ""
+            self._seconds[stage] += time.perf_counter() - self._since
+
+    def numbers(self) -> dict[str, float]:
+        """For `Telemetry.add_source`."""
+        found = {f"{name}_s": value for name, value in self._seconds.items()} | self._numbers
+        between = self._between
+        if between:  # what is under way counts already: an evaluation may outlast a window of the rules
+            found[f"{between}_s"] += time.perf_counter() - self._since
+        return found
+
+    def stage(self) -> list[list[str]]:
+        """For `Telemetry.add_table`: one row."""
+        return [[self._between or self._place()]]

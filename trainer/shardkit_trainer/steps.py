@@ -1,8 +1,4 @@
-"""One optimizer step on one rank: prepare, count, compute, reduce, update.
-
-A step takes this rank's cells of the plan, sums their loss gradients over all ranks and divides by the step's count of
-valid targets (DESIGN §3.3), whoever computed them. Everything that it does is a function of (configuration, step).
-"""
+"""One optimizer step, and one evaluation pass that sees every sample exactly once on any world size."""
 
 from __future__ import annotations
 
@@ -17,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from shardkit.errors import RunError
+import shardkit
+from shardkit.errors import NotFoundError, PlanError, RunError
 
 from .configuration import Configuration
 from .optimizers import learning_rate
@@ -26,7 +24,49 @@ from .reporting import Timeline
 from .strategy import LOSS_BITS, Strategy
 from .tasks import Inputs, mix
 
-__all__ = ["Regroup", "StepResult", "Stepper"]
+__all__ = ["Regroup", "StepResult", "Stepper", "evaluate"]
+
+
+def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
+    """Mean loss per valid target (and accuracy) over all samples of ``evaluation.dataset``; collective.
+
+    The last step of the pass is short, so nothing is dropped or repeated; sums are integers, so the result does not
+    depend on who computed what.
+    """
+    world = strategy.world
+    order: dict[str, Any] = {"seed": 0, "remainder": "short", "shuffle": "none"}
+    try:
+        dataset = shardkit.open(config.evaluation.dataset)
+        batch = min(config.evaluation.global_batch or config.data.global_batch, len(dataset))
+        plan = dataset.plan(global_batch=batch, **order)
+        if plan.lanes < world.size:
+            plan = dataset.plan(global_batch=world.size, lanes=world.size, **order)
+    except (NotFoundError, PlanError) as error:
+        raise type(error)(f"evaluation.dataset = {config.evaluation.dataset!r}: {error}") from error
+    totals = torch.zeros(4, dtype=torch.int64)  # loss in fixed point, right answers, valid targets, samples
+    strategy.module.eval()
+    loader = dataset.loader(plan, rank=world.rank, world=world.size, by_cell=True, uneven=True)
+    with torch.no_grad(), loader:
+        for cells in loader:
+            totals += _one_step(cells, plan.cell_size, config.run.seed, strategy)
+    strategy.module.train()
+    for module in strategy.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward pass nothing else drops the gathered parameters
+    loss, right, valid, samples = world.all_reduce(totals.to(world.device)).tolist()
+    targets = max(1, valid)
+    accuracy = {"accuracy": right / targets} if strategy.task.unit == "sample" else {}
+    return {"loss": loss / 2**LOSS_BITS / targets, "targets": valid, "samples": samples, **accuracy}
+
+
+def _one_step(cells: list[Any], cell_size: int, seed: int, strategy: Strategy) -> torch.Tensor:
+    inputs = [strategy.task.prepare(cell, seed) for cell in cells if len(cell.samples)]
+    counts = [row[0] for row in strategy.world.gather_integers([len(inputs)])]
+    totals = torch.zeros(4, dtype=torch.int64)
+    for one in strategy.passes(inputs, counts, cell_size):
+        loss, right = strategy.loss(one, evaluating=True)
+        totals += torch.tensor([round(float(loss) * 2**LOSS_BITS), int(right), one.valid, one.samples])
+    return totals
 
 
 class Regroup(Exception):

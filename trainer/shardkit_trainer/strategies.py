@@ -10,20 +10,385 @@ zero3       1/ranks       1/ranks                1/ranks          fully_shard, g
 ==========  ============  =====================  ===============  ========================================
 
 (*) in exact mode zero2 keeps whole parameters and slices of gradients. Exact mode replaces DDP's reduction by
-`ExactSum`.
+`ExactSum`. Local steps (SPEC.md §9) are ddp whose replicas meet every H steps.
 """
 
 from __future__ import annotations
 
-from .configuration import Configuration
-from .distributed import World
-from .fully_sharded import FullySharded
-from .local_steps import LocalSteps
-from .replicated import Replicated
-from .strategy import Strategy
-from .tasks import Task
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardkit.torch import FlatSlice
+
+from .configuration import Configuration, expect
+from .distributed import World, all_gather_single, reduce_scatter_single
+from .optimizers import FlatLayout, LocalOptimizer, OwnedTensor
+from .reductions import Compression, ExactSum
+from .strategy import Strategy, local_part
+from .tasks import Inputs, Task
 
 __all__ = ["make_strategy"]
+
+
+class TimedCollective:
+    """One of fully_shard's own collectives, as `FSDPModule.set_custom_all_gather` and its twin expect it.
+
+    Attributes:
+        seconds: that this rank was inside of it, most of them waiting.
+    """
+
+    def __init__(self, collective: Callable[..., Any]):
+        self._collective, self.seconds = collective, 0.0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer to gather or scatter into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **named: Any) -> Any:
+        started = time.perf_counter()
+        work = self._collective(output_tensor, input_tensor, **named)
+        self.seconds += time.perf_counter() - started
+        return work
+
+
+class FullySharded(Strategy):
+    """zero2 and zero3: torch's fully_shard; the optimizer works on each rank's rows."""
+
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        super().__init__(task, config, world, cells)
+        shards = _shards(config.parallel.shard_ranks, world)
+        self.replicas = world.size // shards
+        # Meshes of equal shape and names are equal to torch, which keeps what it has derived from the first of them,
+        # such as this process's place in it: the names tell the groups that a process has been in apart.
+        names = (f"replicas_{world.number}", f"shards_{world.number}")
+        mesh: DeviceMesh = init_device_mesh(world.device.type, (self.replicas, shards), mesh_dim_names=names)
+        self.mesh = mesh = mesh[names[1]] if self.replicas == 1 else mesh
+        self.equal_passes = config.parallel.strategy == "zero3"
+        # torch's own classes for these are not exported: they are matched by what they can do
+        timed: Any = TimedCollective
+        self._gather, self._scatter = timed(all_gather_single), timed(reduce_scatter_single)
+        for block in (*task.blocks(), self.module):
+            sharded = fully_shard(block, mesh=mesh, reshard_after_forward=self.equal_passes)
+            # plain sums: gloo lacks the scaled ones, and the loss is scaled already
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            if config.parallel.rebalance:
+                sharded.set_custom_all_gather(self._gather)
+                sharded.set_custom_reduce_scatter(self._scatter)
+        self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)
+
+    def misplaced(self) -> str:
+        """Every DTensor must lie on the mesh of this group, at this rank's place of it."""
+        rank, shards = self.world.rank, self.world.size // self.replicas
+        place = [rank // shards, rank % shards][-self.mesh.ndim :]
+        placements = [Replicate(), Shard(0)][-self.mesh.ndim :]
+        for part, tensors in self.state().items():
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, DTensor):
+                    continue
+                mesh = tensor.device_mesh
+                ranks = [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
+                found = [list(mesh.get_coordinate() or ()), [one.index(rank) for one in ranks if rank in one]]
+                if found != [place, place] or list(tensor.placements) != placements:
+                    layout = f"at {found[0]} of {mesh.mesh.tolist()}, {list(tensor.placements)}"
+                    return f"holds {part}.{name} {layout}; expected {place} of {self.world.size} ranks, {placements}"
+        return ""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """zero2 reduces in the last pass; zero3 in every one, since it may not keep whole gradients."""
+        assert isinstance(self.module, FSDPModule)
+        if not self.equal_passes:
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_reshard_after_backward(last)
+        return nullcontext()
+
+    def computed_at(self) -> float:
+        """As if the passes had not waited for other ranks: without the time inside of collectives."""
+        waited = self._gather.seconds + self._scatter.seconds
+        self._gather.seconds = self._scatter.seconds = 0.0
+        return time.perf_counter() - float(waited)
+
+    def reduce(self) -> float:
+        """The norm over all shards, of which each replica has every one."""
+        squares = super().reduce() ** 2 / self.replicas
+        total = torch.tensor([squares], dtype=torch.float64, device=self.world.device)
+        moved = sum(local_part(p).nbytes for p in self.module.parameters()) * self.world.size // self.replicas
+        self.world.bytes_moved += moved * (3 if self.equal_passes else 2)
+        return math.sqrt(float(self.world.all_reduce(total)))
+
+
+def _shards(wanted: int, world: World) -> int:
+    """Ranks that share one copy: those of ``parallel.shard_ranks``, else all.
+
+    Where ranks have died in process the others go on: all of them share one copy until their number fits again.
+    """
+    fits = not wanted or world.size % wanted == 0
+    expect(
+        (
+            fits or world.generation > 0,
+            f"parallel.shard_ranks = {wanted}: {world.size} ranks are no multiple of it",
+        )
+    )
+    return wanted if wanted and fits else world.size
+
+
+class LastGradient:
+    """When the last gradient of a step was there: the backward goes on, waiting for others' buckets.
+
+    A hook of a parameter, and nothing but that: torch's collector does not see through such hooks, so a strategy that
+    was one would live on, and with it the group that it belongs to.
+    """
+
+    at: float | None = None
+
+    def __call__(self, _parameter: Tensor) -> None:
+        self.at = time.perf_counter()
+
+
+class Replicated(Strategy):
+    """ddp, zero1 and exact zero2: every rank holds all parameters."""
+
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        super().__init__(task, config, world, cells)
+        sharded = config.parallel.strategy != "ddp"
+        self.layout = FlatLayout.of(self.parameters, world.size if sharded else 1)
+        self.shard = world.rank if sharded else 0
+        self.line = self._lay_out() if sharded else None
+        self.exact: ExactSum | None = None
+        self.compression: Compression | None = None
+        self._gradients_seen = LastGradient()
+        if config.parallel.exact != "off":
+            self.exact = ExactSum(self.parameters, self.layout, config.parallel.exact, world, cells)
+        else:
+            self.forward = _distributed_data_parallel(self.module)
+            if config.parallel.reduction != "fp32":
+                self.compression = Compression(self.names, self.parameters, config.parallel, world)
+                hook = self.compression.hook
+                # DDP reads the annotations of what it is given, so it gets a function without any
+                self.forward.register_comm_hook(None, lambda _state, bucket: hook(bucket))
+            self.loss_scale = float(world.size)
+            # without rebalancing it is telemetry, and may not cost: the gradients that come last in a chain of layers
+            for parameter in self.parameters if config.parallel.rebalance else self.parameters[:2]:
+                parameter.register_post_accumulate_grad_hook(self._gradients_seen)  # type: ignore[no-untyped-call]
+        self.keeps_whole_gradients = config.parallel.strategy != "zero2"
+        self.cuts = self.layout.owned(self.shard) if sharded else []
+        owned = self._slices() if sharded else self._whole_parameters()
+        self.optimizer = LocalOptimizer(owned, config.optimizer, fused=self.exact is None)
+
+    def _lay_out(self) -> Tensor:
+        """Move the parameters onto one line, so that the new values of all slices arrive by one gather."""
+        line = torch.zeros(self.layout.total, device=self.world.device)
+        for parameter, view in zip(self.parameters, self.layout.views(line), strict=True):
+            view = view.view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        return line
+
+    def computed_at(self) -> float:
+        """With DDP, when the last gradient was there."""
+        return self._gradients_seen.at or time.perf_counter()
+
+    def _slices(self) -> list[OwnedTensor]:
+        owned = []
+        for index, low, high in self.cuts:
+            name, whole = self.names[index], self.parameters[index].detach().view(-1)
+            owned.append(OwnedTensor(name, whole[low:high], self.decays[name]))
+        return owned
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """DDP reduces in the last backward only."""
+        within: Any = nullcontext if self.exact is not None or last else self.forward.no_sync
+        return cast("AbstractContextManager[None]", within())
+
+    def after_pass(self) -> None:
+        """Exact mode: this cell's gradient goes into the integer sum."""
+        if self.exact is not None:
+            self.exact.add_cell()
+
+    def reduce(self) -> float:
+        """DDP has reduced in the backward; the exact sum is reduced here. Hands each owned tensor its gradient."""
+        if self.exact is None:
+            norm = super().reduce()
+            if self.compression is None:
+                self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
+        else:
+            norm = self.exact.reduce()
+            for index, parameter in enumerate(self.parameters if self.keeps_whole_gradients else ()):
+                parameter.grad = self.exact.gradient(index, 0, parameter.numel()).view(parameter.shape)
+        for (index, low, high), owned in zip(
+            self.cuts, self.optimizer.owned, strict=False
+        ):  # ddp cuts nothing
+            whole = self.parameters[index].grad
+            if self.exact is not None and not self.keeps_whole_gradients:
+                owned.tensor.grad = self.exact.gradient(index, low, high)
+            elif whole is not None:
+                owned.tensor.grad = whole.view(-1)[low:high]
+        return norm
+
+    def overflowed(self) -> bool:
+        """Exact mode: a value outside the fixed-point range, or not finite."""
+        return self.exact is not None and self.exact.overflowed
+
+    def _gradients(self) -> Iterator[Tensor]:
+        if self.keeps_whole_gradients:
+            yield from super()._gradients()
+        else:
+            yield from (o.tensor.grad for o in self.optimizer.owned if o.tensor.grad is not None)
+
+    def update(self, rate: float) -> None:
+        """Update the owned elements; with slices, gather everybody's."""
+        super().update(rate)
+        if self.compression is not None:
+            self.compression.commit()
+        if self.line is not None:
+            start = self.shard * self.layout.share
+            # a copy: gloo may not gather into the buffer that it sends from
+            self.world.gather_slices(self.line, self.line[start : start + self.layout.share].clone())
+
+    def clear(self) -> None:
+        """Drop gradients and sums."""
+        super().clear()
+        for owned in self.optimizer.owned:
+            owned.tensor.grad = None
+        if self.exact is not None:
+            self.exact.clear()
+        if self.compression is not None:
+            self.compression.forget()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """As everywhere, with what compression has not sent yet."""
+        found = super().state()
+        if self.compression is not None:
+            found["reduction"] = self.compression.state()
+        return found
+
+    def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """What compression has not sent can come from another number of ranks."""
+        found = super().loading_state(saved)
+        if self.compression is not None:
+            found["reduction"] = self.compression.loading_state(saved)
+        return found
+
+    def after_load(self, updates: int) -> None:
+        """Take over what was loaded."""
+        super().after_load(updates)
+        if self.compression is not None:
+            self.compression.after_load()
+
+    def inexact_after(self, ranks: int) -> str:
+        """Only int8 does not depend on DDP's buckets."""
+        kind = self.config.parallel.reduction
+        if self.compression is None or (kind == "int8" and ranks == self.world.size):
+            return ""
+        if ranks != self.world.size and kind != "bf16":
+            return f"what {kind} had not sent is shared out among {self.world.size} ranks, not {ranks}"
+        return f"the first step of a process has other buckets, and {kind} depends on them"
+
+    def misplaced(self) -> str:
+        """Its slice must be that of its rank."""
+        if self.line is None or (self.shard, self.layout.shards) == (self.world.rank, self.world.size):
+            return ""
+        return f"owns slice {self.shard} of {self.layout.shards}, and is rank {self.world.rank} of {self.world.size}"
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        if self.line is None:
+            return super()._optimizer_state()
+        moments = self.optimizer.moments()
+        state: dict[str, Tensor] = {}
+        cuts = {self.names[index]: (low, high) for index, low, high in self.cuts}
+        for name in self.names:
+            low, high = cuts.get(name, (0, 0))
+            for moment in self.optimizer.moment_names:
+                run = moments[name][moment] if low < high else torch.empty(0, device=self.world.device)
+                state[f"{name}.{moment}"] = FlatSlice(run, self.shapes[name], low)
+        return state
+
+
+def _distributed_data_parallel(module: nn.Module) -> DistributedDataParallel:
+    """Torch's DDP; every rank has made the same parameters, and buffers are each rank's own."""
+    # torch 2.13 renames broadcast_buffers and warns about the old name
+    new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    synced: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, **synced)
+
+
+class LocalSteps(Strategy):
+    """Whole replicas that differ between meetings.
+
+    A meeting takes how far each replica has come since the last one, weighted by the samples it saw, as the gradient of
+    an outer Nesterov optimizer. Moments of the inner optimizer are averaged with the same weights, so that after a
+    meeting all of the state is the same everywhere and fits any number of ranks.
+    """
+
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        super().__init__(task, config, world, cells)
+        self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)
+        self._start = [p.detach().clone() for p in self.parameters]
+        self._momentum = [torch.zeros_like(p) for p in self.parameters]
+        self._samples = 0
+        self._since = 0  # updates since the last meeting
+
+    def divisor(self, own: int, everyone: int) -> int:
+        """The mean over this rank's targets."""
+        return own
+
+    def passes(self, cells: Sequence[Inputs], cells_of_ranks: Sequence[int], cell_size: int) -> list[Inputs]:
+        """As everywhere; remembers this rank's weight in the next meeting."""
+        self._samples += sum(cell.samples for cell in cells)
+        return super().passes(cells, cells_of_ranks, cell_size)
+
+    def update(self, rate: float) -> None:
+        """A step of this rank alone; a meeting after every H-th."""
+        super().update(rate)
+        self._since += 1
+        if self._since == self.config.parallel.sync_every:
+            self.settle()
+
+    def whole(self) -> bool:
+        """Only at a meeting: between two, replicas differ, and what a dead one has learned is nowhere else."""
+        return super().whole() and not self._since
+
+    def settle(self) -> None:
+        """Meet now; nothing where no step was taken since the last meeting."""
+        if not self._since:
+            return
+        everyone = sum(row[0] for row in self.world.gather_integers([self._samples]))
+        weight = self._samples / max(1, everyone)
+        rate, momentum = self.config.parallel.outer_lr, self.config.parallel.outer_momentum
+        with torch.no_grad():
+            for parameter, start, velocity in zip(self.parameters, self._start, self._momentum, strict=True):
+                way = self.world.all_reduce((start - parameter) * weight)
+                velocity.mul_(momentum).add_(way)
+                start.sub_(way.add_(velocity, alpha=momentum), alpha=rate)
+                parameter.copy_(start)
+            for moments in self.optimizer.moments().values():
+                for tensor in moments.values():
+                    tensor.copy_(self.world.all_reduce(tensor * weight))
+        self._samples = self._since = 0
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """As everywhere, with the outer optimizer's momentum."""
+        outer = dict(zip(self.names, self._momentum, strict=True))
+        return {**super().state(), "outer": outer}
+
+    def after_load(self, updates: int) -> None:
+        """The next meeting counts from what was loaded."""
+        super().after_load(updates)
+        for start, parameter in zip(self._start, self.parameters, strict=True):
+            start.copy_(parameter.detach())
+        self._samples = self._since = 0
 
 
 def make_strategy(task: Task, config: Configuration, world: World, cells: int) -> Strategy:

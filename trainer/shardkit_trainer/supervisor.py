@@ -20,8 +20,8 @@ import torch.distributed as dist
 from shardkit.exit_codes import ExitCode
 
 from .configuration import Configuration
+from .distributed import ADDRESS, NAME, publish
 from .launch import LIFELINE, on_stop_signals
-from .membership import ADDRESS, NAME, publish
 
 __all__ = ["supervise"]
 

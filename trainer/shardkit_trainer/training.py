@@ -18,19 +18,15 @@ from typing import Any, TypeVar
 
 from shardkit.ledger import ledger_head
 
-from .changes import Change, check_changes, record_changes
 from .checkpoints import Checkpointer
 from .configuration import Configuration
-from .cost import Cost
 from .distributed import World, is_collective_failure, join_world, leave_world
-from .evaluation import evaluate
 from .launch import on_stop_signals
-from .metering import StageMeter
 from .reading import CellsAhead, RunData
 from .recovery import Kept, Progress, carry_over, check_layout
-from .reporting import Efficiency, ProfilerWindow, Reporter, Timeline
-from .run_directory import RunDirectory
-from .steps import Regroup, Stepper, StepResult
+from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
+from .run_directory import Change, RunDirectory, check_changes, record_changes
+from .steps import Regroup, Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
 from .tasks import Task, make_task

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from shardkit_trainer.compression import Compression
 from shardkit_trainer.configuration import ParallelConfig
 from shardkit_trainer.distributed import World
-from shardkit_trainer.reductions import ExactSum
-from shardkit_trainer.slices import FlatLayout
+from shardkit_trainer.optimizers import FlatLayout
+from shardkit_trainer.reductions import Compression, ExactSum
 
 __all__ = ["main"]
 
