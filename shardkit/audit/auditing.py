@@ -10,9 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.audit.binding_checks import check_bound_checkpoints, check_bound_settings, check_tensors
 from shardkit.audit.plans import RunPlan, find_plans
-from shardkit.audit.record_checks import check_checkpoints, check_end, check_statement, explain_events
+from shardkit.audit.record_checks import (
+    check_bound_checkpoints,
+    check_bound_settings,
+    check_checkpoints,
+    check_end,
+    check_statement,
+    check_tensors,
+    explain_events,
+)
 from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.step_checks import check_coverage, check_pending, check_steps

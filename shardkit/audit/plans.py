@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.recipe import PlanRecipe, configured_settings, recipe_of
-from shardkit.audit.replay import cell_digests
+from shardkit.audit.replay import PlanRecipe, cell_digests, configured_settings, recipe_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.population import population_of

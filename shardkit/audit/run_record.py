@@ -12,12 +12,12 @@ from typing import Any, Final
 import numpy as np
 
 from shardkit.audit.checkpoint_records import CheckpointRecord, read_checkpoints
-from shardkit.audit.findings import Finding, Severity
+from shardkit.audit.result import Finding, Severity
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.ledger import Ledger, Merge, journal_paths
 from shardkit.ledger.bindings import CONFIGURATION
-from shardkit.ledger.journal_reading import JournalFile
+from shardkit.ledger.journal_format import JournalFile
 from shardkit.ledger.ledger import read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records

@@ -5,11 +5,15 @@ A torn tail is recognised, everything else that is wrong is an error. SPEC.md sa
 what is promised.
 """
 
-from shardkit.ledger.bindings import bind_checkpoint, bind_configuration, bound_settings, setting_differences
-from shardkit.ledger.heads import ledger_head
+from shardkit.ledger.bindings import (
+    bind_checkpoint,
+    bind_configuration,
+    bound_settings,
+    ledger_head,
+    setting_differences,
+)
 from shardkit.ledger.journal import Journal
-from shardkit.ledger.journal_format import CellRecord
-from shardkit.ledger.journal_reading import journal_paths, read_journal
+from shardkit.ledger.journal_format import CellRecord, journal_paths, read_journal
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, merge_journals
 from shardkit.ledger.records import MASKED, SUBSTITUTED, step_digest, step_digests

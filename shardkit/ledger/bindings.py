@@ -1,7 +1,9 @@
-"""What a run directory claims beside its steps, bound by events of its ledger (SPEC.md, "Bindings")."""
+"""What checkpoints and run.json claim of a run, bound by its ledger: heads, names, settings (SPEC.md, "Bindings")."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -10,9 +12,13 @@ from typing import Any, Final
 
 from shardkit.errors import IntegrityError
 from shardkit.ledger.ledger import Ledger
+from shardkit.ledger.merging import Merge, Source
+from shardkit.stores.os_errors import explained
 
-__all__ = ["BINDINGS", "CHECKPOINT", "CONFIGURATION", "bind_checkpoint", "bind_configuration", "bound_settings",
-           "setting_differences"]  # fmt: skip
+__all__ = [
+    "BINDINGS", "CHECKPOINT", "CONFIGURATION", "bind_checkpoint", "bind_configuration",
+    "bound_settings", "ledger_head", "setting_differences",
+]  # fmt: skip
 
 BINDINGS: Final = "bindings"
 """Key of the event of a plan: whoever recorded it binds every checkpoint."""
@@ -105,3 +111,58 @@ def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[
 def _last(ledger: Ledger) -> dict[str, Any] | None:
     found = (event for event in reversed(ledger.event_documents()) if event.get("kind") == CONFIGURATION)
     return next(found, None)
+
+
+KEEP_BYTES: Final = 1 << 24
+"""Merged journals that stay, for those who want to look at single cells; beyond, the oldest are removed."""
+
+
+def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Merge the journals into the ledger, durably, and return its heads: to be stored in a checkpoint.
+
+    To be called by one process, at a checkpoint after `step` steps, when all ranks have been handed those steps.
+    Journal files that are merged and will not be written again are removed, where there is much of them.
+
+    Returns:
+        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex; of the steps before
+        `step` where it is given.
+
+    Raises:
+        IntegrityError: the ledger was cut or damaged.
+        StoreError: it cannot be written.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        merge = Merge(ledger, step)
+        head = ledger.head(step)
+        ledger.commit()
+        _prune(merge)
+    return head
+
+
+def _prune(merge: Merge) -> None:
+    """Remove journal files that are merged whole, have a successor, and whose writer is gone; the oldest first."""
+    newest: dict[int, str] = {}
+    for source in merge.sources:
+        newest[source.header.rank] = max(newest.get(source.header.rank, ""), source.name)
+    excess = sum(source.settled[0] for source in merge.sources) - KEEP_BYTES
+    for source in sorted(merge.sources, key=lambda one: one.header.started):
+        if excess <= 0:
+            return
+        if source.name != newest[source.header.rank] and _remove(source):
+            excess -= source.settled[0]
+
+
+def _remove(source: Source) -> bool:
+    path = source.file.path
+    with explained(f"remove {path}", writing=True), contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_size == source.settled[0]:
+                os.unlink(path)
+                return True
+        except BlockingIOError:
+            pass  # still written to
+        finally:
+            os.close(descriptor)
+    return False

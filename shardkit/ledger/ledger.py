@@ -22,13 +22,13 @@ from shardkit.ledger.records import (
     RECORD,
     RECORD_BYTES,
     STEPS_MAGIC,
+    LedgerState,
     StepRecords,
     encode_line,
     encode_record,
     parse_lines,
     parse_records,
 )
-from shardkit.ledger.state import LedgerState
 from shardkit.stores.os_errors import explained
 
 __all__ = ["Ledger", "read_file"]

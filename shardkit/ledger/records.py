@@ -1,34 +1,26 @@
-"""The bytes of the ledger's files: step records, and lines of canonical JSON with chained checksums (SPEC.md)."""
+"""The bytes of the ledger's files: chained step records and lines, and `state.json`, which commits them (SPEC.md)."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError
+from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.canonical_json import dumps, loads
+from shardkit.formats.digest import sha256_digest
 
 __all__ = [
-    "MASKED",
-    "RECORD",
-    "RECORD_BYTES",
-    "STEPS_MAGIC",
-    "SUBSTITUTED",
-    "StepRecords",
-    "damaged_records",
-    "encode_line",
-    "encode_record",
-    "parse_lines",
-    "parse_records",
-    "step_digest",
+    "MASKED", "RECORD", "RECORD_BYTES", "STEPS_MAGIC", "SUBSTITUTED", "LedgerState", "StepRecords",
+    "damaged_records", "encode_line", "encode_record", "parse_lines", "parse_records", "step_digest",
     "step_digests",
-]
+]  # fmt: skip
 
 STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
 """Begins the file of merged steps, with its version."""
@@ -136,3 +128,74 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
         if not isinstance(document, dict):
             raise FormatError(f"{name}: line {number} is no JSON object; do not trust it")
         yield document, check
+
+
+_MAX_STATE: Final = 1 << 28
+
+
+@dataclass
+class LedgerState:
+    """What `state.json` holds: how much is committed, and what the next merge goes on from.
+
+    Attributes:
+        records: step records in `steps`, abandoned branches included.
+        check: checksum of the last of them.
+        first: step of the first leaf.
+        branch: [step, record] pairs: from which step on the records of the current branch begin where.
+        peaks: frontier of the tree of steps; its size is the number of leaves.
+        events, events_bytes, events_check, events_peaks: the same of `events`.
+        heads_bytes, heads_check: of `heads`.
+        plans: (manifest id, plan digest) by number.
+        journals: file name → [offset, checksum, start]: what of it is merged.
+        start: the newest start of the run, see `merging`.
+    """
+
+    records: int = 0
+    check: int = 0
+    first: int = 0
+    size: int = 0
+    branch: list[list[int]] = field(default_factory=list)
+    peaks: list[str] = field(default_factory=list)
+    events: int = 0
+    events_bytes: int = 0
+    events_check: int = 0
+    events_peaks: list[str] = field(default_factory=list)
+    heads_bytes: int = 0
+    heads_check: int = 0
+    plans: list[list[str]] = field(default_factory=list)
+    journals: dict[str, list[int]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with its own digest; checksums as text, since they may exceed int64."""
+        body = {
+            name: f"{value:016x}" if name.endswith("check") else value for name, value in vars(self).items()
+        }
+        body["journals"] = {
+            name: [at, f"{check:016x}", start] for name, (at, check, start) in self.journals.items()
+        }
+        return (
+            dumps({"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(dumps(body))})
+            + b"\n"
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LedgerState:
+        """Read it back.
+
+        Raises:
+            IntegrityError: damaged.
+        """
+        try:
+            document = loads(data.rstrip(b"\n"), _MAX_STATE)
+            body = dict(document["state"])
+            if document["format"] != "shardkit-ledger/1" or document["digest"] != sha256_digest(dumps(body)):
+                raise FormatError("its digest does not fit")
+            for name in list(body):
+                body[name] = int(body[name], 16) if name.endswith("check") else body[name]
+            body["journals"] = {
+                n: [at, int(check, 16), start] for n, (at, check, start) in body["journals"].items()
+            }
+            return cls(**body)
+        except (FormatError, KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"ledger/state.json is damaged: {error}") from error

@@ -14,9 +14,9 @@ from shardkit.loader.events import EventLog
 from shardkit.loader.knobs import loader_knobs
 from shardkit.loader.replication_lag import ReplicationLag
 from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings
+from shardkit.telemetry.anomalies import AnomalyWatch
+from shardkit.telemetry.recorder import StackWriter
 from shardkit.telemetry.serving import HealthServer
-from shardkit.telemetry.stacks import StackWriter
-from shardkit.telemetry.watching import AnomalyWatch
 
 if TYPE_CHECKING:
     from shardkit.loader.settings import LoaderConfig, Sources

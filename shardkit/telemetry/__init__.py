@@ -5,12 +5,11 @@ disk. Text that leaves the run directory passes `redaction`.
 """
 
 from shardkit.telemetry.anomalies import Anomaly, find_anomalies
-from shardkit.telemetry.bottleneck import Bottleneck, find_bottleneck
+from shardkit.telemetry.intervals import Bottleneck, find_bottleneck
 from shardkit.telemetry.reading import RunTelemetry, read_events, read_run
-from shardkit.telemetry.recorder import Recorder, TelemetrySettings
+from shardkit.telemetry.recorder import Recorder, Telemetry, TelemetrySettings
 from shardkit.telemetry.records import Record, parse_record
 from shardkit.telemetry.redaction import redact
-from shardkit.telemetry.registry import Telemetry
 from shardkit.telemetry.summary import summarise
 
 __all__ = [

@@ -1,18 +1,112 @@
-"""Writes a registry's records to the run directory, as its heartbeat, on a thread of its own (SPEC.md §2)."""
+"""The sources of a run in one process, and the thread that writes their records: its heartbeat (SPEC.md §1, §2)."""
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
+import socket
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from shardkit.ranges import Range
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record
-from shardkit.telemetry.registry import Telemetry
 
-__all__ = ["Recorder", "TelemetrySettings", "record_path", "telemetry_directory"]
+__all__ = [
+    "Recorder", "StackWriter", "Telemetry", "TelemetrySettings", "record_path", "request_stacks",
+    "telemetry_directory",
+]  # fmt: skip
+
+Source: TypeAlias = Callable[[], Mapping[str, float]]
+"""Gives numbers when it is polled."""
+
+TableSource: TypeAlias = Callable[[], Sequence[Sequence[Any]]]
+"""Gives the rows of a short table when it is polled."""
+
+
+class Telemetry:
+    """A registry; it holds functions, no numbers, and starts nothing. Safe from many threads.
+
+    Args:
+        rank, world, worker: of this process.
+        lanes: gives the lanes that the rank works now.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        worker: int = 0,
+        lanes: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.rank, self.world, self.worker = rank, world, worker
+        self.session = secrets.token_hex(6)
+        self._lanes = lanes
+        self._lock = threading.RLock()  # its own thread may end it, by a collection of garbage
+        self._sources: dict[str, Source] = {"process": _process_numbers}
+        self._tables: dict[str, TableSource] = {}
+        self._errors = 0
+
+    def add_source(self, name: str, read: Source) -> None:
+        """Poll `read` for numbers named ``name.…`` from now on; takes the place of an earlier source of that name."""
+        with self._lock:
+            self._sources[name] = read
+
+    def add_table(self, name: str, read: TableSource) -> None:
+        """Poll `read` for at most 64 rows of texts and numbers."""
+        with self._lock:
+            self._tables[name] = read
+
+    def remove_source(self, name: str) -> None:
+        """Poll it no more; nothing where there is none."""
+        with self._lock:
+            self._sources.pop(name, None)
+            self._tables.pop(name, None)
+
+    def read(self, *, state: str = "running", interval_s: float = 2.0) -> Record:
+        """Poll all sources now."""
+        with self._lock:
+            sources, tables = list(self._sources.items()), list(self._tables.items())
+        values: dict[str, float] = {}
+        for source, read in sources:
+            for name, value in (self._polled(read) or {}).items():
+                if math.isfinite(value):
+                    values[f"{source}.{name}"] = float(value)
+        rows = {name: self._polled(read_rows) or [] for name, read_rows in tables}
+        values["telemetry.errors"] = float(self._errors)
+        lanes = self._polled(self._lanes) if self._lanes is not None else ()
+        return Record(
+            time=time.time(), rank=self.rank, world=self.world, worker=self.worker, host=socket.gethostname()[:200],
+            pid=os.getpid(), session=self.session, state=state, interval_s=interval_s, lanes=tuple(lanes or ()),
+            values=values, tables=rows,
+        )  # fmt: skip
+
+    def _polled(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except Exception:  # noqa: BLE001  whoever is watched must not be able to end the watch
+            self._errors += 1
+            return None
+
+
+def _process_numbers() -> dict[str, float]:
+    used = os.times()
+    return {"cpu_s": used.user + used.system, "resident_bytes": float(_resident_bytes())}
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0  # no /proc: not Linux
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +221,60 @@ class Recorder:
             os.close(descriptor)
         if size + len(line) > self._settings.most_bytes:
             self._path.replace(self._path.with_name(self._path.name + ".1"))
+
+
+def stacks_text() -> str:
+    """The stacks of all threads, as tracebacks print them."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
+    for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
+        lines = "".join(
+            traceback.StackSummary.extract(traceback.walk_stack(frame), capture_locals=False).format()
+        )
+        parts.append(f"\nthread {names.get(ident, ident)} (innermost call first):\n{lines}")
+    return "".join(parts)
+
+
+def request_stacks(run: Path) -> float:
+    """Ask every rank for its stacks; they come with its next record. Returns when that was asked."""
+    path = telemetry_directory(run) / "stacks.request"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{time.time()}\n", encoding="ascii")
+    return path.stat().st_mtime
+
+
+class StackWriter:
+    """A hook of the recorder: looks for requests, one `stat` each time.
+
+    Args:
+        run: directory.
+        rank, worker: of this process.
+    """
+
+    def __init__(self, run: Path, rank: int, worker: int = 0) -> None:
+        directory = telemetry_directory(run)
+        more = f".worker-{worker:03d}" if worker else ""
+        self._request, self._path = (
+            directory / "stacks.request",
+            directory / f"rank-{rank:05d}{more}.stacks.txt",
+        )
+        self._seen = self._requested()
+
+    def __call__(self, record: Record) -> None:
+        """Write the stacks if they were asked for since the last time."""
+        asked = self._requested()
+        if asked > self._seen:
+            self._seen = asked
+            self.write()
+
+    def write(self) -> None:
+        """Write them now, in place of older ones."""
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(stacks_text(), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def _requested(self) -> float:
+        try:
+            return self._request.stat().st_mtime
+        except OSError:
+            return 0.0

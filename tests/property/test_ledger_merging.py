@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals
-from shardkit.ledger import heads as heads_module
+from shardkit.ledger import bindings as heads_module
 from shardkit.ledger import journal as journal_module
 from shardkit.ledger.merkle import Tree, leaf_hash
 

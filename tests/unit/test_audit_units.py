@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.audit import sample_lineage, version_lineage
-from shardkit.audit.recipe import recipe_of
-from shardkit.audit.replay import cell_digests
+from shardkit.audit.replay import cell_digests, recipe_of
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError

@@ -17,9 +17,8 @@ import pytest
 from shardkit.errors import ConfigurationError, NotFoundError, StoreError
 from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings, read_events, read_run
 from shardkit.telemetry.reading import check_run
-from shardkit.telemetry.recorder import record_path
+from shardkit.telemetry.recorder import StackWriter, record_path, request_stacks
 from shardkit.telemetry.serving import HealthServer, host_allowed, parse_listen
-from shardkit.telemetry.stacks import StackWriter, request_stacks
 
 QUICK = TelemetrySettings(interval_s=0.01)
 

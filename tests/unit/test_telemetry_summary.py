@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardkit.telemetry import Record, RunTelemetry, summarise
-from shardkit.telemetry.charts import chart_series, lane_history, lane_moves
 from shardkit.telemetry.slow_blocks import BlockTimes
+from shardkit.telemetry.summary import chart_series, lane_history, lane_moves
 from tests.unit.telemetry_series import made_series
 
 STEADY = {

@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from shardkit.telemetry import RunTelemetry, read_events, read_run
 from shardkit.telemetry.reading import check_run, read_lines
-from shardkit.telemetry.recorder import telemetry_directory
+from shardkit.telemetry.recorder import request_stacks, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
-from shardkit.telemetry.stacks import request_stacks
 from shardkit_tools.console import bytes_text, clean, duration_text
 from shardkit_tools.observing.events_text import clock_text, event_text
 from shardkit_tools.observing.outage import outage_cost
