@@ -11,7 +11,6 @@ import numpy as np
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset
-from shardkit.ledger import SUBSTITUTED
 
 __all__ = ["Comparison", "compare_runs"]
 
@@ -90,7 +89,8 @@ def _compare_digests(a: RunRecord, b: RunRecord, first: int, last: int, result: 
     unequal = np.flatnonzero((parts[0] != parts[1]).any(axis=1))
     if len(unequal):
         result.diverges = first + int(unequal[0])
-        substituted = _substituted(a, result.diverges) != _substituted(b, result.diverges)
+        at = (result.diverges, result.diverges + 1)
+        substituted = a.substitutions(*at) != b.substitutions(*at)
         result.reasons.append(
             "samples were substituted in one run and not, or otherwise, in the other" if substituted
             else "the plan is the same, and one of the ledgers records other samples: run shardkit audit on both"
@@ -119,18 +119,9 @@ def _compare_samples(
 def _consumed(record: RunRecord, plan: RunPlan, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """(steps, B) samples in the order of the lanes, substitutions included."""
     cells = plan.plan.steps(first, last).copy()
-    for step in range(first, last):
-        for (lane, slot), by in _substituted(record, step).items():
-            cells[step - first, lane, slot] = by
+    for (step, lane, slot), (_, by) in record.substitutions(first, last).items():
+        cells[step - first, lane, slot] = by
     return cells.reshape(last - first, -1)
-
-
-def _substituted(record: RunRecord, step: int) -> dict[tuple[int, int], int]:
-    return {
-        (event["lane"], event["slot"]): event["by"]
-        for event in record.events
-        if event.get("kind") == SUBSTITUTED and event.get("step") == step
-    }
 
 
 def _keys_differ(

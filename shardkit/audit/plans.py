@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -159,12 +158,8 @@ def _configured_plan(
 def _check_stages(record: RunRecord) -> None:
     """Every stretch of steps under one plan is a stage of run.json, or of settings that the run went on with."""
     digests = {int(event["number"]): str(event["plan"]) for event in record.plans}
-    steps, numbers = record.branch["step"].astype(np.int64), record.branch["plan"].astype(np.int64)
-    cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(steps)]
-    for begin, end in pairwise(cuts):
-        if begin == end or not record.stage_plans:
-            continue
-        first, last, digest = int(steps[begin]), int(steps[end - 1]), digests.get(int(numbers[begin]), "")
+    for number, first, end in record.legs() if record.stage_plans else ():
+        last, digest = end - 1, digests.get(number, "")
         if not any(_follows(stages, first, last, digest) for stages in record.stage_plans):
             record.add(
                 "violated", "plan", f"steps {first} to {last}",

@@ -1,7 +1,7 @@
 """The plan's own digests of every step, and which samples they cover: computed from the manifest alone.
 
-A `PlanRecipe` is what a plan is made of again, in this process and in others. Costs some 100 ns per sample and core; with
-`jobs` above 1, the lanes are shared out over processes.
+A `PlanRecipe` makes a plan again, in this process and in others. Costs some 100 ns per sample and core; with `jobs`
+above 1, the lanes are shared out over processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class PlanRecipe:
     amendments: tuple[dict[str, Any], ...] = ()
 
     def make(self) -> Plan:
-        """The plan."""
         plan = make_plan(self.population, **self.arguments)
         for amendment in self.amendments:
             plan = plan.amend(**amendment)

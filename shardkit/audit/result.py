@@ -87,19 +87,16 @@ class Audit:
 
     @property
     def worst(self) -> Worst:
-        """See above."""
         kinds = {finding.severity for finding in self.findings}
         ordered: tuple[Worst, ...] = ("violated", "unknown", "explained")
         return next((kind for kind in ordered if kind in kinds), "clean")
 
     @property
     def exit_code(self) -> ExitCode:
-        """See above."""
         return {"violated": ExitCode.DAMAGED, "unknown": ExitCode.UNCHECKED}.get(self.worst, ExitCode.DONE)
 
     @property
     def verdict(self) -> str:
-        """In words."""
         return {
             "clean": "clean: the run consumed exactly what its plan says",
             "explained": "explained: the run consumed what its plan says, but for the deviations listed",

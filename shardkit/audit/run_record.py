@@ -15,16 +15,19 @@ from shardkit.audit.checkpoint_records import CheckpointRecord, read_checkpoints
 from shardkit.audit.result import Finding, Severity
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
-from shardkit.ledger import Ledger, Merge, journal_paths
+from shardkit.ledger import SUBSTITUTED, Ledger, Merge, journal_paths
 from shardkit.ledger.bindings import CONFIGURATION
 from shardkit.ledger.journal_format import JournalFile
 from shardkit.ledger.ledger import read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records
 
-__all__ = ["RunRecord", "load_run"]
+__all__ = ["Place", "RunRecord", "load_run"]
 
 _SHOWN: Final = 10
+
+Place = tuple[int, int, int]
+"""(step, lane, slot)."""
 
 
 @dataclass
@@ -63,7 +66,6 @@ class RunRecord:
     stage_plans: list[list[tuple[int, set[str]]]] = field(default_factory=list)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
-        """Note a finding."""
         self.findings.append(Finding(severity, kind, subject, text))
 
     @property
@@ -75,6 +77,24 @@ class RunRecord:
     def configuration_events(self) -> list[dict[str, Any]]:
         """The settings that the ledger records, oldest first; empty for runs of 0.1 and of other trainers."""
         return [event for event in self.events if event.get("kind") == CONFIGURATION]
+
+    def substitutions(self, first: int, last: int) -> dict[Place, tuple[int, int]]:
+        """Place → (the planned sample, the one that was handed out), of steps [first, last)."""
+        return {
+            (event["step"], event["lane"], event["slot"]): (event["sample"], event["by"])
+            for event in self.events
+            if event.get("kind") == SUBSTITUTED and first <= event["step"] < last
+        }
+
+    def legs(self) -> list[tuple[int, int, int]]:
+        """(number of the plan, first step, end) of what was consumed under each plan, in order."""
+        steps, numbers = self.branch["step"].astype(np.int64), self.branch["plan"].astype(np.int64)
+        cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(steps)]
+        return [
+            (int(numbers[begin]), int(steps[begin]), int(steps[end - 1]) + 1)
+            for begin, end in itertools.pairwise(cuts)
+            if begin < end
+        ]
 
     def configurations(self) -> list[dict[str, Any]]:
         """Every configuration that the run had: run.json's, then those that it went on with."""

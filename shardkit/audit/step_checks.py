@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import Coverage, replay
 from shardkit.audit.result import Audit, Report
-from shardkit.audit.run_record import RunRecord
-from shardkit.ledger import SUBSTITUTED
+from shardkit.audit.run_record import Place, RunRecord
 from shardkit.ledger.records import StepRecords, step_digest
 
 __all__ = ["check_coverage", "check_pending", "check_steps"]
@@ -87,9 +85,7 @@ def _compare(
 def _explain_step(record: RunRecord, plan: RunPlan, stored: np.void, planned: bytes) -> list[tuple[int, str]]:
     """Empty where recorded substitutions account for the difference."""
     step, found = int(stored["step"]), bytes(stored["digest"])
-    substituted = [
-        event for event in record.events if event.get("kind") == SUBSTITUTED and event.get("step") == step
-    ]
+    substituted = record.substitutions(step, step + 1)
     if substituted and found == _digest_with(plan, step, substituted):
         return []
     text = f"its digest is {found.hex()[:16]}…, the plan's is {planned.hex()[:16]}…"
@@ -98,10 +94,10 @@ def _explain_step(record: RunRecord, plan: RunPlan, stored: np.void, planned: by
     return [(step, f"{text}: the run consumed other samples than planned, or its record was changed")]
 
 
-def _digest_with(plan: RunPlan, step: int, substituted: list[dict[str, Any]]) -> bytes:
+def _digest_with(plan: RunPlan, step: int, substituted: dict[Place, tuple[int, int]]) -> bytes:
     cells = plan.plan.step(step).copy()
-    for event in substituted:
-        cells[event["lane"], event["slot"]] = event["by"]
+    for (_, lane, slot), (_, by) in substituted.items():
+        cells[lane, slot] = by
     digests, _ = plan.cell_digests(cells)
     return step_digest(plan.plan.population.identity, plan.plan.digest, step, digests)
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import replay
-from shardkit.audit.run_record import RunRecord
+from shardkit.audit.run_record import Place, RunRecord
 from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.errors import NotFoundError, UsageError
-from shardkit.ledger import SUBSTITUTED
 
 __all__ = ["StepSample", "Use", "resolve_samples", "samples_of_step", "uses_of", "uses_of_many"]
 
@@ -80,7 +78,7 @@ def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[U
         rows = plan.plan.population.rows
         if not 0 <= sample < rows:
             raise NotFoundError(f"sample {sample} does not exist: this dataset has samples 0 to {rows - 1}")
-        replaced = _substitutions(record, first, last)
+        replaced = record.substitutions(first, last)
         for epoch, place in _places(plan, sample, first, last):
             if place not in replaced:
                 found.append(_use(record, sample, epoch, place, None))
@@ -102,7 +100,7 @@ def uses_of_many(
         )
     found: list[Use] = []
     for plan, first, last in _legs(record, plans):
-        replaced = _substitutions(record, first, last)
+        replaced = record.substitutions(first, last)
         member = np.zeros(plan.plan.population.rows + 1, dtype=np.bool_)  # the last one is for empty slots
         member[wanted] = True
         for chunk in replay(plan.recipe, first, last, plan=plan.plan, jobs=jobs):
@@ -141,7 +139,7 @@ def _range(record: RunRecord) -> str:
 
 def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[StepSample]:
     cells = plan.plan.step(step).copy()
-    replaced = _substitutions(record, step, step + 1)
+    replaced = record.substitutions(step, step + 1)
     for (_, lane, slot), (_, by) in replaced.items():
         cells[lane, slot] = by
     lanes, slots = np.nonzero(cells >= 0)
@@ -166,22 +164,14 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
 
 def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int]]:
     """(plan, first step, end) of what the run consumed under each plan, in order."""
-    steps, numbers = record.branch["step"].astype(np.int64), record.branch["plan"]
-    cuts = [0, *(np.flatnonzero(np.diff(numbers.astype(np.int64))) + 1).tolist(), len(steps)]
-    for begin, end in pairwise(cuts):
-        if begin == end:
-            continue
-        plan = plans.get(int(numbers[begin]))
+    for number, first, end in record.legs():
+        plan = plans.get(number)
         if plan is None:
             raise NotFoundError(
-                f"the plan of steps {int(steps[begin])} to {int(steps[end - 1])} cannot be made again; run: "
+                f"the plan of steps {first} to {end - 1} cannot be made again; run: "
                 f"shardkit audit {record.path}"
             )
-        yield plan, int(steps[begin]), int(steps[end - 1]) + 1
-
-
-Place = tuple[int, int, int]
-"""(step, lane, slot)."""
+        yield plan, first, end
 
 
 def _places(plan: RunPlan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
@@ -202,15 +192,6 @@ def _places(plan: RunPlan, sample: int, first: int, last: int) -> Iterator[tuple
 
 def _epoch_of(plan: RunPlan, step: int) -> int:
     return step // plan.plan.loop_steps
-
-
-def _substitutions(record: RunRecord, first: int, last: int) -> dict[Place, tuple[int, int]]:
-    """Place → (the planned sample, the one that was handed out)."""
-    return {
-        (event["step"], event["lane"], event["slot"]): (event["sample"], event["by"])
-        for event in record.events
-        if event.get("kind") == SUBSTITUTED and first <= event["step"] < last
-    }
 
 
 def _use(record: RunRecord, sample: int, epoch: int, place: Place, original: int | None) -> Use:

@@ -81,7 +81,6 @@ class Ledger:
         return np.concatenate(parts) if parts else records[:0]
 
     def event_documents(self) -> list[dict[str, Any]]:
-        """All events in order."""
         data = self._committed("events", self.state.events_bytes) + bytes(self._new_events)
         return [document for document, _ in parse_lines(data, "ledger/events")]
 
@@ -126,7 +125,6 @@ class Ledger:
         state.branch.append([step, state.records])
 
     def add_event(self, document: dict[str, Any]) -> None:
-        """Extend the tree of events."""
         line, self.state.events_check = encode_line(document, self.state.events_check)
         self._new_events += line
         self.events.append(leaf_hash(line[17:-1]))
@@ -155,7 +153,6 @@ class Ledger:
         self._new_events.clear()
 
     def close(self) -> None:
-        """Free the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -104,7 +104,6 @@ class PartialStep:
         return None if self.rows[lane] < 0 else bytes(self.cells[16 * lane : 16 * lane + 16])
 
     def known_cells(self) -> Iterator[tuple[int, bytes]]:
-        """(lane, digest) of the cells that are known."""
         for lane in range(self.lanes):
             digest = self.cell(lane)
             if digest is not None:
@@ -156,7 +155,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return self.file.path.name
 
     @property

@@ -64,7 +64,6 @@ class Frontier:
         self.size += 1
 
     def root(self) -> bytes:
-        """Root of the tree so far."""
         if not self.peaks:
             return EMPTY_ROOT
         node = self.peaks[-1]
@@ -86,7 +85,6 @@ class Tree:
         return len(self._levels[0]) // HASH_BYTES
 
     def extend(self, leaves: Iterable[bytes]) -> None:
-        """Append leaves by their `leaf_hash`."""
         for leaf in leaves:
             self._levels[0] += leaf
         below, height = self._levels[0], 1
@@ -99,12 +97,10 @@ class Tree:
             below, height = level, height + 1
 
     def truncate(self, size: int) -> None:
-        """Go back to the first `size` leaves."""
         for height, level in enumerate(self._levels):
             del level[(size >> height) * HASH_BYTES :]
 
     def leaf(self, index: int) -> bytes:
-        """Hash of a leaf."""
         return bytes(self._levels[0][index * HASH_BYTES : (index + 1) * HASH_BYTES])
 
     def root(self, size: int | None = None) -> bytes:

@@ -64,7 +64,6 @@ class Anomaly:
         return self.kind, self.rank
 
     def to_json(self) -> dict[str, Any]:
-        """As in events."""
         return {"kind": self.kind, "rank": self.rank, "evidence": dict(self.evidence), "action": self.action,
                 "advice": self.advice}  # fmt: skip
 

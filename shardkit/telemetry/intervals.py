@@ -40,17 +40,14 @@ class Interval:
         return self.last.time - self.first.time
 
     def delta(self, name: str) -> float:
-        """How much a counter grew."""
         return max(0.0, self.last.value(name) - self.first.value(name))
 
     @property
     def steps(self) -> float:
-        """Steps handed out."""
         return self.delta("loader.steps")
 
     @property
     def cells(self) -> float:
-        """Cells worked."""
         return self.delta("trainer.cells") or self.delta("loader.cells")
 
     @property
@@ -80,7 +77,6 @@ class Interval:
 
     @property
     def verification_failures(self) -> float:
-        """Blocks whose bytes were wrong."""
         return sum(map(self.delta, VERIFICATION))
 
 

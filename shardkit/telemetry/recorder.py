@@ -71,7 +71,6 @@ class Telemetry:
             self._tables.pop(name, None)
 
     def read(self, *, state: str = "running", interval_s: float = 2.0) -> Record:
-        """Poll all sources now."""
         with self._lock:
             sources, tables = list(self._sources.items()), list(self._tables.items())
         values: dict[str, float] = {}
@@ -172,7 +171,6 @@ class Recorder:
 
     @property
     def path(self) -> Path:
-        """The file that grows."""
         return self._path
 
     def close(self) -> None:

@@ -56,7 +56,6 @@ class Record:
         return self.values.get(name, 0.0)
 
     def to_line(self) -> bytes:
-        """The JSON line, newline included."""
         document = {
             "v": RECORD_VERSION, "time": round(self.time, 3), "rank": self.rank, "world": self.world,
             "worker": self.worker, "host": self.host, "pid": self.pid, "session": self.session, "state": self.state,

@@ -104,7 +104,6 @@ class HealthServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

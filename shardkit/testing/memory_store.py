@@ -23,18 +23,15 @@ class MemoryStore:
 
     @property
     def url(self) -> str:
-        """A name for messages."""
         return "memory"
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """See `Store.get`."""
         data = self._find(name)
         if len(data) > max_bytes:
             raise IntegrityError(f"{name}: {len(data)} bytes, expected at most {max_bytes}")
         return data
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """See `Store.get_range`."""
         data = self._find(name)
         if offset < 0 or length < 0:
             raise UsageError(f"{name}: range ({offset}, {length})")
@@ -43,11 +40,9 @@ class MemoryStore:
         return data[offset : offset + length]
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `Store.get_ranges`."""
         return [self.get_range(name, offset, length) for offset, length in ranges]
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """See `Store.put_new`."""
         check_name(name)
         with self._lock:
             if name in self.objects:
@@ -56,33 +51,27 @@ class MemoryStore:
             return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """See `Store.replace`."""
         check_name(name)
         self.objects[name] = bytes(data)
 
     def head(self, name: str) -> ObjectStat | None:
-        """See `Store.head`."""
         check_name(name)
         data = self.objects.get(name)
         return None if data is None else ObjectStat(len(data), hashlib.sha256(data).hexdigest())
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """See `Store.list_after`."""
         check_prefix(prefix)
         yield from sorted(name for name in self.objects if name.startswith(prefix) and name > after)
 
     def delete(self, name: str) -> None:
-        """See `Store.delete`."""
         check_name(name)
         self.objects.pop(name, None)
 
     @contextlib.contextmanager
     def stage(self, suffix: str = "") -> Iterator[MemoryStage]:
-        """See `Store.stage`."""
         yield MemoryStage(self)
 
     def local_path(self, name: str) -> Path | None:
-        """See `Store.local_path`."""
         check_name(name)
         return None
 
@@ -102,21 +91,17 @@ class MemoryStage:
 
     @property
     def size(self) -> int:
-        """See `Stage.size`."""
         return len(self._data)
 
     @property
     def digest(self) -> str:
-        """See `Stage.digest`."""
         return hashlib.sha256(self._data).hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """See `Stage.write`."""
         self._data += data
         return len(data)
 
     def publish(self, name: str, *, replace: bool = False) -> bool:
-        """See `Stage.publish`."""
         if replace:
             self._store.replace(name, bytes(self._data))
             return True

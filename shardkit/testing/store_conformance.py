@@ -65,7 +65,6 @@ class StoreConformance:
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        """The store under test."""
         return self.new_store(tmp_path)
 
     def test_implements_the_protocol(self, store: Store) -> None:

@@ -46,7 +46,6 @@ class Replicas:
         self._event = event
 
     def copy(self, source: Store, name: str, keep: int) -> None:
-        """Bring every replica up to checkpoint ``name``."""
         for store in self.stores:
             with self._told(store, name=name):
                 written = copy_checkpoint(source, store, name)

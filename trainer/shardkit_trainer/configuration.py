@@ -261,7 +261,6 @@ class LogConfig(Section):
             parse_listen(self.listen)
 
     def telemetry(self) -> TelemetrySettings | None:
-        """For the loader of the run."""
         if not self.telemetry_s:
             return None
         return TelemetrySettings(interval_s=self.telemetry_s, listen=self.listen or None)

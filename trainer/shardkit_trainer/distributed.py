@@ -182,7 +182,6 @@ class World:
 
     @property
     def stage(self) -> str:
-        """Which stage this rank has entered."""
         return self._place[1]
 
     def __post_init__(self) -> None:

@@ -65,7 +65,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at every position."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
@@ -109,7 +108,6 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Identity() if plain else Convolution(channels_in, channels, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels_in, h, w) → (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
         y = self.second_norm(self.second(F.relu(self.first_norm(self.first(x)))))
         return F.relu(y + self.shortcut(x))
 
@@ -130,7 +128,6 @@ class ResidualNetwork(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class logits."""
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)

@@ -46,7 +46,6 @@ class FlatLayout:
 
     @property
     def total(self) -> int:
-        """Elements of the line, padding included."""
         return self.share * self.shards
 
     def views(self, line: Tensor) -> list[Tensor]:

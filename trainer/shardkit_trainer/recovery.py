@@ -61,7 +61,6 @@ class Holdings:
                 self.boxes[f"{part}.{name}"] = list(_boxes(tensor.detach()))
 
     def described(self) -> dict[str, Any]:
-        """Shapes and boxes: plain data."""
         return {
             "shapes": self.shapes,
             "boxes": {key: [box for box, _ in held] for key, held in self.boxes.items()},

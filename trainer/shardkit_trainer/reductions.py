@@ -71,7 +71,6 @@ class ExactSum:
         return self._wide(index, low, high).to(torch.float32)
 
     def clear(self) -> None:
-        """Begin the next step."""
         self._sum.zero_()
         self.overflowed = False
 

@@ -97,7 +97,6 @@ class Timeline:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time inside to ``name``."""
         started = time.perf_counter()
         try:
             yield
@@ -123,7 +122,6 @@ class Reporter:
             self._progress.start()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """One finished step."""
         if self._metrics is None:
             return
         self._metrics.write(record)
@@ -156,12 +154,10 @@ class Reporter:
             self.say(f"step {done}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """A line for the person who watches."""
         if self._lead:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """The result of an evaluation pass."""
         if self._metrics is not None:
             self._metrics.write({"evaluation": dict(record)})
         accuracy = f", accuracy {100 * record['accuracy']:.2f} %" if "accuracy" in record else ""
@@ -170,7 +166,6 @@ class Reporter:
                  f" over {record['samples']} samples")  # fmt: skip
 
     def close(self) -> None:
-        """Stop the display, close the files."""
         if self._progress is not None:
             self._progress.stop()
         if self._metrics is not None:
@@ -226,7 +221,6 @@ class ProfilerWindow:
             self._profile.start()
 
     def step(self) -> None:
-        """One step is over."""
         if self._profile is not None:
             self._profile.step()
 
@@ -303,7 +297,6 @@ class StageMeter:
             self._seconds[stage] += time.perf_counter() - self._since
 
     def numbers(self) -> dict[str, float]:
-        """For `Telemetry.add_source`."""
         found = {f"{name}_s": value for name, value in self._seconds.items()} | self._numbers
         between = self._between
         if between:  # what is under way counts already: an evaluation may outlast a window of the rules
@@ -311,5 +304,4 @@ class StageMeter:
         return found
 
     def stage(self) -> list[list[str]]:
-        """For `Telemetry.add_table`: one row."""
         return [[self._between or self._place()]]

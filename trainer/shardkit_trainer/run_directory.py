@@ -41,11 +41,9 @@ class Lines:
             os.write(self._descriptor, b"\n")
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append one record."""
         os.write(self._descriptor, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
@@ -156,7 +154,6 @@ class RunDirectory:
             self._events.write({"time": round(time.time(), 3), "event": kind, **details})
 
     def close(self) -> None:
-        """Free the lock."""
         if self._events is not None:
             self._events.close()
             os.close(self._lock)

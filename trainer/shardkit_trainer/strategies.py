@@ -248,7 +248,6 @@ class Replicated(Strategy):
             yield from (o.tensor.grad for o in self.optimizer.owned if o.tensor.grad is not None)
 
     def update(self, rate: float) -> None:
-        """Update the owned elements; with slices, gather everybody's."""
         super().update(rate)
         if self.compression is not None:
             self.compression.commit()
@@ -258,7 +257,6 @@ class Replicated(Strategy):
             self.world.gather_slices(self.line, self.line[start : start + self.layout.share].clone())
 
     def clear(self) -> None:
-        """Drop gradients and sums."""
         super().clear()
         for owned in self.optimizer.owned:
             owned.tensor.grad = None
@@ -282,7 +280,6 @@ class Replicated(Strategy):
         return found
 
     def after_load(self, updates: int) -> None:
-        """Take over what was loaded."""
         super().after_load(updates)
         if self.compression is not None:
             self.compression.after_load()
@@ -297,7 +294,6 @@ class Replicated(Strategy):
         return f"the first step of a process has other buckets, and {kind} depends on them"
 
     def misplaced(self) -> str:
-        """Its slice must be that of its rank."""
         if self.line is None or (self.shard, self.layout.shards) == (self.world.rank, self.world.size):
             return ""
         return f"owns slice {self.shard} of {self.layout.shards}, and is rank {self.world.rank} of {self.world.size}"

@@ -45,7 +45,6 @@ class _Supervisor:
         self._lifeline, self._held = os.pipe()
 
     def run(self, nproc: int) -> int:
-        """Until all children have ended; the exit code."""
         failed = 0
         with on_stop_signals(lambda _number, _frame: self._stop_all()):
             try:

@@ -133,7 +133,6 @@ class LanguageTask:
         return Inputs(tensors, int(mask.sum()), len(sequences))
 
     def empty(self) -> Inputs:
-        """One sequence of padding."""
         tokens = torch.zeros((1, self.context), dtype=torch.int64)
         return Inputs({"tokens": tokens, "targets": torch.full_like(tokens, IGNORED)}, 0, 0)
 
@@ -144,7 +143,6 @@ class LanguageTask:
         return loss, torch.zeros((), dtype=torch.int64, device=loss.device)
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The transformer blocks."""
         return list(self.model.blocks)  # type: ignore[arg-type]
 
 
@@ -191,7 +189,6 @@ class ClassifierTask:
         return loss, (logits.detach().argmax(1) == tensors["labels"]).sum()
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The residual blocks."""
         return list(self.model.blocks)  # type: ignore[arg-type]
 
 

@@ -242,7 +242,6 @@ class _Run:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> Summary:
-        """Train to the end, or until a signal."""
         if self.step >= self.steps:
             self.reporter.say(f"nothing is left to do: the run has {self.steps} steps, all of them taken")
         try:
