@@ -1,6 +1,6 @@
 """The part of ARCHITECTURE.md that is drawn from the code: packages, what each is for, and who imports whom.
 
-    python tools/draw_architecture.py            # writes ARCHITECTURE.md anew between its marks
+    python tools/draw_architecture.py            # rewrites ARCHITECTURE.md between its marks
     python tools/draw_architecture.py --check    # writes nothing; fails where it would
 
 Layers come from the import-linter contracts in pyproject.toml, descriptions from the first line of each package's
@@ -129,7 +129,7 @@ def table_text(package: str) -> str:
 
 
 def drawn(page: str) -> str:
-    """The page with its drawn parts made anew."""
+    """The page with its drawn parts made again."""
     texts = {
         "graph": graph_text(),
         **{package: table_text(package) for package in ("shardkit", "shardkit_tools")},
@@ -150,4 +150,4 @@ if __name__ == "__main__":
         sys.exit("ARCHITECTURE.md is not as the code is; run: python tools/draw_architecture.py")
     else:
         PAGE.write_text(after, encoding="utf-8")
-        sys.stdout.write("ARCHITECTURE.md was drawn anew\n")
+        sys.stdout.write("ARCHITECTURE.md was redrawn\n")

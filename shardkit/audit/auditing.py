@@ -45,7 +45,7 @@ def audit_run(
         path: the run directory.
         dataset: where the dataset lies now, if not where the run found it.
         level: of the check of the shards, as in `verify`; None checks the manifest alone.
-        sample: share of the shards that is looked at.
+        sample: share of the shards that is checked.
         jobs: processes for the replay.
         statement: of an earlier audit, from `verify_envelope`: what it says must still hold.
         report: called with (what, done, of).

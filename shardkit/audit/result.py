@@ -60,7 +60,7 @@ class Audit:
         event_counts: events by kind.
         checkpoints: (name, step, whether its head is one of the ledger's; None: it has none).
         bound_checkpoints: how many of them the ledger records as they are.
-        tensors: tensor objects of checkpoints that were looked at.
+        tensors: tensor objects of checkpoints that were checked.
         verified: what the check of the shards saw; None where it was not asked for.
         findings: everything else.
         software: versions that run.json recorded.

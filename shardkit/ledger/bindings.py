@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 BINDINGS: Final = "bindings"
-"""Key of the event of a plan: whoever recorded it binds every checkpoint."""
+"""Key of the event of a plan: the version that recorded it binds every checkpoint."""
 CHECKPOINT: Final = "checkpoint"
 """Kind of the event that a checkpoint's ref is preceded by: `name`, `checkpoint` (digest of its manifest)."""
 CONFIGURATION: Final = "configuration"

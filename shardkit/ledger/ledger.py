@@ -35,7 +35,7 @@ __all__ = ["Ledger", "read_file"]
 
 
 class Ledger:
-    """A run's ledger, loaded to be appended to (`writing`) or only looked at.
+    """A run's ledger, loaded to append to it (`writing`) or only to read it.
 
     What is appended is seen by all methods at once, and by others after `commit`.
 

@@ -289,7 +289,7 @@ class Plan:
             weights: as for `make_plan`; a plan without weights goes on without an end then.
             manifest: other rows; streams begin afresh.
             global_batch: another B; lanes stay where they divide it.
-            lanes: another L. With another B or L, what the epoch has left is dealt anew.
+            lanes: another L. With another B or L, the rest of the epoch is dealt again.
             skip: (a, b): steps a to b - 1 of this plan are left out; step a of the new one is step b of this one.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The rest of an epoch, dealt anew with another batch or other lanes, and the epochs after it (SPEC.md §6)."""
+"""The rest of an epoch, dealt again with another batch or other lanes, and the epochs after it (SPEC.md §6)."""
 
 from __future__ import annotations
 

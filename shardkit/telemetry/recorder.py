@@ -90,7 +90,7 @@ class Telemetry:
     def _polled(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except Exception:  # noqa: BLE001  whoever is watched must not be able to end the watch
+        except Exception:  # noqa: BLE001  a source that fails must not end the watch
             self._errors += 1
             return None
 
@@ -204,7 +204,7 @@ class Recorder:
         return record
 
     def _append(self, line: bytes) -> None:
-        """One write; opened anew each time, because others may move or delete the file of a run."""
+        """One write; opened each time, because others may move or delete the file of a run."""
         if len(line) > MAX_LINE_BYTES:
             self._failures += 1
             return

@@ -95,7 +95,7 @@ def _common(one: Box, other: Box) -> Box | None:
 
 
 def hand_out(world: World, sources: Mapping[int, Sequence[Part]], own: Holdings, target: State) -> None:
-    """Copy every part from the rank that has it into whoever's ``target`` needs it; collective.
+    """Copy every part from the rank that has it into every ``target`` that needs it; collective.
 
     Args:
         world: the ranks.
@@ -185,7 +185,7 @@ class Carried:
 class Kept:
     """What a rank keeps of a group that it leaves: plain memory, so that the group's sockets close.
 
-    Whoever still waits in a collective of that group waits for these.
+    Ranks that still wait in a collective of that group wait for these.
     """
 
     progress: Progress

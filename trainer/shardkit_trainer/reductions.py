@@ -236,7 +236,7 @@ class Compression:
         """Tensors to load into, from a checkpoint of any number of ranks or of another reduction.
 
         Args:
-            saved: the manifest's tensors; those that it lacks start anew.
+            saved: the manifest's tensors; those that it lacks start from zero.
         """
         target: dict[str, Tensor] = {}
         for name in self._lines:

@@ -133,7 +133,7 @@ class Reporter:
             self._show(done, record)
 
     def catch_up(self, record: Mapping[str, Any]) -> None:
-        """The latest step that was taken: whoever led may have died before it was written."""
+        """The latest step that was taken: the rank that led may have died before writing it."""
         if self._metrics is not None and last_record(self._path).get("step") != record["step"]:
             self._metrics.write(record)
 

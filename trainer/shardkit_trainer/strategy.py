@@ -96,7 +96,7 @@ class Strategy:
         return everyone
 
     def settle(self) -> None:
-        """Before the state is saved or looked at as a whole: make it the same on every rank; collective."""
+        """Before the state is saved or read as a whole: make it the same on every rank; collective."""
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Around one forward and backward; gradients leave this rank only in the last of a step."""
