@@ -8,19 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Background", "Waits"]
+__all__ = ["Background"]
 
 T = TypeVar("T")
-
-
-class Waits:
-    """Where time went at one hand-over between two stages, in seconds."""
-
-    __slots__ = ("blocked_s", "starved_s")
-
-    def __init__(self) -> None:
-        self.blocked_s = 0.0  # the producing stage waited for room
-        self.starved_s = 0.0  # the consuming stage waited for items
 
 
 class Background(Generic[T]):
@@ -33,7 +23,7 @@ class Background(Generic[T]):
         items: what to run ahead; from now on touched by the thread only.
         depth: how many finished items may wait.
         name: of the thread.
-        waits: counts the time that either side waited.
+        waited: told how many seconds the producing side was "blocked" for want of room, or the consuming one "starved".
         on_stall: called by the waiting consumer every `stall_s` seconds without an item.
         stall_s: seconds.
         stop: set by `close` before it joins; a producer that waits for anything else must look at it.
@@ -45,12 +35,12 @@ class Background(Generic[T]):
         depth: int,
         *,
         name: str,
-        waits: Waits,
+        waited: Callable[[str, float], None],
         on_stall: Callable[[float], None],
         stall_s: float,
         stop: Callable[[], None],
     ) -> None:
-        self._items, self._depth, self._waits = items, depth, waits
+        self._items, self._depth, self._waited = items, depth, waited
         self._on_stall, self._stall_s, self._stop = on_stall, stall_s, stop
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
@@ -99,7 +89,7 @@ class Background(Generic[T]):
                 if waited >= limit:
                     limit += self._stall_s
                     self._on_stall(waited)
-        self._waits.starved_s += time.perf_counter() - started
+        self._waited("starved", time.perf_counter() - started)
 
     def close(self) -> None:
         """Stop, drop what was made ahead, join."""
@@ -132,7 +122,7 @@ class Background(Generic[T]):
                 started = time.perf_counter()
                 while len(self._ready) >= self._depth and not self._closed:
                     self._changed.wait()
-                self._waits.blocked_s += time.perf_counter() - started
+                self._waited("blocked", time.perf_counter() - started)
             if self._closed:
                 return False
             self._ready.append(item)

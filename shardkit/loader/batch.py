@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Batch", "to_tensors"]
+__all__ = ["Batch", "may_pin", "to_tensors"]
 
 
 class Batch(dict[str, Any]):
@@ -91,6 +91,12 @@ def _move(value: Any, device: Any, non_blocking: bool) -> Any:
     if isinstance(value, tuple):
         return tuple(_move(part, device, non_blocking) for part in value)
     return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+
+def may_pin() -> bool:
+    """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    return bool(cuda is not None and cuda.is_initialized())
 
 
 def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:

@@ -22,7 +22,7 @@ from shardkit.loader import plain_rows
 
 block_rows: Any
 try:
-    from shardkit.loader import block_rows
+    import shardkit.loader.block_rows as block_rows
 except ImportError:  # not compiled where this was installed
     block_rows = plain_rows
 

@@ -12,36 +12,25 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from shardkit.errors import StateError, UsageError
+from shardkit.errors import ConfigurationError, StateError, UsageError
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
-from shardkit.loader.agreement import agree
-from shardkit.loader.assembly import Assembler, StepBatches
 from shardkit.loader.batch import Batch
-from shardkit.loader.decoders import find_decoders
-from shardkit.loader.events import EventLog
-from shardkit.loader.gather import Allocate, is_only_copied
+from shardkit.loader.gather import Allocate
+from shardkit.loader.live import LiveLoader
 from shardkit.loader.loop import Loop, Steps
-from shardkit.loader.pipeline import Pipeline, PipelineSettings
-from shardkit.loader.prefetcher import Prefetcher, PrefetchSettings
-from shardkit.loader.ranks import Topology, find_topology
-from shardkit.loader.rebalancing import make_rebalancer
+from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
+from shardkit.loader.ranks import find_topology, own_lanes
+from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
-from shardkit.loader.row_work import RowWork
-from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.shares import memory_bound, memory_needed, own_fields, own_lanes
+from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
-from shardkit.loader.statistics import LoaderCounts
-from shardkit.loader.telemetry_sources import LoaderSource
-from shardkit.loader.transforms import RowFunction
-from shardkit.loader.watchdog import Watchdog
+from shardkit.loader.transforms import RowFunction, find_decoders
 from shardkit.plan import Plan
 from shardkit.telemetry import Telemetry
+from shardkit.telemetry.recorder import EventLog
 
 __all__ = ["Loader"]
 
-# A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
-_INLINE_BYTES = 8 << 20
-_DEFAULT_PREFETCH = 4
 _AGREEMENT_S = 600.0
 
 
@@ -54,62 +43,62 @@ class Loader:
 
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
-        self._sources, self._config = sources, config
-        self.topology: Topology = find_topology(config.rank, config.world, mesh=config.mesh)
-        self.lanes: list[int] = own_lanes(plan, self.topology, config)
-        self._memory = memory_bound(config, plan, len(self.lanes), sources)  # at the start
-        self._fields = own_fields(sources.schema, config)
-        self._tensors = "torch" in sys.modules if config.tensors is None else config.tensors
-        if self._tensors:
+        self.topology = topology = find_topology(config.rank, config.world, mesh=config.mesh)
+        lanes = own_lanes(plan, topology, chosen=config.lanes, uneven=config.uneven)
+        tensors = "torch" in sys.modules if config.tensors is None else config.tensors
+        if tensors:
             __import__("torch")  # only where a caller asked for tensors before importing it
+        self._setup = LoaderSetup(
+            plan=plan, sources=sources, config=config, topology=topology, fields=_fields_of(sources, config),
+            tensors=tensors, events=EventLog(config.run, topology.rank),
+        )  # fmt: skip
+        self._memory = self._setup.memory_bound(len(lanes))  # at the start
         self._start = 0  # where the next `iter` begins
-        self._handed_out = 0  # the step after the last one handed out
-        self._pipeline: Pipeline | None = None
         self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
         self._ahead: Steps | None = None  # of the next one, where it was looked at
         self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
-        self._resources: LoaderResources | None = None
-        self._told: set[str] = set()  # of what is said once
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
-        self._prefetch_now = 0  # where it was changed on the way
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
-        self.counts = LoaderCounts()
-        self._events = EventLog(config.run, self.topology.rank)
-        reports = self._reports = LoaderSource(self)
+        live = self.live = LiveLoader(lanes)
         self.telemetry = Telemetry(
-            rank=self.topology.rank, world=self.topology.world, worker=config.offset, lanes=reports.lanes
+            rank=topology.rank, world=topology.world, worker=config.offset, lanes=lambda: list(live.lanes)
         )
-        reports.register(self.telemetry)
-        self._function = RowFunction(
-            seed=plan.settings.seed,
-            decoders=find_decoders(config.decode, sources.schema),
-            transform=config.transform,
-        )
+        live.register(self.telemetry)
+        self._function: RowFunction | None = None
+        if config.decode or config.transform is not None:
+            decoders = find_decoders(config.decode, sources.schema)
+            self._function = RowFunction(
+                seed=plan.settings.seed, decoders=decoders, transform=config.transform
+            )
         self._agree()
-        self._rebalancer = make_rebalancer(config.rebalance, rank=self.topology.rank, world=self.topology.world,
-                                           lanes=plan.lanes, record=self._record_decision)  # fmt: skip
+        self._rebalancer: Rebalancer | None = None
+        if config.rebalance is not None:
+            self._rebalancer = make_rebalancer(config.rebalance, rank=topology.rank, world=topology.world,
+                                               lanes=plan.lanes, record=self._record_decision)  # fmt: skip
 
     def _agree(self) -> None:
-        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-        if (
-            self.topology.source not in ("the process group", "the device mesh")
-            or not distributed.is_initialized()
-        ):
+        if self.topology.source not in ("the process group", "the device mesh"):
+            return
+        distributed: Any = sys.modules["torch"].distributed
+        if not distributed.is_initialized():
             return
         from importlib.metadata import version  # slow to import, and asked where there are several ranks only
 
-        mine = {"software": version("shardkit"), "manifest": self._sources.manifest, "plan": self.plan.digest,
-                "world": self.topology.world, "fields": self._fields, "lanes": self.lanes}  # fmt: skip
+        from shardkit.loader.agreement import agree
+
+        setup = self._setup
+        mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": self.plan.digest,
+                "world": self.topology.world, "fields": setup.fields, "lanes": self.lanes}  # fmt: skip
         agree(distributed.get_rank(), distributed.get_world_size(), mine, lanes=self.plan.lanes,
-              shared=self._config.mesh is not None, timeout_s=_AGREEMENT_S)  # fmt: skip
+              shared=setup.config.mesh is not None, timeout_s=_AGREEMENT_S)  # fmt: skip
 
     def __repr__(self) -> str:
         rank, world, _ = self.topology
         return (
             f"<shardkit loader, rank {rank} of {world}: {len(self.lanes)} of {self.plan.lanes} lanes, "
-            f"{len(self):,} steps a loop, next is step {self._handed_out:,}; {self.plan}>"
+            f"{len(self):,} steps a loop, next is step {self.handed_out:,}; {self.plan}>"
         )
 
     # ---- iteration
@@ -128,13 +117,11 @@ class Loader:
         self._ahead = None
         self._end_loop("another loop over this loader has begun")
         self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
-        self._handed_out = start
+        self.live.handed_out = start
         if self._rebalancer is not None:
             self._rebalancer.seek(start)
-            self.lanes = self._rebalancer.lanes_now()
-        self._reports.loop_is_over(self.counts)
-        self._leave_pipeline()
-        self._pipeline, self.counts = steps.pipeline, steps.counts
+            self.live.lanes = self._rebalancer.lanes_now()
+        self.live.begin_loop(steps.counts, steps.pipeline)
         loop = Loop(self._hand_out, self._finish, steps, stop)
         self._loop = weakref.ref(loop)
         return loop
@@ -159,34 +146,40 @@ class Loader:
             raise UsageError(
                 f"there is no batch from step {self._start} on in this loader's share of the steps"
             )
-        return copy.deepcopy(one.batches if self._config.by_cell else one.batches[0])
+        return copy.deepcopy(one.batches if self._setup.config.by_cell else one.batches[0])
 
     def _read_ahead(self, start: int) -> Steps:
         """The steps of the loop that begins at `start`, read from now on if they were not before."""
         if self._ahead is None or self._is_forked():
             check_geometry(self.plan, start)
-            self._close_pipeline(self._pipeline)
-            numbers = range(
-                start + self._config.offset, self.plan.epoch_bounds(start)[1], self._config.stride
-            )
+            self._close_pipeline(self.live.pipeline)
+            config = self._setup.config
+            numbers = range(start + config.offset, self.plan.epoch_bounds(start)[1], config.stride)
             lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
             self._ahead = self._open_steps(numbers, lanes, LoaderCounts())
         return self._ahead
 
     def _open_steps(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Steps:
-        return Steps(self._open_pipeline(numbers, lanes, counts), numbers, lanes, counts)
+        resources = self._open_resources()
+        if resources.remote is not None and numbers:
+            resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
+        resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
+        pipeline = Pipeline(
+            self._setup, resources, numbers, lanes, counts, self.allocate, self.live.chosen_prefetch
+        )
+        return Steps(pipeline, numbers, lanes, counts)
 
     def _read_with(self, loop: Loop, lanes: list[int]) -> None:
-        """A move of lanes begins the reading ahead anew."""
+        """A move of lanes begins the reading ahead again."""
         if lanes != loop.steps.lanes:
             self._drop_pipeline()
             loop.steps = self._open_steps(loop.left, lanes, loop.steps.counts)
-            self._pipeline = loop.steps.pipeline
+            self.live.pipeline = loop.steps.pipeline
 
     def _hand_out(self, loop: Loop) -> Any:
         self._came_back(loop)
         if self._rebalancer is not None:
-            self.lanes = self._rebalancer.lanes_at(loop.left[0])
+            self.live.lanes = self._rebalancer.lanes_at(loop.left[0])
             self._read_with(loop, self.lanes)
         one = loop.steps.take()
         if one is None:  # another thread has closed the pipeline
@@ -198,11 +191,11 @@ class Loader:
         self._record(one, last=not loop.left)
         if not loop.left:
             self._start = loop.stop
-        self._handed_out = one.step + 1
-        self._reports.cells += len(self.lanes)
+        self.live.handed_out = one.step + 1
+        self.live.cells += len(self.lanes)
         self._with_trainer = loop.steps.counts
         self._handed_at, self._computed_s = time.perf_counter(), -1.0
-        return one.batches if self._config.by_cell else one.batches[0]
+        return one.batches if self._setup.config.by_cell else one.batches[0]
 
     def _record(self, one: StepBatches, *, last: bool) -> None:
         """Journal a step that is about to be handed out."""
@@ -213,7 +206,7 @@ class Loader:
         for facts in one.replaced:
             self._record_replaced(facts, journal)
         if remote is not None:
-            remote.advance(one.step)
+            remote.supply.advance(one.step)
             if journal is not None:
                 remote.read_events.flush(one.step, journal, everything=last)
         if journal is not None and one.step in self._stages and self.lanes[:1] == [0]:
@@ -241,10 +234,9 @@ class Loader:
             loop.ended_by = loop.ended_by or reason
 
     def _record_decision(self, step: int, **details: Any) -> None:
-        self._events.record("rebalance", step=step, **details)
-        journal = None if self._resources is None else self._resources.journal
-        if journal is not None:
-            journal.event(step, "rebalance", **details)
+        self._setup.events.record("rebalance", step=step, **details)
+        if self.resources is not None and self.resources.journal is not None:
+            self.resources.journal.event(step, "rebalance", **details)
 
     def watch(self, module: Any) -> None:
         """A rank's part of a step is computed when the last gradient of `module` is there; see `computed`.
@@ -273,96 +265,42 @@ class Loader:
             self._rebalancer.computed(seconds)
 
     def _record_replaced(self, facts: dict[str, Any], journal: Journal | None) -> None:
-        self.counts.substitutions += 1
-        self._events.record(facts["kind"], **{name: value for name, value in facts.items() if name != "kind"})
+        self.live.counts.substitutions += 1
+        self._setup.events.record(
+            facts["kind"], **{name: value for name, value in facts.items() if name != "kind"}
+        )
         if journal is not None:
             kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
             journal.event(**(facts | {"kind": kind}))  # the audit accounts for it
 
     def _open_resources(self) -> LoaderResources:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
-        if self._resources is None or self._resources.process != os.getpid():
-            self._resources = LoaderResources(self.plan, self._sources, self._config, self.topology, self._function,
-                                         self._fields, self.lanes, self._events, self._memory)  # fmt: skip
-            if self._config.run is not None:  # whoever has no run does not wait for these imports
-                from shardkit.loader.run_watch import open_watch
+        resources, live, setup = self.live.resources, self.live, self._setup
+        if resources is None or resources.process != os.getpid():
+            resources = live.resources = LoaderResources(setup, self._memory, self._function)
+            if setup.config.run is not None:  # whoever has no run does not wait for these imports
+                from shardkit.loader.steering import open_watch
 
-                self._resources.watch = open_watch(self, self._config, self._sources, self._events)
+                resources.watch = open_watch(setup, live, self.telemetry)
             # not through `self`: what the threads of the resources hold must not keep the loader alive
-            weakref.finalize(self, self._resources.close_unwatched)
-        return self._resources
-
-    def _open_pipeline(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Pipeline:
-        plan, sources, config = self.plan, self._sources, self._config
-        resources = self._open_resources()
-        if resources.remote is not None and numbers:
-            resources.remote.own(lanes)
-            resources.remote.start(numbers.start, resources.window.is_loaded)
-        resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
-        work = resources.row_work(plan, sources)
-        rows = max(1, plan.cell_size * len(lanes))
-        step_bytes = rows * sources.row_bytes(self._fields)
-        watchdog = Watchdog(self.topology, plan, lanes, sources.rows, sources.reader, resources.window, work,
-                            self._events, config.on_stall, self._told, resources.make_room)  # fmt: skip
-
-        limits = PrefetchSettings(rows_per_step=rows, bytes_per_step=step_bytes, make_room=resources.make_room,
-                                  over_memory=watchdog.over_memory, admitted=watchdog.admitted)  # fmt: skip
-        find = resources.group_planner(plan, sources, lanes)
-        prefetcher = Prefetcher(find, resources.window, numbers, limits, counts)
-        settings = PipelineSettings(
-            prefetch=self._prefetch(step_bytes, work), stall_s=config.stall_s, report=watchdog
-        )
-        assembler = Assembler(
-            plan,
-            sources.schema,
-            self._fields,
-            lanes=lanes,
-            world=self.topology.world,
-            by_cell=config.by_cell,
-            tensors=self._tensors,
-            pin=self._pins(),
-            work=work,
-            counts=counts,
-            allocate=self.allocate,
-        )
-        return Pipeline(prefetcher, assembler, settings=settings, counts=counts)
-
-    def _pins(self) -> bool:
-        """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
-        cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-        return bool(self._tensors and cuda is not None and cuda.is_initialized())
-
-    def _prefetch(self, step_bytes: int, work: RowWork) -> int:
-        if self._config.prefetch is not None:
-            return (self._config.prefetch and self._prefetch_now) or self._config.prefetch
-        small = step_bytes <= _INLINE_BYTES
-        only_copied = all(is_only_copied(self._sources.schema[name]) for name in self._fields)
-        return (
-            0
-            if small and only_copied and not work and not self._pins()
-            else self._prefetch_now or _DEFAULT_PREFETCH
-        )
+            weakref.finalize(self, resources.close_unwatched)
+        return resources
 
     def _is_forked(self) -> bool:
         """Whether what is open is a parent process's."""
-        return self._resources is None or self._resources.process != os.getpid()
+        return self.resources is None or self.resources.process != os.getpid()
 
     def _close_pipeline(self, pipeline: Pipeline | None) -> None:
         """End what runs."""
         if pipeline is not None and not self._is_forked():
             pipeline.close()
 
-    def _leave_pipeline(self) -> None:
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            self._reports.pipeline_is_over(pipeline)
-
     def _drop_pipeline(self) -> None:
         """Of the loop under way, and of the one that was read ahead."""
         ahead, self._ahead = self._ahead, None
-        for pipeline in (self._pipeline, None if ahead is None else ahead.pipeline):
-            self._close_pipeline(pipeline)
-        self._leave_pipeline()
+        self._close_pipeline(self.live.pipeline)
+        self._close_pipeline(None if ahead is None else ahead.pipeline)
+        self.live.pipeline = None
 
     # ---- state
 
@@ -372,14 +310,14 @@ class Loader:
         What was prefetched but not handed out does not count.
         """
         if after is None:
-            step = self._handed_out
+            step = self.handed_out
         else:
             step = (after if isinstance(after, Batch) else after[0]).step + 1
         return {
             "version": STATE_VERSION,
             "step": step,
             "plan": self.plan.digest,
-            "manifest": self._sources.manifest,
+            "manifest": self._setup.sources.manifest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -391,7 +329,7 @@ class Loader:
         Raises:
             StateError: it was taken with another plan or manifest, or by a newer version; says in what they differ.
         """
-        self.seek(check_state(state, self.plan, self._sources.manifest))
+        self.seek(check_state(state, self.plan, self._setup.sources.manifest))
 
     def seek(self, step: int) -> None:
         """Begin the next loop at `step`, counted over the whole run."""
@@ -399,73 +337,46 @@ class Loader:
             raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
         self._end_loop(f"the loader was moved to step {step}")
         self._drop_pipeline()
-        self._start = self._handed_out = step
+        self._start = self.live.handed_out = step
 
     # ---- the rest
 
     @property
+    def lanes(self) -> list[int]:
+        """Of this rank, now."""
+        return self.live.lanes
+
+    @property
     def prefetch(self) -> int | None:
         """How many finished steps may wait; None where each is gathered when it is asked for."""
-        return None if self._pipeline is None else self._pipeline.prefetch or None
+        return self.live.prefetch
 
     @prefetch.setter
     def prefetch(self, steps: int) -> None:
-        self._prefetch_now = steps
-        if self._pipeline is not None:
-            self._pipeline.prefetch = steps
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """Of the current or last loop."""
-        return self._pipeline
+        self.live.prefetch = steps
 
     @property
     def resources(self) -> LoaderResources | None:
         """What is open in this process."""
-        return self._resources
+        return self.live.resources
 
     @property
     def memory_needed(self) -> int:
         """Bytes that the windows of this rank's lanes need."""
-        return memory_needed(self.plan, len(self.lanes), self._sources)
+        return self._setup.memory_needed(len(self.lanes))
 
     @property
     def handed_out(self) -> int:
         """The step after the last one handed out."""
-        return self._handed_out
+        return self.live.handed_out
 
     def stats(self) -> dict[str, float]:
         """Counters of the current or last loop, and of all block loads of this loader.
 
         Names are stable; times end in `_s` (seconds), sizes in `_bytes`; see SPEC.md for each.
         """
-        counts = self.counts
-        result: dict[str, float] = {"step": float(self._handed_out)}
-        result |= {name: float(getattr(counts, name)) for name in counts.__slots__}
-        result["lanes"] = float(len(self.lanes))
-        if self._rebalancer is not None:
-            result["moves"] = float(self._rebalancer.moves)
-        result["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
-        if self._resources is not None:
-            window = self._resources.window
-            result |= {name: float(getattr(window.counts, name)) for name in window.counts.__slots__}
-            result["window_bytes"] = float(window.nbytes)
-            if self._resources.remote is not None:
-                result |= self._resources.remote.stats()
-        pipeline = self._pipeline
-        if pipeline is not None:
-            elapsed = pipeline.elapsed_s
-            result |= {
-                "elapsed_s": elapsed,
-                "samples_per_s": counts.samples / elapsed if elapsed else 0.0,
-                "queued_groups": float(pipeline.queued_groups),
-                "queued_steps": float(pipeline.queued_steps),
-                "plan_blocked_s": pipeline.plan_waits.blocked_s,
-                "plan_starved_s": pipeline.plan_waits.starved_s,
-                "assembly_blocked_s": pipeline.assembly_waits.blocked_s,
-                "assembly_starved_s": pipeline.assembly_waits.starved_s,
-            }
-        return result
+        moves = {} if self._rebalancer is None else {"moves": float(self._rebalancer.moves)}
+        return self.live.of_loop() | moves
 
     def __reduce__(self) -> NoReturn:
         """Threads and files do not travel.
@@ -482,12 +393,23 @@ class Loader:
         """Stop threads and processes, sync and close the journal; may be called twice."""
         self._end_loop("the loader was closed")
         self._drop_pipeline()
-        if self._resources is not None and self._resources.process == os.getpid():
-            self._resources.close()
-        self._resources = None
+        if self.resources is not None and not self._is_forked():
+            self.resources.close()
+        self.live.resources = None
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _fields_of(sources: Sources, config: LoaderConfig) -> list[str]:
+    """Fields that are gathered, in the order asked for."""
+    fields = list(sources.schema if config.fields is None else config.fields)
+    for name in fields:
+        if name not in sources.schema:
+            raise ConfigurationError(
+                f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}"
+            )
+    return fields

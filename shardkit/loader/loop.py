@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardkit.errors import UsageError
-from shardkit.loader.assembly import StepBatches
-from shardkit.loader.pipeline import Pipeline
-from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 
 __all__ = ["Loop", "Steps"]
 

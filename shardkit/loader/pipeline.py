@@ -1,9 +1,9 @@
 """From steps to batches, ahead of the trainer and in order: plan → load → gather → transform.
 
-Two stages on at most two threads of their own beside the block loaders. The prefetcher plans groups of steps and loads
-their blocks; the assembler gathers a step at a time. Where gathering is all that a step needs and takes well below a
-millisecond, it runs in the trainer's own `next`: a copy into memory that this core has just freed costs less than
-handing it over, and no thread fights the trainer for the interpreter. Otherwise it runs ahead on a thread.
+Two stages on at most two threads of their own beside the block loaders. One plans groups of steps and has their blocks
+loaded; the other gathers a step at a time. Where gathering is all that a step needs and takes well below a millisecond,
+it runs in the trainer's own `next`: a copy into memory that this core has just freed costs less than handing it over,
+and no thread fights the trainer for the interpreter. Otherwise it runs ahead on a thread.
 """
 
 from __future__ import annotations
@@ -13,83 +13,153 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
-from shardkit.loader.assembly import Assembler, BegunStep, StepBatches
-from shardkit.loader.background import Background, Waits
-from shardkit.loader.prefetcher import Prefetcher
-from shardkit.loader.schedule import StepGroup
-from shardkit.loader.statistics import LoaderCounts
+from shardkit.loader.background import Background
+from shardkit.loader.batch import Batch, may_pin, to_tensors
+from shardkit.loader.block_window import GroupBlocks
+from shardkit.loader.gather import Allocate, RowAddresses, is_only_copied
+from shardkit.loader.resources import LoaderResources
+from shardkit.loader.row_work import BegunRows
+from shardkit.loader.schedule import StepGroup, first_lanes, most_steps, plan_group, steps_that_fit
+from shardkit.loader.settings import LoaderSetup
+from shardkit.loader.watchdog import Watchdog
 
-__all__ = ["Pipeline", "PipelineSettings"]
+__all__ = ["LoaderCounts", "Pipeline", "StepBatches"]
+
+T = TypeVar("T")
 
 _GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
+# A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
+_INLINE_BYTES = 8 << 20
+_DEFAULT_PREFETCH = 4
+_NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineSettings:
-    """How far a pipeline runs ahead.
+class LoaderCounts:
+    """Of one loop: plain numbers that cost nanoseconds. Each is a key of `Loader.stats`; times are seconds."""
 
-    Attributes:
-        prefetch: how many finished steps may wait; 0 gathers in the trainer's own `next`.
-        stall_s: the watchdog speaks after so many seconds without a batch.
-        report: what it calls: (seconds, stage, the group that is waited for).
-    """
+    __slots__ = (
+        "assembly_blocked_s",
+        "assembly_starved_s",
+        "computed_s",
+        "consumer_wait_s",
+        "gather_s",
+        "last_wait_s",
+        "load_wait_s",
+        "plan_blocked_s",
+        "plan_s",
+        "plan_starved_s",
+        "samples",
+        "stalls",
+        "steps",
+        "substitutions",
+        "transform_s",
+    )
 
-    prefetch: int
-    stall_s: float
-    report: Callable[[float, str, StepGroup | None], None]
+    def __init__(self) -> None:
+        self.assembly_blocked_s = 0.0  # the assembly thread waited for room
+        self.assembly_starved_s = 0.0  # the trainer waited for it
+        self.computed_s = 0.0  # the rank's own part of steps, where the loop says when it is done
+        self.consumer_wait_s = 0.0  # the trainer waited in `next`
+        self.gather_s = 0.0
+        self.last_wait_s = 0.0  # of the step handed out last
+        self.load_wait_s = 0.0  # gathering waited for blocks
+        self.plan_blocked_s = 0.0  # the plan thread waited for room
+        self.plan_s = 0.0
+        self.plan_starved_s = 0.0  # gathering waited for it
+        self.samples = 0
+        self.stalls = 0  # reports of the watchdog
+        self.steps = 0
+        self.substitutions = 0  # rows replaced or masked
+        self.transform_s = 0.0  # decoding and transforms, as the assembling thread sees them
+
+
+class _BegunStep(NamedTuple):
+    """A step that is gathered, and in the hands of workers."""
+
+    step: int
+    rows: int
+    parts: list[tuple[int, BegunRows]]  # (lane, rows) of each batch to be; lane -1: of all
+    lane_counts: list[int]
+
+
+class StepBatches(NamedTuple):
+    """One step as it goes to the trainer."""
+
+    step: int
+    batches: list[Batch]  # one, or one per lane
+    samples: NDArray[np.int64]  # (n,) all samples of the step, lane after lane
+    lane_counts: list[int]
+    replaced: list[dict[str, Any]]  # rows that were substituted or masked, as the journal records them
 
 
 class Pipeline:
-    """One pass over the steps of a prefetcher.
+    """One pass over some steps.
 
     Args:
-        prefetcher: finds and loads what the steps need.
-        assemble: gathers and transforms one group, in step order.
-        settings: see there.
+        setup, resources: of the loader.
+        numbers: the steps, ascending.
+        lanes: whose cells they are.
         counts: where time goes.
+        allocate: makes the arrays of batches.
+        prefetch: how many finished steps may wait, where somebody has changed that on the way; else 0.
     """
 
     def __init__(
         self,
-        prefetcher: Prefetcher,
-        assemble: Assembler,
-        *,
-        settings: PipelineSettings,
+        setup: LoaderSetup,
+        resources: LoaderResources,
+        numbers: range,
+        lanes: Sequence[int],
         counts: LoaderCounts,
+        allocate: Allocate,
+        prefetch: int = 0,
     ) -> None:
-        self._prefetcher, self._assemble = prefetcher, assemble
-        self._settings, self._counts = settings, counts
+        self._setup, self._resources, self._lanes, self._counts = setup, resources, list(lanes), counts
+        self._allocate = allocate
+        self._rows_per_step = max(1, setup.plan.cell_size * len(lanes))
+        self._bytes_per_step = self._rows_per_step * setup.sources.row_bytes(setup.fields)
+        self._pin = setup.tensors and may_pin()
+        self._work = resources.row_work()
+        self._prefetch = self._steps_ahead(prefetch)
+        self._watchdog = Watchdog(setup, resources, len(lanes), self._work)
         self._process = os.getpid()
         self._stopping = threading.Event()
         self._started = time.perf_counter()
         self._ended: float | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
-        self.plan_waits, self.assembly_waits = Waits(), Waits()
-        self._groups = Background(
-            iter(prefetcher),
-            _GROUPS_AHEAD,
-            name="shardkit-plan",
-            waits=self.plan_waits,
-            on_stall=lambda waited: self._report(waited, "plan"),
-            stall_s=settings.stall_s,
-            stop=self._stop,
-        )
+        self._loop = resources.window.begin_loop()
+        self._groups = self._behind("plan", self._planned(numbers), _GROUPS_AHEAD, "plan")
         self._ahead: Background[StepBatches] | None = None
-        if settings.prefetch:
-            self._ahead = Background(
-                self._steps(),
-                settings.prefetch,
-                name="shardkit-assembly",
-                waits=self.assembly_waits,
-                on_stall=lambda waited: self._report(waited, "assemble"),
-                stall_s=settings.stall_s,
-                stop=self._stop,
-            )
+        if self._prefetch:
+            self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
+
+    def _steps_ahead(self, changed: int) -> int:
+        """How many finished steps may wait; 0 where each is gathered in the trainer's own `next`."""
+        chosen = self._setup.config.prefetch
+        if chosen is None:
+            schema, fields = self._setup.sources.schema, self._setup.fields
+            only_copied = self._work is None and all(is_only_copied(schema[name]) for name in fields)
+            is_cheap = only_copied and self._bytes_per_step <= _INLINE_BYTES and not self._pin
+            chosen = 0 if is_cheap else _DEFAULT_PREFETCH
+        return chosen and (changed or chosen)
+
+    def _behind(self, name: str, items: Iterator[T], depth: int, stage: str) -> Background[T]:
+        def note(what: str, seconds: float) -> None:
+            key = f"{name}_{what}_s"
+            setattr(self._counts, key, getattr(self._counts, key) + seconds)
+
+        return Background(
+            items, depth, name=f"shardkit-{name}", waited=note, on_stall=lambda waited: self._report(waited, stage),
+            stall_s=self._setup.config.stall_s, stop=self._stop,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[StepBatches]:
         try:
@@ -141,27 +211,75 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
-        self._prefetcher.end()
+        self._resources.window.end_loop(self._loop)
 
     def _stop(self) -> None:
         self._stopping.set()
-        self._prefetcher.stop()
+        self._resources.window.wake()
 
-    # ---- stages
+    def _report(self, waited: float, stage: str) -> None:
+        self._counts.stalls += 1
+        self._watchdog.stalled(waited, stage, self._current)
+
+    # ---- plan and load
+
+    def _planned(self, left: range) -> Iterator[GroupBlocks]:
+        """Groups of steps, handed on before their blocks are loaded.
+
+        These are loaded while the steps are worked: as early as there is room, in the order of first need.
+        """
+        most, size = (
+            most_steps(self._rows_per_step, self._bytes_per_step),
+            1,
+        )  # the first batch waits for one step
+        while left and not self._stopping.is_set():
+            started = time.perf_counter()
+            planned: StepGroup | None = self._plan(left[:size])
+            self._counts.plan_s += time.perf_counter() - started
+            left, size = left[size:], min(most, 4 * size)
+            while planned is not None and not self._stopping.is_set():
+                started = time.perf_counter()
+                admitted, planned = self._admit(planned)
+                self._counts.plan_s += time.perf_counter() - started
+                self._watchdog.admitted()
+                yield admitted
+                self._resources.window.load(admitted)
+
+    def _plan(self, numbers: range) -> StepGroup:
+        plan, times = self._setup.plan, self._resources.times
+        found = plan_group(plan, self._setup.sources.rows.locate, self._lanes, numbers)
+        if times is not None:
+            times.expect(found.blocks, first_lanes(found, plan.cell_size))
+        return found
+
+    def _admit(self, planned: StepGroup) -> tuple[GroupBlocks, StepGroup | None]:
+        """As many steps as there is room for, and the others."""
+        window = self._resources.window
+        sizes, held = window.sizes(planned.blocks)
+        steps, needed = steps_that_fit(planned, sizes, held, window.budget)
+        if needed > window.budget:
+            if self._resources.make_room(needed):
+                return self._admit(planned)
+            self._watchdog.over_memory(planned.numbers[0], needed)
+        group, rest = planned.split(steps)
+        needed_first = sizes[: len(group.blocks)]  # blocks are in the order of first need
+        return window.admit(group, needed_first, self._stopping.is_set), rest
+
+    # ---- gather and transform
 
     def _steps(self) -> Iterator[StepBatches]:
-        ahead = min(self._assemble.ahead, self._settings.prefetch)
+        """Steps in order, finished while workers have those after them."""
+        ahead = 0 if self._work is None else min(self._prefetch, self._work.steps_ahead(self._rows_per_step))
         with contextlib.closing(self._begun_steps()) as begun:
             if ahead:
                 yield from self._finished_behind(begun, ahead)
             else:
-                yield from map(self._assemble.finish, begun)
+                yield from map(self._finish, begun)
 
-    def _finished_behind(self, steps: Iterator[BegunStep], ahead: int) -> Iterator[StepBatches]:
-        """Steps finished in order, while workers have the `ahead` after them."""
-        begun: deque[BegunStep] = deque()
+    def _finished_behind(self, steps: Iterator[_BegunStep], ahead: int) -> Iterator[StepBatches]:
+        begun: deque[_BegunStep] = deque()
         error: Exception | None = None
-        one: BegunStep | None
+        one: _BegunStep | None
         try:
             while True:
                 try:
@@ -171,7 +289,7 @@ class Pipeline:
                 if one is not None:
                     begun.append(one)
                 while begun and (one is None or len(begun) > ahead):
-                    done = self._assemble.finish(begun[0])
+                    done = self._finish(begun[0])
                     begun.popleft()
                     yield done
                     del done  # the trainer may let go of it
@@ -179,17 +297,85 @@ class Pipeline:
                     break
         finally:
             for left in begun:
-                left.give_up()
+                for _, part in left.parts:
+                    part.give_up()
         if error is not None:
             raise error
 
-    def _begun_steps(self) -> Generator[BegunStep]:
+    def _begun_steps(self) -> Generator[_BegunStep]:
         for blocks in self._groups:
             self._current = blocks.group
-            yield from self._assemble.begin(
-                blocks, self._settings.stall_s, lambda waited: self._report(waited, "load")
-            )
+            yield from self._begin(blocks)
 
-    def _report(self, waited: float, stage: str) -> None:
-        self._counts.stalls += 1
-        self._settings.report(waited, stage, self._current)
+    def _begin(self, needed: GroupBlocks) -> Iterator[_BegunStep]:
+        """The steps of a group, in order, each as soon as its blocks are there."""
+        group, counts, setup = needed.group, self._counts, self._setup
+        rows = RowAddresses(
+            setup.sources.schema, setup.fields, len(needed), group.which, group.row, self._allocate
+        )
+        borders, stall_s = group.borders.tolist(), setup.config.stall_s
+        for offset, lane_counts in enumerate(group.lane_counts.tolist()):
+            started = time.perf_counter()
+            rows.add(*needed.wait(offset, stall_s, lambda waited: self._report(waited, "load")))
+            counts.load_wait_s += time.perf_counter() - started
+            # those of the step are kept by `rows`, those of other steps by their window alone
+            lanes = self._lanes if setup.config.by_cell else [-1]
+            step, first, end = group.numbers[offset], borders[offset], borders[offset + 1]
+            parts, a = [], first
+            for lane, count in zip(
+                lanes, lane_counts if setup.config.by_cell else [end - first], strict=True
+            ):
+                started, b = time.perf_counter(), a + count
+                fields = rows.take(a, b)
+                counts.gather_s += time.perf_counter() - started
+                # copies: a batch that is kept keeps no other step of its group
+                samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
+                parts.append((lane, self._begin_work(fields, step, samples, slots, end - first)))
+                a = b
+            rows.drop(needed.done(offset))
+            yield _BegunStep(step, end - first, parts, lane_counts)
+
+    def _begin_work(
+        self,
+        fields: dict[str, Any],
+        step: int,
+        samples: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        rows: int,
+    ) -> BegunRows:
+        if self._work is None:
+            return BegunRows(fields, {}, step, samples, slots, [])
+        started = time.perf_counter()
+        begun = self._work.begin(fields, step, samples, slots, rows)
+        if begun.pieces:
+            self._counts.transform_s += time.perf_counter() - started
+        return begun
+
+    def _finish(self, begun: _BegunStep) -> StepBatches:
+        """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
+        weight = self._weight(begun.step, begun.rows)
+        batches = [self._batch(lane, part, weight) for lane, part in begun.parts]
+        if len(batches) == 1:
+            samples = batches[0].samples
+        else:
+            samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
+        replaced = [] if self._work is None else self._work.take_replaced()
+        return StepBatches(begun.step, batches, samples, begun.lane_counts, replaced)
+
+    def _weight(self, step: int, rows: int) -> float:
+        plan, world = self._setup.plan, self._setup.topology.world
+        if world == 1:
+            return 1.0
+        everyone = plan.global_batch
+        if rows != plan.cell_size * len(self._lanes):  # a short step: count what all ranks hold
+            everyone = int((plan.step(step) >= 0).sum())
+        return rows * world / everyone
+
+    def _batch(self, lane: int, begun: BegunRows, weight: float) -> Batch:
+        fields, samples = begun.fields, begun.samples
+        if self._work is not None:
+            started = time.perf_counter()
+            fields, samples = self._work.finish(begun)
+            self._counts.transform_s += time.perf_counter() - started
+        batch = Batch(fields, step=begun.step, lane=lane, samples=samples, slots=begun.slots, weight=weight)
+        return to_tensors(batch, pin=self._pin) if self._setup.tensors else batch

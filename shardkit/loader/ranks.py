@@ -1,15 +1,16 @@
-"""Which rank of how many this process is: found, never guessed."""
+"""Which rank of how many this process is, found and never guessed, and which lanes are its own."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.errors import ConfigurationError
+from shardkit.plan import Plan
 
-__all__ = ["Topology", "find_topology", "ranks_beside"]
+__all__ = ["Topology", "find_topology", "own_lanes", "ranks_beside"]
 
 # Launchers that start several processes but leave RANK unset: a lone default of rank 0 of 1 would train every
 # process on all data.
@@ -68,6 +69,50 @@ def find_topology(
     if not 0 <= first.rank < first.world:
         raise ConfigurationError(f"rank {first.rank} of {first.world} ({first.source}) is impossible")
     return first
+
+
+def own_lanes(
+    plan: Plan, topology: Topology, *, chosen: Sequence[int] | None = None, uneven: bool = False
+) -> list[int]:
+    """The lanes of this rank: contiguous runs, so that neighbouring shards stay on one node.
+
+    Args:
+        plan: whose lanes are shared.
+        topology: by whom.
+        chosen: lanes instead of the even share.
+        uneven: ranks may hold unequal numbers of samples.
+    """
+    lanes, world = plan.lanes, topology.world
+    if chosen is not None:
+        own = sorted(chosen)
+        if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
+            raise ConfigurationError(
+                f"lanes={list(chosen)}: distinct numbers from 0 to {lanes - 1} are expected"
+            )
+        return own
+    if world > lanes:
+        raise ConfigurationError(
+            f"{world} ranks cannot share {lanes} lanes; make the plan with lanes={world} or more, or use fewer ranks"
+        )
+    if lanes % world and not uneven:
+        fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        raise ConfigurationError(
+            f"{lanes} lanes do not divide evenly over {world} ranks, and a trainer that averages over ranks would get "
+            f"wrong gradients. World sizes that fit: {fitting}. Or pass uneven=True and multiply the loss by "
+            "batch.weight"
+        )
+    if not uneven and world > 1 and _has_short_step(plan):
+        raise ConfigurationError(
+            "the last step of each epoch is short and would give ranks unequal batches; make the plan with "
+            'remainder="drop", or pass uneven=True and multiply the loss by batch.weight'
+        )
+    rank = topology.rank
+    return list(range(rank * lanes // world, (rank + 1) * lanes // world))
+
+
+def _has_short_step(plan: Plan) -> bool:
+    length = plan.steps_per_epoch
+    return bool(length and (plan.step(length - 1) < 0).any())
 
 
 def ranks_beside(environ: Mapping[str, str] | None = None) -> int:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
-from shardkit.loader.events import EventLog
+from shardkit.ledger import Journal
 from shardkit.loader.ranks import ranks_beside
-from shardkit.loader.read_events import ReadEvents
 from shardkit.loader.schedule import plan_group
-from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.plan import Plan
+from shardkit.loader.settings import LoaderSetup
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache import BlockCache, Supply
@@ -26,8 +27,9 @@ from shardkit.reading.detours import Detour, Detours
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
 from shardkit.stores.local import LocalStore
+from shardkit.telemetry.recorder import EventLog
 
-__all__ = ["RemoteBlocks", "open_remote_blocks"]
+__all__ = ["RemoteBlocks"]
 
 Int64s = NDArray[np.int64]
 
@@ -36,43 +38,49 @@ _AHEAD_BYTES: Final = 256 << 20
 _AHEAD_THREADS: Final = 16
 _HORIZON_LOOPS: Final = 2  # what the cache knows of the future: the rest of this loop and the next
 _SHARE_OF_DISK: Final = 0.8
+_JOURNALED: Final = {
+    "failovers": "failover",
+    "mismatches": "mismatch",
+    "missing": "missing",
+    "rebuilt": "rebuild",
+    "healed": "repair",
+    "heal_failed": "repair_failed",
+    "circuit_opened": "location_lost",
+    "circuit_closed": "location_back",
+}
+_STEPS: Final = 64  # between two entries of one kind and location
 
 
 class RemoteBlocks:
-    """Made by `open_remote_blocks`.
+    """What a loader needs beside its threads where blocks may come over a network.
+
+    Args:
+        setup: of the loader.
+        memory: bytes of its window; a part of that is read ahead.
 
     Attributes:
         reader: gives the same blocks as the dataset's, through the cache.
         read_events: what the ledger should know of these reads.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        sources: Sources,
-        config: LoaderConfig,
-        lanes: list[int],
-        events: EventLog,
-        memory: int,
-    ) -> None:
-        self._plan, self._rows, self._lanes, self._config = plan, sources.rows, lanes, config
+    def __init__(self, setup: LoaderSetup, memory: int) -> None:
+        plan, sources, config = setup.plan, setup.sources, setup.config
+        self._plan, self._rows, self._config = plan, sources.rows, config
+        self._lanes: list[int] = []
         self._stores = [store for store in sources.reader.stores if isinstance(store, LocatedStore)]
-        detours = self._stores[0].detours if self._stores else Detours()
+        self._detours = self._stores[0].detours if self._stores else Detours()
         cache = None if config.cache is None else BlockCache(
-            config.cache, limit=config.cache_size or _default_limit(str(config.cache)), detours=detours
+            config.cache, limit=config.cache_size or _default_limit(str(config.cache)), detours=self._detours
         )  # fmt: skip
         ahead = min(_AHEAD_BYTES, memory // 4)
-        self._detours = detours
         self.supply = Supply(
             cache, ahead_bytes=ahead, threads=_AHEAD_THREADS, clock=int(plan.digest[:16], 16)
         )
         self.reader: BlockReader = sources.reader.through(self.supply)
         self.read_events = ReadEvents()
-        self._listen(events)
+        self._listen(setup.events, config.run)
 
-    def _listen(self, events: EventLog) -> None:
-        run = self._config.run
-
+    def _listen(self, events: EventLog, run: Path | None) -> None:
         def record(detour: Detour) -> None:
             events.record(f"read_{detour.kind}", location=detour.location, **detour.details)
             self.read_events.note(detour)
@@ -86,8 +94,9 @@ class RemoteBlocks:
             healing = any(location.heal for location in store.locations)
             store.listen(events=record, attest=None if healing or run is None else attest)
 
-    def start(self, step: int, is_loaded: Callable[[int], bool]) -> None:
-        """Read ahead from `step` on, what is not `is_loaded` (dataset-wide block number) in memory."""
+    def start(self, step: int, lanes: list[int], is_loaded: Callable[[int], bool]) -> None:
+        """Read ahead for these lanes from `step` on, what is not `is_loaded` (dataset-wide block number) in memory."""
+        self._lanes = lanes
         reader, rows = self.reader, self._rows
         shards = rows.shard_first_block
 
@@ -124,10 +133,6 @@ class RemoteBlocks:
             return True
         return not all(self.reader.has_file(shard) for shard in range(len(self._rows.shard_first_block) - 1))
 
-    def own(self, lanes: list[int]) -> None:
-        """Other lanes from the next `start` on."""
-        self._lanes = lanes
-
     @property
     def location_names(self) -> list[str]:
         """Of all locations that blocks may come from, without repetition."""
@@ -145,26 +150,25 @@ class RemoteBlocks:
 
     def location(self, name: str) -> tuple[int, bool]:
         """Rank of a location, and whether it is off."""
-        return next(store.path.tuned(name) for store in self._stores if _has(store, name))
+        return next(
+            store.path.tuned(name)
+            for store in self._stores
+            if any(location.name == name for location in store.locations)
+        )
 
     def tune_location(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
         """Change either, from the next read on."""
         for store in self._stores:
             store.path.tune(name, rank=rank, off=off)
 
-    def advance(self, step: int) -> None:
-        """The trainer has been handed `step`."""
-        self.supply.advance(step)
-
     def stats(self) -> dict[str, float]:
         """Counters of all reads over the network of this process, and of the cache; for `Loader.stats`."""
-        found: dict[str, float] = {}
+        found: Counter[str] = Counter()
         for detours in {
             id(one): one for one in (self._detours, *(store.detours for store in self._stores))
         }.values():
-            for name, value in detours.stats().items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+            found.update(detours.stats())
+        return dict(found)
 
     def close(self) -> None:
         """Stop reading ahead; may be called twice."""
@@ -198,19 +202,38 @@ class RemoteBlocks:
             size = min(most, size * 4)
 
 
-def _has(store: LocatedStore, name: str) -> bool:
-    return any(location.name == name for location in store.locations)
+class ReadEvents:
+    """Counts detours by kind and location; `flush` journals the first at once, the following ones by the dozen."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # detours come from the threads that read
+        self._waiting: dict[tuple[str, str], tuple[int, str]] = {}  # count, the first object
+        self._written: dict[tuple[str, str], int] = {}
 
-def open_remote_blocks(
-    plan: Plan, sources: Sources, config: LoaderConfig, lanes: list[int], events: EventLog, memory: int
-) -> RemoteBlocks | None:
-    """What a loader needs beside its threads where blocks come over a network; None where all are local files."""
-    remote = any(store.local_path("shardkit.json") is None for store in sources.reader.stores)
-    several = any(isinstance(store, LocatedStore) for store in sources.reader.stores)
-    if not remote and not several:
-        return None
-    return RemoteBlocks(plan, sources, config, lanes, events, memory)
+    def note(self, detour: Detour) -> None:
+        """Remember a detour."""
+        kind = _JOURNALED.get(detour.kind)
+        if kind is None:
+            return
+        key = (kind, detour.location)
+        with self._lock:
+            count, what = self._waiting.get(key, (0, str(detour.details.get("what", ""))))
+            self._waiting[key] = (count + 1, what)
+
+    def flush(self, step: int, journal: Journal, *, everything: bool = False) -> None:
+        """Journal what waits and is due, as of `step`."""
+        if not self._waiting:
+            return
+        with self._lock:
+            due = [
+                key
+                for key in self._waiting
+                if everything or step - self._written.get(key, step - _STEPS) >= _STEPS
+            ]
+            entries = [(key, self._waiting.pop(key)) for key in sorted(due)]
+            self._written |= dict.fromkeys(due, step)
+        for (kind, location), (count, what) in entries:
+            journal.event(step, kind, location=location, count=count, what=what)
 
 
 def _default_limit(path: str) -> int:

@@ -6,10 +6,9 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,53 +17,43 @@ from shardkit.ledger import Journal
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockSource, BlockWindow
-from shardkit.loader.events import EventLog
-from shardkit.loader.ranks import Topology
-from shardkit.loader.remote_blocks import open_remote_blocks
 from shardkit.loader.row_work import RowWork, open_workers
-from shardkit.loader.schedule import StepGroup, first_lanes, plan_group
-from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.transforms import RowFunction, SubstituteDraw
-from shardkit.plan import Plan
+from shardkit.loader.settings import LoaderSetup, Sources
+from shardkit.loader.transforms import RowFunction
+from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.open_files import raise_file_limit
 from shardkit.telemetry.slow_blocks import BlockTimes
 
-__all__ = ["LoaderResources", "default_threads"]
+if TYPE_CHECKING:
+    from shardkit.loader.remote_blocks import RemoteBlocks
+    from shardkit.telemetry.watching import RunWatch
+
+__all__ = ["LoaderResources"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
 _ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
-class Watch(Protocol):
-    """What runs beside a loader."""
-
-    @property
-    def port(self) -> int | None:
-        """Where /metrics and /healthz are served."""
-
-    def close(self) -> None:
-        """Write the last record, stop; may be called twice."""
-
-
 class LoaderResources:
-    """What a loader opens in one process: the window and its threads, the workers, the journal."""
+    """What a loader opens in one process: the window and its threads, the workers, the journal.
 
-    def __init__(
-        self,
-        plan: Plan,
-        sources: Sources,
-        config: LoaderConfig,
-        topology: Topology,
-        function: RowFunction,
-        fields: Sequence[str],
-        lanes: list[int],
-        events: EventLog,
-        memory: int,
-    ) -> None:
+    Args:
+        setup: of the loader.
+        memory: bytes that blocks may take at the start.
+        function: per row; None where no rows are decoded or transformed.
+    """
+
+    def __init__(self, setup: LoaderSetup, memory: int, function: RowFunction | None) -> None:
+        plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
-        self._config, self._function = config, function
+        self._setup, self._function = setup, function
         self.is_bounded = config.memory is not None  # by who made the loader, or later by control.toml
-        self.remote = open_remote_blocks(plan, sources, config, lanes, events, memory)
+        self.told: set[str] = set()  # of what is said once
+        self.remote: RemoteBlocks | None = None
+        if _needs_network(sources):
+            from shardkit.loader.remote_blocks import RemoteBlocks
+
+            self.remote = RemoteBlocks(setup, memory)
         reader, rows = (self.remote or sources).reader, sources.rows
 
         has_file = lru_cache(maxsize=1 << 16)(reader.has_file)
@@ -76,17 +65,17 @@ class LoaderResources:
                     return reader.raw_size(shard, inside)
             return sources.block_bytes(block)
 
-        self.watch: Watch | None = None
+        self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
         self._memory = BlockMemory(memory)
-        load = self._load = BlockLoading(sources, reader, fields, self._memory, self.times)
+        load = self._load = BlockLoading(sources, reader, setup.fields, self._memory, self.times)
 
         raise_file_limit()
         if memory >= _ROOMY_BYTES:
             _keep_freed_memory()
-        threads = config.threads or default_threads()
+        self._threads = config.threads or _default_threads()
         self.window = BlockWindow(
             BlockSource(
                 load=load,
@@ -95,16 +84,15 @@ class LoaderResources:
                 near=lru_cache(maxsize=1 << 16)(lambda block: has_file(rows.shard_of_block(block)[0])),
             ),
             memory,
-            threads,
+            self._threads,
             page=mmap.PAGESIZE,
         )
-        self._threads = threads
         self.workers: Executor | None = None
-        if function.transform is not None or function.decoders:
-            self.workers = open_workers(config.workers, threads, function)
+        if function is not None:
+            self.workers = open_workers(config.workers, self._threads, function)
         self.journal = None if config.run is None else Journal(
-            config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=topology.rank,
-            world=topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
+            config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=setup.topology.rank,
+            world=setup.topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
             meta={"history": plan.history(), "dataset": reader.urls},
         )  # fmt: skip
 
@@ -117,6 +105,15 @@ class LoaderResources:
     def memory(self, num_bytes: int) -> None:
         self.window.budget = self._memory.limit = num_bytes
 
+    @property
+    def bound(self) -> int:
+        """The same; somebody who sets it wants no more than that."""
+        return self.memory
+
+    @bound.setter
+    def bound(self, num_bytes: int) -> None:
+        self.is_bounded, self.memory = True, num_bytes
+
     def make_room(self, num_bytes: int) -> bool:
         """Have room for so many bytes, and half as many beside them; False where somebody set a bound."""
         if not self.is_bounded:
@@ -128,29 +125,11 @@ class LoaderResources:
         """How many blocks were not what was written."""
         return self._load.verification_failures
 
-    def group_planner(self, plan: Plan, sources: Sources, lanes: list[int]) -> Callable[[range], StepGroup]:
-        """What works out some steps of these lanes."""
-        times = self.times
-
-        def find(numbers: range) -> StepGroup:
-            found = plan_group(plan, sources.rows.locate, lanes, numbers)
-            if times is not None:
-                times.expect(found.blocks, first_lanes(found, plan.cell_size))
-            return found
-
-        return find
-
-    def row_work(self, plan: Plan, sources: Sources) -> RowWork:
-        """Decoding and transforms for one loop."""
-        return RowWork(
-            self._function,
-            self._config.batch_transform,
-            workers=self.workers,
-            parts=self._threads * 2,
-            on_error=self._config.on_error,
-            substitutes=SubstituteDraw(plan.population, plan.settings.seed, sources.fetch),
-            cell_size=plan.cell_size,
-        )
+    def row_work(self) -> RowWork | None:
+        """Decoding and transforms for one loop; None where rows are handed out as they are stored."""
+        if self._function is None and self._setup.config.batch_transform is None:
+            return None
+        return RowWork(self._setup, self._function, workers=self.workers, parts=self._threads * 2)
 
     def close(self) -> None:
         """End all of it; may be called twice, and in a forked child does nothing."""
@@ -178,6 +157,14 @@ class LoaderResources:
             self.close()
 
 
+def _needs_network(sources: Sources) -> bool:
+    """Whether blocks may come over a network: from a store that is no folder, or from one of several locations."""
+    return any(
+        isinstance(store, LocatedStore) or store.local_path("shardkit.json") is None
+        for store in sources.reader.stores
+    )
+
+
 def _keep_freed_memory() -> None:
     """Let glibc keep up to 64 MiB of freed memory instead of giving it back after every batch.
 
@@ -188,7 +175,7 @@ def _keep_freed_memory() -> None:
     np.empty((32 << 20) - (1 << 16), dtype=np.uint8)
 
 
-def default_threads() -> int:
+def _default_threads() -> int:
     """Block readers where none are asked for: as many as processors that this process may use, at most 8.
 
     Not one less: nothing is handed out before the first blocks are there, and a trainer that computes keeps what it

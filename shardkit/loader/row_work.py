@@ -6,36 +6,28 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import RunError
 from shardkit.loader.gather import rows_of
+from shardkit.loader.settings import LoaderSetup, Workers
 from shardkit.loader.transforms import (
-    BatchTransform,
     LazyGenerators,
     RowFailure,
     RowFunction,
+    SubstituteDraw,
     columns_of_rows,
     row_reader,
     stack_samples,
 )
 
-__all__ = ["BegunRows", "OnError", "RowWork", "Substitutes", "Workers", "open_workers"]
-
-Workers: TypeAlias = Literal["threads", "processes"]
-"""What transforms run in."""
-
-OnError: TypeAlias = Literal["raise", "substitute", "mask"]
-"""What becomes of a verified sample that does not decode."""
-
-Substitutes: TypeAlias = Callable[[int, int, int, int], tuple[int, dict[str, Any]]]
-"""(sample, step, slot, attempt) → another sample of the same stratum and its fields; `transforms.SubstituteDraw`."""
+__all__ = ["BegunRows", "RowWork", "open_workers"]
 
 Rows: TypeAlias = list[Mapping[str, Any] | RowFailure]
 """What became of each row of some."""
@@ -45,7 +37,7 @@ _function: RowFunction | None = None  # of this worker process
 
 
 class BegunRows(NamedTuple):
-    """A batch whose rows are in the hands of workers, or will be worked on when it is finished."""
+    """A batch that is gathered, and whose rows may be in the hands of workers."""
 
     fields: dict[str, Any]  # as gathered
     columns: Mapping[str, Any]  # those of them of which rows are made
@@ -60,40 +52,31 @@ class BegunRows(NamedTuple):
 
 
 class RowWork:
-    """What is done to the rows of a batch after they were gathered; false where that is nothing.
+    """Decoding and transforms of one loop: what is done to the rows of a batch after they were gathered.
 
     In two parts, so that workers have the rows of the next batch while one is put together.
 
     Args:
-        function: per row; its transform and decoders may be absent.
-        batch_transform: on the whole batch, in the assembling thread.
+        setup: of the loader; its batch transform runs in the assembling thread.
+        function: per row; None where no rows are decoded or transformed.
         workers: where `function` runs; None runs it where it is called.
         parts: into how many pieces a step is cut for them.
-        on_error: what becomes of rows that do not decode.
-        substitutes: draws another sample.
-        cell_size: of the plan; finds a row's lane and slot.
     """
 
     def __init__(
-        self,
-        function: RowFunction,
-        batch_transform: BatchTransform | None,
-        *,
-        workers: Executor | None,
-        parts: int,
-        on_error: OnError,
-        substitutes: Substitutes,
-        cell_size: int,
+        self, setup: LoaderSetup, function: RowFunction | None, *, workers: Executor | None, parts: int
     ) -> None:
-        self._function, self._batch_transform = function, batch_transform
-        self._workers, self._parts, self._on_error = workers, parts, on_error
-        self._substitutes, self._cell_size = substitutes, cell_size
+        plan, config = setup.plan, setup.config
+        self._function, self._batch_transform, self._on_error = (
+            function,
+            config.batch_transform,
+            config.on_error,
+        )
+        self._workers, self._parts = workers, parts
+        self._seed, self._cell_size = plan.settings.seed, plan.cell_size
+        self._substitutes = SubstituteDraw(plan.population, plan.settings.seed, setup.sources.fetch)
         self._replaced: list[dict[str, Any]] = []
         self.at: tuple[int, int] | None = None  # (step, first sample) under way, for the watchdog
-
-    def __bool__(self) -> bool:
-        function = self._function
-        return bool(function.decoders or function.transform or self._batch_transform)
 
     def steps_ahead(self, rows: int) -> int:
         """How many steps of so many rows are to be begun beside one that is finished: no worker is left idle.
@@ -116,13 +99,13 @@ class RowWork:
             RunError: there are none any more.
         """
         function = self._function
-        if not (function.decoders or function.transform):
+        if function is None:
             return BegunRows(fields, {}, step, samples, slots, [])
         # without a transform, columns that are not decoded need no work per row
         columns = (
             fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
         )
-        pieces = self._submit(columns, step, slots, max(1, -(-step_rows // self._parts)))
+        pieces = self._submit(function, columns, step, slots, max(1, -(-step_rows // self._parts)))
         return BegunRows(fields, columns, step, samples, slots, pieces)
 
     def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
@@ -134,12 +117,12 @@ class RowWork:
         fields, samples, step = begun.fields, begun.samples, begun.step
         self.at = (step, int(samples[0]) if len(samples) else -1)
         valid = np.ones(len(samples), dtype=np.bool_)
-        if self._function.decoders or self._function.transform:
-            fields, samples = self._rows(begun, valid)
+        if self._function is not None:
+            fields, samples = self._rows(self._function, begun, valid)
         if self._on_error == "mask":
             fields["valid"] = valid
         if self._batch_transform is not None:
-            generators = LazyGenerators(self._function.seed, step, begun.slots, self._cell_size)
+            generators = LazyGenerators(self._seed, step, begun.slots, self._cell_size)
             fields = dict(self._batch_transform(fields, generators))
         self.at = None
         return fields, samples
@@ -149,17 +132,16 @@ class RowWork:
         replaced, self._replaced = self._replaced, []
         return replaced
 
-    def _rows(self, begun: BegunRows, valid: NDArray[np.bool_]) -> tuple[dict[str, Any], NDArray[np.int64]]:
-        function, fields, columns, step, slots = (
-            self._function, begun.fields, begun.columns, begun.step, begun.slots
-        )  # fmt: skip
-        samples, rows = begun.samples, self._finished(begun)
+    def _rows(
+        self, function: RowFunction, begun: BegunRows, valid: NDArray[np.bool_]
+    ) -> tuple[dict[str, Any], NDArray[np.int64]]:
+        fields, columns, samples, slots = begun.fields, begun.columns, begun.samples, begun.slots
+        rows = self._finished(function, begun)
         replaced: dict[int, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             if isinstance(row, RowFailure):
-                sample, raw, row = self._replace(
-                    row, step, int(samples[position]), int(slots[position]), list(fields)
-                )
+                place = (begun.step, int(samples[position]), int(slots[position]))
+                sample, raw, row = self._replace(function, row, *place, list(fields))
                 rows[position] = row if function.transform else {name: row[name] for name in columns}
                 replaced[position] = raw
                 if self._on_error == "mask":
@@ -177,19 +159,21 @@ class RowWork:
                 replaced.get(i) or {n: read(i) for n, read in readers.items()} for i in range(len(rows))
             ]
             rest = columns_of_rows(rest, all_rows)
-        return {
-            name: done[name] if name in done else rest[name]
-            for name in fields
-            if name in done or name in rest
-        }, samples
+        done = rest | done
+        return {name: done[name] for name in fields if name in done}, samples
 
     def _submit(
-        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], size: int
+        self,
+        function: RowFunction,
+        columns: Mapping[str, Any],
+        step: int,
+        slots: NDArray[np.int64],
+        size: int,
     ) -> list[Future[Rows]]:
         workers = self._workers
         if workers is None:
             return []
-        call = _work_here if isinstance(workers, ProcessPoolExecutor) else self._function
+        call = _work_here if isinstance(workers, ProcessPoolExecutor) else function
         pieces = []
         try:
             for a in range(0, len(slots), size):
@@ -200,16 +184,16 @@ class RowWork:
             raise _worker_died(step) from error
         return pieces
 
-    def _finished(self, begun: BegunRows) -> Rows:
+    def _finished(self, function: RowFunction, begun: BegunRows) -> Rows:
         if self._workers is None:
-            return self._function(begun.columns, begun.step, begun.slots, self._cell_size)
+            return function(begun.columns, begun.step, begun.slots, self._cell_size)
         try:
             return [row for piece in begun.pieces for row in piece.result()]
         except BrokenProcessPool as error:
             raise _worker_died(begun.step) from error
 
     def _replace(
-        self, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
+        self, function: RowFunction, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
     ) -> tuple[int, dict[str, Any], Mapping[str, Any]]:
         if not failure.decoding:
             raise RunError(
@@ -226,7 +210,7 @@ class RowWork:
             other, raw = self._substitutes(sample, step, slot, attempt)
             raw = {name: raw[name] for name in fields}
             columns = {name: [value] for name, value in raw.items()}
-            (row,) = self._function(columns, step, one, self._cell_size)
+            (row,) = function(columns, step, one, self._cell_size)
             if not isinstance(row, RowFailure):
                 lane, place = divmod(slot, self._cell_size)
                 kind = "substitution" if self._on_error == "substitute" else "mask"
@@ -236,7 +220,7 @@ class RowWork:
                 )  # fmt: skip
                 return other, raw, row
             if not row.decoding:
-                return self._replace(row, step, other, slot, fields)
+                return self._replace(function, row, step, other, slot, fields)
         raise RunError(
             f"sample {sample} does not decode ({failure.reason}), and neither do {_ATTEMPTS} others of its stratum; "
             "is this the right decoder?"

@@ -1,31 +1,45 @@
-"""Settings of a loader, and where its rows come from."""
+"""Settings of a loader, where its rows come from, and what follows from both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
-from shardkit.loader.decoders import Decoder
+from shardkit.loader.ranks import Topology
 from shardkit.loader.rebalancing import Rebalancing
-from shardkit.loader.row_work import OnError, Workers
-from shardkit.loader.transforms import BatchTransform, SampleTransform
-from shardkit.loader.watchdog import OnStall
+from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
+from shardkit.plan import Plan
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
 from shardkit.telemetry import TelemetrySettings
+from shardkit.telemetry.recorder import EventLog
 
-__all__ = ["LoaderConfig", "Sources"]
+__all__ = ["LoaderConfig", "LoaderSetup", "OnError", "OnStall", "Sources", "Workers"]
+
+Workers: TypeAlias = Literal["threads", "processes"]
+"""What transforms run in."""
+
+OnError: TypeAlias = Literal["raise", "substitute", "mask"]
+"""What becomes of a verified sample that does not decode."""
+
+OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
+"""Takes what a stall waits for: rank, lane, shard, stage."""
 
 _RANGES = {
     "memory": Range(1 << 20, 1 << 50), "cache_size": Range(0, 1 << 60), "threads": Range(1, 4096),
     "prefetch": Range(0, 10**6), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
 }  # fmt: skip
 """Of whole numbers that a loader is told."""
+
+_AHEAD: Final = 0.25  # of the windows, for what comes next
+_LEAST: Final = 1 << 20
+_PAGE: Final = 4096
+_WHOLE: Final = 2 << 30  # where rows of all blocks are mixed, and only the whole dataset would do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +82,8 @@ class LoaderConfig:
     run: Path | None = None
     cache: Path | None = None
     cache_size: int | None = None  # bytes; most of the disk's free room where None
-    telemetry: TelemetrySettings | None = field(
-        default_factory=TelemetrySettings
-    )  # where there is a run directory
-    stride: int = (
-        1  # hand out every stride-th step from the offset-th on: how DataLoader workers share the steps
-    )
+    telemetry: TelemetrySettings | None = field(default_factory=TelemetrySettings)  # where there is a `run`
+    stride: int = 1  # hand out every stride-th step from the offset-th on: how DataLoader workers share them
     offset: int = 0
 
     def __post_init__(self) -> None:
@@ -102,3 +112,54 @@ class LoaderConfig:
             raise ConfigurationError(
                 "rebalance deals the lanes itself, in one process per rank: leave out lanes= and stride="
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSetup:
+    """What one loader reads, and how: all that does not change while it lives, shared by its parts.
+
+    Attributes:
+        fields: that are gathered, in this order.
+        tensors: whether batches hold torch tensors.
+        events: of the run; goes nowhere without one.
+    """
+
+    plan: Plan
+    sources: Sources
+    config: LoaderConfig
+    topology: Topology
+    fields: Sequence[str]
+    tensors: bool
+    events: EventLog
+
+    def memory_needed(self, lanes: int) -> int:
+        """Bytes of the blocks that so many lanes mix rows of at a time, and a quarter more.
+
+        With less the same blocks are read over and over. Nobody needs more than the whole dataset; with
+        ``shuffle="full"`` nothing less would do, and nothing is asked for.
+        """
+        plan, sources = self.plan, self.sources
+        blocks = 0 if plan.settings.shuffle == "full" else min(sources.rows.blocks, lanes * plan.open_blocks)
+        size = -(-max(1, sources.mean_block_bytes) // _PAGE) * _PAGE
+        return max(_LEAST, int(blocks * size * (1 + _AHEAD)))
+
+    def memory_bound(self, lanes: int) -> int:
+        """Bytes that the blocks of one process may take; `config.memory` is that of a rank, shared by its workers.
+
+        Raises:
+            ConfigurationError: less than the windows need.
+        """
+        config, plan, sources = self.config, self.plan, self.sources
+        needed = self.memory_needed(lanes)
+        if config.memory is None:
+            whole = min(_WHOLE, sources.rows.blocks * 2 * sources.mean_block_bytes)
+            return max(needed, whole) if plan.settings.shuffle == "full" else needed
+        bound = config.memory // config.stride
+        if bound < needed:
+            workers = f" for each of {config.stride} workers" if config.stride > 1 else ""
+            raise ConfigurationError(
+                f"memory={config.memory} is {bound} bytes{workers}; {lanes} lanes mix rows of {plan.open_blocks} "
+                f"blocks of {sources.mean_block_bytes} bytes each and need {needed}{workers}: leave memory out, pass "
+                f"at least {needed * config.stride}, or give the plan fewer lanes or a smaller window_blocks"
+            )
+        return bound

@@ -1,38 +1,108 @@
-"""User functions over samples and draws of other samples, with randomness that does not depend on who runs them."""
+"""Decoders, transforms and draws of other samples, with randomness that does not depend on who runs them."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import json
 import struct
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.formats import sha256_digest
-from shardkit.loader.decoders import Decoder
+from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.formats import Schema, sha256_digest
 from shardkit.plan import Population
 
 __all__ = [
+    "DECODERS",
     "BatchTransform",
+    "Decoder",
     "LazyGenerators",
     "RowFailure",
     "RowFunction",
     "SampleTransform",
     "SubstituteDraw",
     "columns_of_rows",
+    "find_decoders",
     "row_reader",
     "sample_generator",
     "stack_samples",
 ]
+
+Decoder: TypeAlias = Callable[[Any], Any]
+"""Stored value → what the model takes."""
 
 SampleTransform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
 """A sample and its own generator of random numbers → a sample."""
 
 BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
 """A batch and the generators of its samples → a batch."""
+
+
+# ---- decoders: each raises where the bytes are not what its name says
+
+_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+
+
+def _image(payload: bytes, mode: str) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(payload), formats=_IMAGE_FORMATS) as image:
+        image.draft(mode, None)  # lets the JPEG decoder leave out what the mode does not need
+        return np.array(image.convert(mode))
+
+
+def _numpy_file(payload: bytes) -> NDArray[Any]:
+    array: NDArray[Any] = np.load(io.BytesIO(payload), allow_pickle=False)  # object arrays hold pickles
+    return array
+
+
+DECODERS: Mapping[str, Decoder] = {
+    "rgb8": partial(_image, mode="RGB"),  # (height, width, 3) uint8
+    "gray8": partial(_image, mode="L"),  # (height, width) uint8
+    "numpy": _numpy_file,
+    "json": json.loads,
+    "text": methodcaller("decode", "utf-8"),
+}
+"""Those that are there, by name; all pickle."""
+
+
+def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[str, Decoder]:
+    """Decoders by field.
+
+    Raises:
+        ConfigurationError: an unknown name, or a field that is not bytes (json: str too).
+        MissingDependency: images need Pillow.
+    """
+    found: dict[str, Decoder] = {}
+    for name, wanted in decode.items():
+        if name not in schema:
+            raise ConfigurationError(f"decode: {name!r} is not in the schema; it has {', '.join(schema)}")
+        if schema[name].kind not in ("bytes", "str"):
+            raise ConfigurationError(
+                f"decode: {name!r} is {schema[name]}; only bytes and str fields are decoded"
+            )
+        if not isinstance(wanted, str):
+            found[name] = wanted
+            continue
+        if wanted not in DECODERS:
+            raise ConfigurationError(
+                f"decode: {name!r} has decoder {wanted!r}; known are {', '.join(DECODERS)}, or pass a function"
+            )
+        if wanted in ("rgb8", "gray8") and importlib.util.find_spec("PIL") is None:
+            raise MissingDependency(f"decode={{{name!r}: {wanted!r}}} needs Pillow; run: pip install pillow")
+        found[name] = DECODERS[wanted]
+    return found
+
+
+# ---- transforms
 
 
 def sample_generator(seed: int, step: int, lane: int, slot: int) -> np.random.Generator:

@@ -5,77 +5,50 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
-from shardkit.loader.block_window import BlockWindow
-from shardkit.loader.events import EventLog
-from shardkit.loader.ranks import Topology
+from shardkit.loader.resources import LoaderResources
 from shardkit.loader.row_work import RowWork
 from shardkit.loader.schedule import StepGroup
-from shardkit.plan import Plan
-from shardkit.reading.blocks import BlockReader
-from shardkit.reading.row_map import RowMap
+from shardkit.loader.settings import LoaderSetup
 
-__all__ = ["OnStall", "Watchdog"]
+__all__ = ["Watchdog"]
 
-OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Takes what a stall waits for: rank, lane, shard, stage."""
-
-
-_LOADS_BEFORE_ROOM = 16
-_LOADS_BEFORE_TELLING = 256  # blocks; of fewer nothing can be said
-_ROOM_OF_WINDOWS = 1.5  # times what lanes mix at once: windows overlap where one ends and the next begins
+_LOADS_BEFORE_ROOM: Final = 16
+_LOADS_BEFORE_TELLING: Final = 256  # blocks; of fewer nothing can be said
+_ROOM_OF_WINDOWS: Final = (
+    1.5  # times what lanes mix at once: windows overlap where one ends and the next begins
+)
 
 
 class Watchdog:
     """Called by whichever thread has waited too long; costs nothing while nothing stalls.
 
     Args:
-        topology: of this process.
-        plan: that is loaded.
-        lanes: of it, that are.
-        rows: where blocks lie.
-        reader: names shards.
-        window: knows what is being loaded.
+        setup, resources: of the loader.
+        lanes: how many of them are loaded.
         work: knows which batch is being transformed.
-        events: gets one record per report.
-        on_stall: gets the same facts; a warning is shown where there is none.
-        told: what a loader says once, and has said; of all its loops.
-        make_room: asked for room for so many bytes; False where a bound forbids it.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        plan: Plan,
-        lanes: Sequence[int],
-        rows: RowMap,
-        reader: BlockReader,
-        window: BlockWindow,
-        work: RowWork,
-        events: EventLog,
-        on_stall: OnStall | None,
-        told: set[str],
-        make_room: Callable[[int], bool],
+        self, setup: LoaderSetup, resources: LoaderResources, lanes: int, work: RowWork | None
     ) -> None:
-        self._topology, self._plan, self._rows, self._reader = topology, plan, rows, reader
-        self._window, self._work, self._events, self._on_stall = window, work, events, on_stall
-        self._lanes, self._told, self._make_room = len(lanes), told, make_room
+        self._setup, self._resources, self._lanes, self._work = setup, resources, lanes, work
 
-    def __call__(self, waited: float, stage: str, group: StepGroup | None) -> None:
+    def stalled(self, waited: float, stage: str, group: StepGroup | None) -> None:
         """Report a wait of `waited` seconds in `stage` of `group`."""
-        facts: dict[str, Any] = {"rank": self._topology.rank, "world": self._topology.world,
-                                 "waited_s": round(waited, 1), "stage": stage}  # fmt: skip
-        at, loading = self._work.at, self._window.longest_load()
+        (rank, world, _), sources = self._setup.topology, self._setup.sources
+        facts: dict[str, Any] = {"rank": rank, "world": world, "waited_s": round(waited, 1), "stage": stage}
+        at = None if self._work is None else self._work.at
+        loading = self._resources.window.longest_load()
         if at is not None:
             facts |= {"stage": "transform", "step": at[0], "sample": at[1]}
         elif loading is not None:
             block, began = loading
-            shard, inside = self._rows.shard_of_block(block)
-            facts |= {"stage": "load", "shard": self._reader.shard_name(shard), "block": inside,
+            shard, inside = sources.rows.shard_of_block(block)
+            facts |= {"stage": "load", "shard": sources.reader.shard_name(shard), "block": inside,
                       "loading_s": round(time.perf_counter() - began, 1)}  # fmt: skip
             facts |= self._needed_by(block, group)
         elif group is not None:
@@ -84,11 +57,11 @@ class Watchdog:
 
     def over_memory(self, step: int, needed: int) -> None:
         """A step's blocks alone exceed the memory bound: said once, for it will not be the only one."""
-        if "over_memory" in self._told:
+        told, budget = self._resources.told, self._resources.memory
+        if "over_memory" in told:
             return
-        self._told.add("over_memory")
-        budget = self._window.budget
-        self._events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
+        told.add("over_memory")
+        self._setup.events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
         warnings.warn(
             f"shardkit: the blocks of step {step} take {needed / 2**20:.1f} MiB, memory={budget / 2**20:.1f} MiB; they "
             "are loaded all the same. Give the loader more memory, the plan fewer lanes, or the dataset smaller blocks "
@@ -102,19 +75,20 @@ class Watchdog:
 
         Windows that nobody bounded get more room. Else it is said, once.
         """
-        window, settings = self._window, self._plan.settings
+        resources, settings = self._resources, self._setup.plan.settings
+        window, told = resources.window, resources.told
         full, loads = settings.shuffle == "full", window.loop_loads
         again = window.loop_reloads if full else window.loop_soon_again
-        if "rereading" in self._told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
+        if "rereading" in told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
             return
         budget = window.budget
-        if not full and self._make_room(budget):
+        if not full and resources.make_room(budget):
             window.count_anew()
             return
         if loads < _LOADS_BEFORE_TELLING:
             return
-        self._told.add("rereading")
-        self._events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
+        told.add("rereading")
+        self._setup.events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
         if full:
             advice = (
                 'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
@@ -139,12 +113,12 @@ class Watchdog:
             return {}
         first = int(np.flatnonzero(group.which == group.blocks.index(block))[0])
         step = int(np.searchsorted(group.borders, first, side="right")) - 1
-        return {"step": group.numbers[step], "lane": int(group.slots[first]) // self._plan.cell_size}
+        return {"step": group.numbers[step], "lane": int(group.slots[first]) // self._setup.plan.cell_size}
 
     def _tell(self, facts: dict[str, Any]) -> None:
-        self._events.record("stall", **{name: value for name, value in facts.items() if name != "rank"})
-        if self._on_stall is not None:
-            self._on_stall(facts)
+        self._setup.events.record("stall", **{name: value for name, value in facts.items() if name != "rank"})
+        if self._setup.config.on_stall is not None:
+            self._setup.config.on_stall(facts)
             return
         details = ", ".join(f"{name} {facts[name]}" for name in ("step", "lane", "sample", "shard", "block")
                             if name in facts)  # fmt: skip

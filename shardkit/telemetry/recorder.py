@@ -1,7 +1,8 @@
-"""The sources of a run in one process, and the thread that writes their records: its heartbeat (SPEC.md §1, §2)."""
+"""What a process writes to its run directory: records of its sources, as its heartbeat, and events (SPEC.md §1, §2)."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shardkit.errors import StoreError
 from shardkit.ranges import Range
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record
 
 __all__ = [
-    "Recorder", "StackWriter", "Telemetry", "TelemetrySettings", "record_path", "request_stacks",
+    "EventLog", "Recorder", "StackWriter", "Telemetry", "TelemetrySettings", "record_path", "request_stacks",
     "telemetry_directory",
 ]  # fmt: skip
 
@@ -276,3 +278,32 @@ class StackWriter:
             return self._request.stat().st_mtime
         except OSError:
             return 0.0
+
+
+class EventLog:
+    """Appends to `events.jsonl`; made on the first event. One write per line, so that ranks may share the file."""
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._directory, self._rank = directory, rank
+
+    def record(self, kind: str, **details: object) -> None:
+        """Append one event; nothing where the loader has no run directory.
+
+        Raises:
+            StoreError: the run directory cannot be written.
+        """
+        if self._directory is None:
+            return
+        line = {"time": round(time.time(), 3), "event": kind, "rank": self._rank, **details}
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            descriptor = os.open(self._directory / "events.jsonl", flags, 0o644)
+            try:
+                os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StoreError(
+                f"events in {self._directory} cannot be written: {error.strerror}; make room and resume"
+            ) from error

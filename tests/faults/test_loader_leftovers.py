@@ -21,7 +21,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import UsageError
-from shardkit.loader.row_work import Workers
+from shardkit.loader.settings import Workers
 
 ROWS = 240
 
@@ -279,7 +279,7 @@ def test_a_loader_may_be_collected_on_a_thread_of_its_own(ds: shardkit.Dataset) 
     before = _own_threads()
     loader = ds.loader(_plan(ds), rank=0, world=1, tensors=False)
     next(iter(loader))
-    resources = loader._resources
+    resources = loader.resources
     assert resources is not None
     ended = resources.window._pool.submit(resources.close_unwatched)
     ended.result(timeout=30)

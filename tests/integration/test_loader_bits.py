@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.loader.row_work import Workers
+from shardkit.loader.settings import Workers
 
 ROWS, BATCH, LANES = 400, 40, 8
 

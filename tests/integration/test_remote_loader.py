@@ -243,8 +243,8 @@ def test_a_token_that_expires_in_mid_epoch(
             seen.append((batch["samples"].tolist(), batch["x"][:, 0].tobytes()))
             if batch.step == len(truth) // 3:
                 good_from[0] = issuer.issued + 1
-        told = [repr(loader.stats()), repr(loader._sources.reader.stores[0].detours.events)]
-        told.append(repr(pickle.dumps(loader._sources.reader)))
+        told = [repr(loader.stats()), repr(loader._setup.sources.reader.stores[0].detours.events)]
+        told.append(repr(pickle.dumps(loader._setup.sources.reader)))
     assert seen == truth
     assert proxy.counts["status"] > 0, "some requests were refused for their token"
     proxy.faults = lambda _request: Fault("status", status=403, code="SignatureDoesNotMatch")

@@ -76,7 +76,7 @@ def measured(served: GoogleServer, loader: Any, root: str) -> tuple[list[Any], f
     """An epoch, its range requests per block, and its bytes over those of the shards."""
     manifest = shardkit.open(root).manifest
     requests, num_bytes = served.counts["GET", 206], served.body_bytes
-    blocks = int(loader._sources.rows.shard_first_block[-1])
+    blocks = int(loader._setup.sources.rows.shard_first_block[-1])
     found = epoch(loader)
     return (
         found,

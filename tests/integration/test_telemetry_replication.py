@@ -8,8 +8,8 @@ from pathlib import Path
 import shardkit
 from shardkit.copies.policy import LocationRecord
 from shardkit.copies.replicating import place
+from shardkit.copies.replicating.lag import ReplicationLag
 from shardkit.copies.replicating.placing import Change
-from shardkit.loader.replication_lag import ReplicationLag
 from shardkit.storage import Repository
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from tests.unit.telemetry_series import made_series

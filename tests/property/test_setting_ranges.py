@@ -17,14 +17,14 @@ from shardkit.copies.policy import Policy
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.errors import ConfigurationError, PlanError, UsageError
 from shardkit.loader import Rebalancing
-from shardkit.loader.control import Knob, parse_control
-from shardkit.loader.knobs import count_of, size_of
 from shardkit.loader.settings import LoaderConfig
+from shardkit.loader.steering import count_in, size_of
 from shardkit.plan.rebalance import Rules
 from shardkit.plan.settings import Settings
-from shardkit.ranges import parse_size
+from shardkit.ranges import Range, parse_size
 from shardkit.reading.read_path import ReadSettings
 from shardkit.telemetry import TelemetrySettings
+from shardkit.telemetry.control import Knob, parse_control
 from shardkit_tools.main import run as shardkit_command
 from shardkit_tools.simulation.quantities import (
     parse_bytes,
@@ -212,7 +212,7 @@ def test_quantities_of_simulate_and_tune_are_numbers(parse: Callable[[Any], floa
 )  # fmt: skip
 def test_numbers_of_control_toml_have_ranges_too(line: str) -> None:
     knobs = {"loader.memory": Knob(lambda: 1, lambda _: None, size_of(1 << 20)),
-             "loader.prefetch": Knob(lambda: 1, lambda _: None, count_of(1, 1024))}  # fmt: skip
+             "loader.prefetch": Knob(lambda: 1, lambda _: None, count_in(Range(1, 1024)))}  # fmt: skip
     key = line.partition(" ")[0]
     with pytest.raises(ConfigurationError, match=f"{re.escape(key)} = .*expected"):
         parse_control(line, knobs)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from shardkit.errors import ConfigurationError
-from shardkit.loader.control import Control, Knob, parse_control
-from shardkit.loader.knobs import count_of, flag_of, size_of
+from shardkit.loader.steering import count_in, flag_of, size_of
+from shardkit.ranges import Range
 from shardkit.telemetry import Record
+from shardkit.telemetry.control import Control, Knob, parse_control
 
 MIB = 1 << 20
 
@@ -27,7 +28,7 @@ class Settings:
         return {
             "loader.memory": Knob(self.reader("memory"), self.writer("memory"), size_of(MIB), gradual=True),
             "loader.prefetch": Knob(
-                self.reader("prefetch"), self.writer("prefetch"), count_of(1, 64), gradual=True
+                self.reader("prefetch"), self.writer("prefetch"), count_in(Range(1, 64)), gradual=True
             ),
             "reading.hedge": Knob(self.reader("hedge"), self.writer("hedge"), flag_of),
             "cache.size": Knob(self.reader("absent"), self.writer("absent"), size_of(MIB), gradual=True),

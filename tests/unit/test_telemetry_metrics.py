@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from shardkit.errors import MissingDependency
-from shardkit.loader.control import Knob, parse_control
 from shardkit.reading.detours import COUNTED
 from shardkit.telemetry import Record
 from shardkit.telemetry.anomalies import KINDS
+from shardkit.telemetry.control import Knob, parse_control
 from shardkit.telemetry.prometheus import METRICS, exposition, metric_names
 
 OPERATING = Path(__file__).parents[2] / "examples" / "operating"

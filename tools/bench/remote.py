@@ -176,7 +176,7 @@ def stalls(endpoint: str, folder: Path) -> Iterator[str]:
             with contextlib.closing(loader):
                 iterator = iter(loader)
                 if not prefetch:
-                    loader._resources.remote.supply.close()  # type: ignore[union-attr]  # noqa: SLF001
+                    loader.resources.remote.supply.close()  # type: ignore[union-attr]
                 if cache:
                     for _ in iterator:
                         pass

@@ -35,7 +35,11 @@ def live_names() -> Face:
             rebalance=Rebalancing(store=HashStore()),
         )  # fmt: skip
         next(iter(loader))
-        stats, values, keys = loader.stats(), loader.telemetry.read().values, knobs(loader)
+        stats, values, keys = (
+            loader.stats(),
+            loader.telemetry.read().values,
+            knobs(loader.live, loader.memory_needed),
+        )
         loader.close()
     finally:
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""`RUN/control.toml`: settings that take effect while a run goes on, gradually and with a way back (SPEC.md §10)."""
+"""`RUN/control.toml`: settings that take effect while a run goes on, gradually and with a way back (SPEC.md §8)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import ConfigurationError
-from shardkit.telemetry import Record
-from shardkit.telemetry.records import parse_lanes
+from shardkit.telemetry.records import Record, parse_lanes
 
 __all__ = ["Change", "Control", "Knob", "parse_control"]
 
@@ -38,6 +37,18 @@ class Knob:
     write: Callable[[Any], None]
     parse: Callable[[str, Any], Any]
     gradual: bool = False
+
+    @classmethod
+    def of(
+        cls, owner: object, attribute: str, parse: Callable[[str, Any], Any], *, gradual: bool = False
+    ) -> Knob:
+        """For an attribute; without effect where `owner` is None."""
+        return cls(
+            lambda: getattr(owner, attribute, None),
+            lambda value: setattr(owner, attribute, value),
+            parse,
+            gradual,
+        )
 
 
 @dataclass(frozen=True)

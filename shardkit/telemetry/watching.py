@@ -1,4 +1,4 @@
-"""A loader with a run directory is watched: records, stacks, anomalies, health, and a control file that is heeded."""
+"""Watches a live run from inside one of its processes: records, stacks, anomalies, health."""
 
 from __future__ import annotations
 
@@ -6,44 +6,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardkit.errors import StoreError
-from shardkit.loader.control import Control
-from shardkit.loader.events import EventLog
-from shardkit.loader.knobs import loader_knobs
-from shardkit.loader.replication_lag import ReplicationLag
-from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings
 from shardkit.telemetry.anomalies import AnomalyWatch
-from shardkit.telemetry.recorder import StackWriter
+from shardkit.telemetry.recorder import EventLog, Recorder, StackWriter, Telemetry, TelemetrySettings
+from shardkit.telemetry.records import Record
 from shardkit.telemetry.serving import HealthServer
 
-if TYPE_CHECKING:
-    from shardkit.loader.settings import LoaderConfig, Sources
-    from shardkit.loader.telemetry_sources import LiveLoader
-
-__all__ = ["RunWatch", "open_watch"]
+__all__ = ["RunWatch"]
 
 _BETWEEN_STACKS_S: Final = 60.0
-
-
-def open_watch(
-    loader: LiveLoader, config: LoaderConfig, sources: Sources, events: EventLog
-) -> RunWatch | None:
-    """Begin to watch a loader whose resources are open; None where it has no run directory, or telemetry is off."""
-    settings = config.telemetry
-    if config.run is None or settings is None:
-        return None
-    hooks: list[Callable[[Record], None]] = []
-    if settings.control:
-        control = Control(config.run, loader.topology.rank, loader_knobs(loader), events.record)
-        loader.telemetry.add_source("control", control.numbers)
-        hooks.append(control)
-    if loader.topology.rank == 0 and config.offset == 0:
-        lag = ReplicationLag(sources.reader.repositories, [sources.manifest])
-        loader.telemetry.add_source("replication", lag.numbers)
-        hooks.append(lag)
-    return RunWatch(config.run, loader.telemetry, settings, events, hooks)
 
 
 class RunWatch:
@@ -75,9 +48,7 @@ class RunWatch:
         if settings.listen is not None and telemetry.worker == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
             try:
                 self._server = HealthServer(run, settings.listen)
-            except (
-                StoreError
-            ) as error:  # another run of this node has it: nothing that training should end for
+            except StoreError as error:  # another run of this node has it: no reason to end the training
                 events.record("health_not_served", reason=str(error))
         self._recorder = Recorder(telemetry, run, settings, hooks)
 
