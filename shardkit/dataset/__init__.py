@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardkit.dataset.creating import Writer, create
-    from shardkit.dataset.dataset import Dataset
-    from shardkit.dataset.opening import open_dataset
+    from shardkit.dataset.dataset import Dataset, open_dataset
     from shardkit.dataset.parts import commit_parts, list_parts
 
 __all__ = ["Dataset", "Writer", "commit_parts", "create", "list_parts", "open_dataset"]
@@ -24,7 +23,7 @@ _MODULES = {
     "commit_parts": "parts",
     "create": "creating",
     "list_parts": "parts",
-    "open_dataset": "opening",
+    "open_dataset": "dataset",
 }
 
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import key_identity
 from shardkit.dataset.splits import Split
+from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import UsageError
-from shardkit.formats import Schema, ShardIndex
+from shardkit.formats import ShardIndex
 from shardkit.manifest import Manifest, Stratum
 from shardkit.repository.catalog import Version, load_manifest
 from shardkit.repository.repository import Repository
@@ -54,41 +55,37 @@ class Base:
         return {**refs, self.ref: self.manifest.id}
 
 
-def load_base(
-    repository: Repository,
-    ref: str,
-    *,
-    schema: Schema,
-    format: str,
-    compression: str,
-    axes: Sequence[str],
-    classes: Sequence[str],
-    split: Split | None,
-) -> Base:
-    """Load what is appended to, and check that what is to be appended is of its kind.
+def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
+    """Load what a new version is appended to, and check that it is of the same kind.
 
     Every index is read, for the keys: about 100 bytes per row.
 
     Raises:
         NotFoundError: there is no such ref.
-        UsageError: schema, format, compression, strata axes, class names or splits differ.
+        UsageError: schema, format, compression, axes of strata, class names, splits or look-ups differ.
     """
     version = load_manifest(repository, repository.resolve(ref))
     manifest = version.manifest
     if manifest.parts:
         raise UsageError(f"{ref} is merged from other datasets; append to one of its parts, then merge again")
     for what, found, given in (
-        ("schema", manifest.schema.to_json(), schema.to_json()),
-        ("format", manifest.format, format),
-        ("compression", manifest.compression, compression),
-        ("stratify", list(manifest.axes), list(axes)),
-        ("classes", list(manifest.classes), list(classes)),
+        ("schema", manifest.schema.to_json(), new.schema.to_json()),
+        ("format", manifest.format, new.format),
+        ("compression", manifest.compression, new.compression),
+        ("stratify", list(manifest.axes), list(new.axes)),
+        ("classes", list(manifest.classes), list(new.classes)),
     ):
         if found != given:
             raise UsageError(
                 f"cannot append to {ref}: its {what} is {found}, that of the new rows {given}; append rows of the "
                 "same kind, or build a dataset of their own"
             )
+    held = tuple(lookup.field for lookup in manifest.lookups)
+    if new.lookups and new.lookups != held:
+        raise UsageError(
+            f"cannot append to {ref} with lookups of {', '.join(new.lookups)}: it has "
+            f"{', '.join(held) or 'none'}; leave them out, or rebuild it with others first"
+        )
     keys = []
     row_strata = {}
     for shard in range(len(version.table)):
@@ -102,18 +99,14 @@ def load_base(
         version=version,
         keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
         row_strata=row_strata,
-        splits=_splits(repository, version, split),
+        splits=_splits(repository, version, new.split),
     )
 
 
-def pooling_of(strata: Sequence[tuple[str, ...]], base: Base | None) -> NDArray[np.int8]:
-    """int8[strata]: 1 where the base holds the stratum in its pool, -1 where it has segments there, else 0."""
-    known: dict[tuple[str, ...], Stratum] = {}
-    if base is not None:
-        known = {stratum.values: stratum for stratum in base.manifest.strata}
-    return np.array(
-        [0 if values not in known else 1 if known[values].in_pool else -1 for values in strata], dtype=np.int8
-    )
+def pooling_of(strata: Sequence[tuple[str, ...]], before: Sequence[Stratum]) -> NDArray[np.int8]:
+    """int8[strata]: 1 where the base's strata have it in their pool, -1 where it has segments there, else 0."""
+    known = {stratum.values: 1 if stratum.in_pool else -1 for stratum in before}
+    return np.array([known.get(values, 0) for values in strata], dtype=np.int8)
 
 
 def _splits(repository: Repository, version: Version, split: Split | None) -> dict[str, Version]:

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardkit.dataset.appending import Base, load_base
-from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.committing import Destination, write_version
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
 from shardkit.dataset.part_files import FOLDER as PARTS
 from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
-from shardkit.dataset.ref_moves import Standing, block_size_for, standing_refs
+from shardkit.dataset.ref_moves import block_size_for
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.version_settings import VersionSettings
-from shardkit.dataset.version_writing import write_version
+from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
@@ -114,39 +112,10 @@ def create(
     if part is not None:
         check_part_name(part)
         folder = part_folder(repository, scratch)
-        return Writer(
-            repository, version, encoder, ref=ref, message=message, scratch=folder.path, part=(folder, part)
-        )
-    base = load_base_of(repository, version, ref) if append else None
-    expected = (
-        base.expected
-        if base
-        else standing_refs(repository, version.refs(ref), version.schema, replace=replace)
-    )
-    return Writer(
-        repository, version, encoder, ref=ref, expected=expected, message=message, scratch=scratch, base=base
-    )
-
-
-def load_base_of(repository: Repository, version: NewVersion, ref: str) -> Base:
-    """The version that ``version`` is appended to; see `load_base`."""
-    base = load_base(
-        repository,
-        ref,
-        schema=version.schema,
-        format=version.format,
-        compression=version.compression,
-        axes=version.axes,
-        classes=version.classes,
-        split=version.split,
-    )
-    held = tuple(lookup.field for lookup in base.manifest.lookups)
-    if version.lookups and version.lookups != held:
-        raise UsageError(
-            f"cannot append to {ref} with lookups of {', '.join(version.lookups)}: it has "
-            f"{', '.join(held) or 'none'}; leave them out, or rebuild it with others first"
-        )
-    return base
+        to = Destination(repository=repository, ref=ref)
+        return Writer(to, version, encoder, scratch=folder.path, part=(folder, part))
+    to = Destination.begin(repository, version, ref, append=append, replace=replace, message=message)
+    return Writer(to, version, encoder, scratch=scratch)
 
 
 class Writer:
@@ -158,30 +127,22 @@ class Writer:
 
     def __init__(
         self,
-        repository: Repository,
+        to: Destination,
         version: NewVersion,
         encoder: RowEncoder,
         *,
-        ref: str,
-        message: str,
         scratch: str | os.PathLike[str] | None,
-        expected: Standing | None = None,
-        base: Base | None = None,
         part: tuple[PartFolder, str] | None = None,
     ) -> None:
-        self._repository = repository
+        self._to = to
         self._version = version
         self._encoder = encoder
-        self._ref = ref
-        self._expected = expected
-        self._message = message
-        self._base = base
         self._part = part
-        self._first = base.first_ordinal if base else 0
+        self._first = to.base.first_ordinal if to.base else 0
         self._lock = threading.Lock()
         self._spooled = temporary_name("spool")
         self._spool: RowSpool | None = RowSpool(
-            scratch_folder(repository, scratch),
+            scratch_folder(to.repository, scratch),
             self._spooled,
             seed=version.settings.seed if version.settings.shuffle else None,
             always_file=part is not None,
@@ -196,7 +157,7 @@ class Writer:
             state = f"part {self._part[1]!r} is written"
         else:
             state = "closed" if self._spool is None else f"{len(self._spool):,} samples added"
-        return f"<shardkit writer for {self._repository.url}@{self._ref}: {state}>"
+        return f"<shardkit writer for {self._to.repository.url}@{self._to.ref}: {state}>"
 
     def add(
         self, sample: Mapping[str, object], key: str | None = None, *, source: tuple[str, int] | None = None
@@ -284,16 +245,7 @@ class Writer:
         columns, part = spool.finish()
         if not len(columns) or part is None:
             raise UsageError("no sample was added; a dataset holds at least one")
-        return write_version(
-            self._repository,
-            self._version,
-            [columns],
-            [part],
-            base=self._base,
-            ref=self._ref,
-            expected=self._expected,
-            message=self._message,
-        )
+        return write_version(self._to, self._version, [columns], [part])
 
     def _write_part(self, spool: RowSpool, folder: PartFolder, name: str) -> None:
         columns, written = spool.finish()

@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
-from shardkit.dataset.committing import NewVersion
-from shardkit.dataset.scratch import RowColumns
+from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.stores.file_operations import Handle, active
 from shardkit.stores.os_errors import explained

@@ -7,13 +7,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardkit.dataset.committing import NewVersion
-from shardkit.dataset.creating import load_base_of, part_folder
+from shardkit.dataset.committing import Destination, write_version
+from shardkit.dataset.creating import part_folder
 from shardkit.dataset.part_files import WrittenPart
-from shardkit.dataset.ref_moves import standing_refs
-from shardkit.dataset.scratch_parts import PartFiles
-from shardkit.dataset.version_settings import VersionSettings
-from shardkit.dataset.version_writing import write_version
+from shardkit.dataset.scratch_reading import PartFiles
+from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
@@ -83,24 +81,12 @@ def commit_parts(
     version = _version(written, append=append, about=about, lookup=lookup, ref=ref)
     manifest = _appended(repository, version, ref) if append else None
     if manifest is None:
-        base = load_base_of(repository, version, ref) if append else None
-        names_moved = version.refs(ref)
-        expected = (
-            base.expected if base else standing_refs(repository, names_moved, version.schema, replace=replace)
+        to = Destination.begin(
+            repository, version, ref, append=append, replace=replace, message=message, author=author
         )
         files = PartFiles(folder.path, [part.file for part in written])
         try:
-            manifest = write_version(
-                repository,
-                version,
-                [part.columns for part in written],
-                files,
-                base=base,
-                ref=ref,
-                expected=expected,
-                message=message,
-                author=author,
-            )
+            manifest = write_version(to, version, [part.columns for part in written], files)
         finally:
             files.close()
     folder.note(note, manifest.id)

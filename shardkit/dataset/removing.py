@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.dataset import Dataset
+from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.dataset.lookups import KEY, find_samples, hash_values
-from shardkit.dataset.opening import open_dataset
-from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import ShardIndex, canonical_json, sha256_digest
 from shardkit.repository.catalog import Version, load_manifest
@@ -187,7 +186,7 @@ def _without(
 ) -> tuple[str, int]:
     """Put the version of a ref without the rows: (its id, how many samples went)."""
     version = load_manifest(repository, manifest_id)
-    masks = _masks(version)
+    masks = {shard: selected_rows(version, shard) for shard in range(len(version.table))}
     before = version.manifest.selected
     for shard in range(len(version.table)):
         masks[shard][lost.get(version.table.digest_text(shard), [])] = False
@@ -219,15 +218,6 @@ def _holds(repository: Repository, manifest_id: str, lost: Mapping[str, list[int
         if not version.table.has_selection[shard] or version.load_selection(shard).mask()[numbers].any():
             return True, bool(version.manifest.parts)
     return False, False
-
-
-def _masks(version: Version) -> dict[int, NDArray[np.bool_]]:
-    return {
-        shard: version.load_selection(shard).mask()
-        if version.table.has_selection[shard]
-        else np.ones(int(version.table.rows[shard]), dtype=np.bool_)
-        for shard in range(len(version.table))
-    }
 
 
 def _check_reason(reason: str) -> None:

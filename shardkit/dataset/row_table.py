@@ -1,21 +1,85 @@
-"""The rows of all parts as one table: joined, checked for duplicate keys, and handed out shard by shard."""
+"""What is kept in memory of every row: columns of parts, joined, checked for duplicate keys, handed out by shard."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import generated_key, key_identity
 from shardkit.dataset.layout import Layout, RowTable
-from shardkit.dataset.scratch import RowColumns
-from shardkit.dataset.scratch_parts import Parts, read_rows
-from shardkit.dataset.shard_writing import ShardRows
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import SampleError
+from shardkit.formats import pack_columns, unpack_columns
 
-__all__ = ["AllRows", "check_unique_keys", "describe_row", "join_parts", "rows_of_shards"]
+__all__ = [
+    "AllRows",
+    "RowColumns",
+    "ShardRows",
+    "check_unique_keys",
+    "describe_row",
+    "join_parts",
+    "rows_of_shards",
+]
+
+_KIND = "scratch-rows"
+_MARK = "mark_"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowColumns:
+    """One entry per row of a part, in the order of adding.
+
+    Attributes:
+        strata: value texts of the strata of this part; ``stratum`` indexes them.
+        identity_high, identity_low: uint64[n]. split: uint64[n], zeros where the identity decides.
+        stratum: int32[n]. raw_bytes: int64[n].
+        generated: uint8[n], 1 where the key is to be made from the ordinal.
+        offset, length: int64[n], the record in the part. check: uint64[n], XXH3-64 of the record.
+        marks: name → uint64[n], what else a build wants to know of every row.
+    """
+
+    strata: tuple[tuple[str, ...], ...]
+    identity_high: NDArray[np.uint64]
+    identity_low: NDArray[np.uint64]
+    stratum: NDArray[np.int32]
+    raw_bytes: NDArray[np.int64]
+    split: NDArray[np.uint64]
+    generated: NDArray[np.uint8]
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    check: NDArray[np.uint64]
+    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.stratum)
+
+    def to_bytes(self, meta: dict[str, object]) -> bytes:
+        """The columns as a container, with something to remember them by."""
+        names = {one.name for one in fields(self)} - {"strata", "marks"}
+        columns = {name: getattr(self, name) for name in sorted(names)}
+        columns |= {_MARK + name: column for name, column in self.marks.items()}
+        strata = [list(values) for values in self.strata]
+        return pack_columns(_KIND, {"strata": strata, "part": meta}, columns, compress=False)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> tuple[RowColumns, dict[str, object]]:
+        """What `to_bytes` was given.
+
+        Raises:
+            FormatError: the bytes are not of `to_bytes`.
+        """
+        columns = unpack_columns(data, _KIND)
+        strata = tuple(tuple(values) for values in columns.meta["strata"])
+        named = {name: array for name, array in columns.arrays.items() if not name.startswith(_MARK)}
+        marks = {
+            name.removeprefix(_MARK): columns.arrays[name] for name in columns.arrays.keys() - named.keys()
+        }
+        return cls(strata=strata, marks=marks, **named), columns.meta["part"]
+
 
 Strata = tuple[tuple[str, ...], ...]
 Identities = NDArray[np.uint64]
@@ -71,6 +135,43 @@ class AllRows:
             check=self.check[places] if kept else self.check,
             marks={name: column[places] for name, column in self.marks.items()},
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardRows:
+    """What one shard is to hold; arrays have one entry per row, in row order.
+
+    Attributes:
+        number: of the shard in the manifest.
+        ordinal: int64. part: int32. offset, length: int64. check: uint64; see `AllRows`.
+        stratum: int32 number of each row's own stratum where the shard has pooled rows, else None.
+        segment_stratum: int32 and segment_rows: int64, one entry per segment, in row order.
+        block_rows: rows per block. raw_bytes: of all rows.
+    """
+
+    number: int
+    ordinal: NDArray[np.int64]
+    part: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    check: NDArray[np.uint64]
+    stratum: NDArray[np.int32] | None
+    segment_stratum: NDArray[np.int32]
+    segment_rows: NDArray[np.int64]
+    block_rows: int
+    raw_bytes: int
+
+    def fingerprint(self) -> str:
+        """32 hex digits that are equal only where the shard holds the same rows in the same way."""
+        digest = xxhash.xxh3_128(f"{self.number} {self.block_rows}".encode())
+        for column in (self.ordinal, self.check, self.length, self.segment_stratum, self.segment_rows):
+            digest.update(np.ascontiguousarray(column).data)
+        if self.stratum is not None:
+            digest.update(np.ascontiguousarray(self.stratum).data)
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        return f"shard {self.number} ({len(self.ordinal)} rows)"
 
 
 def join_parts(parts: Sequence[RowColumns]) -> AllRows:
@@ -181,20 +282,15 @@ def rows_of_shards(
         )
 
 
-def describe_row(rows: AllRows, parts: Parts, ordinal: int, num_fields: int, first_ordinal: int = 0) -> str:
+def describe_row(rows: AllRows, reader: ScratchReader, place: int, first_ordinal: int = 0) -> str:
     """A row by key and source, for messages."""
-    (row,) = read_rows(
-        parts,
-        rows.part[ordinal : ordinal + 1],
-        rows.offset[ordinal : ordinal + 1],
-        rows.length[ordinal : ordinal + 1],
-        rows.check[ordinal : ordinal + 1],
-        np.array([first_ordinal + ordinal]),
-        num_fields,
+    one = slice(place, place + 1)
+    ordinal = first_ordinal + place
+    records = reader.read(
+        rows.part[one], rows.offset[one], rows.length[one], rows.check[one], np.array([ordinal])
     )
-    name = f"sample {row.original_key or row.key!r}"
-    return (
-        f"{name} ({row.source[0]} row {row.source[1]})"
-        if row.source
-        else f"{name} (number {first_ordinal + ordinal})"
-    )
+    block = records.block(0, 1, payloads=False)
+    name = f"sample {dict(block.originals).get(0, block.keys[0])!r}"
+    if not block.source_names or block.source_row is None:
+        return f"{name} (number {ordinal})"
+    return f"{name} ({block.source_names[0]} row {block.source_row[0]})"

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, overload
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from shardkit.dataset.sample_numbers import is_one, number_of, numbers_of
-from shardkit.dataset.tables import all_numbers, read_runs, stream_table, table_library
-from shardkit.errors import UsageError
-from shardkit.formats import Schema
+from shardkit.errors import MissingDependency, NotFoundError, UsageError
+from shardkit.formats import Block, Schema, arrow_schema, record_batch
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
 
-__all__ = ["Samples"]
+__all__ = [
+    "Samples",
+    "all_numbers",
+    "is_one",
+    "number_of",
+    "numbers_of",
+    "read_runs",
+    "stream_table",
+    "table_library",
+]
 
 _COUNT = Range(0, 2**40)
 _COUNT_OF_BATCH = Range(1, 2**40)
@@ -176,3 +186,191 @@ class Samples(ABC):
             MissingDependency: polars is not installed.
         """
         return table_library("polars", "to_polars").from_arrow(self.to_arrow(fields))
+
+
+def is_one(wanted: object) -> bool:
+    """Whether a caller asks for one sample, rightly or wrongly, and not for several."""
+    if isinstance(wanted, slice | list | range | tuple):
+        return False
+    return not hasattr(wanted, "__array__") or np.ndim(wanted) == 0
+
+
+def number_of(wanted: object, count: int, call: str) -> int:
+    """One sample number, 0 to `count` - 1; negative ones count from the end.
+
+    Args:
+        wanted: what the caller gave: anything with ``__index__`` but a bool.
+        count: samples of the dataset.
+        call: how the caller gave it, with … in its place: for messages.
+
+    Raises:
+        UsageError: no whole number.
+        NotFoundError: no such sample.
+    """
+    if isinstance(wanted, bool):
+        raise _refusal(wanted, count, call)
+    try:
+        number = operator.index(wanted)  # type: ignore[arg-type]
+    except TypeError:
+        raise _refusal(wanted, count, call) from None
+    if not -count <= number < count:
+        raise NotFoundError(f"sample {wanted} does not exist: this dataset has samples 0 to {count - 1}")
+    return number + count if number < 0 else number
+
+
+def numbers_of(wanted: Any, count: int, call: str) -> NDArray[np.int64]:
+    """Several sample numbers in the caller's order, (n,) int64; see `number_of`.
+
+    Args:
+        wanted: a slice, a range, a list or an array of whole numbers.
+        count: see `number_of`.
+        call: see there.
+
+    Raises:
+        UsageError: something else.
+        NotFoundError: one of them does not exist. Slices are cut at the ends, as those of lists.
+    """
+    if isinstance(wanted, slice):
+        try:
+            return np.arange(*wanted.indices(count), dtype=np.int64)
+        except (TypeError, ValueError):
+            raise _refusal(wanted, count, call) from None
+    if isinstance(wanted, range):
+        ends = [number_of(one, count, call) for one in (wanted[0], wanted[-1])] if wanted else []
+        wanted = np.arange(wanted.start, wanted.stop, wanted.step) if ends else np.empty(0, np.int64)
+    if isinstance(wanted, list):
+        if set(map(type, wanted)) == {int} and max(wanted) < 2**63 and min(wanted) >= -(2**63):
+            wanted = np.array(wanted, dtype=np.int64)  # checked as a whole
+        else:
+            inner = call.replace("…", "[…]")
+            return np.array([number_of(one, count, inner) for one in wanted], dtype=np.int64)
+    if isinstance(wanted, tuple) or not hasattr(wanted, "__array__"):
+        raise _refusal(wanted, count, call)
+    array = np.asarray(wanted)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _refusal(wanted, count, call)
+    if array.size:
+        for end in (int(array.min()), int(array.max())):
+            number_of(end, count, call)
+    numbers = array.astype(np.int64)
+    return np.where(numbers < 0, numbers + count, numbers)
+
+
+def _refusal(wanted: object, count: int, call: str) -> UsageError:
+    shown = f"{wanted!r:.60}".replace("\n", " ")
+    if isinstance(wanted, str):
+        advice = "a sample is known by its number; `shardkit find ROOT --field key=KEY` finds that of a key"
+    elif isinstance(wanted, tuple):
+        advice = "several samples are asked for by a list, such as ds[[3, 5, 8]]"
+    elif _is_mask(wanted):
+        advice = "True and False are no sample numbers; for a mask ask for np.flatnonzero(mask)"
+    else:
+        advice = "expected a sample number, a slice, or a list or array of sample numbers"
+    return UsageError(f"{call.replace('…', shown)}: {advice}; this dataset has samples 0 to {count - 1}")
+
+
+def _is_mask(wanted: object) -> bool:
+    return isinstance(wanted, bool) or str(getattr(wanted, "dtype", "")).endswith("bool")
+
+
+_NUMBERS_AT_ONCE = 1 << 16  # located together, however many samples there are
+
+
+def all_numbers(count: int) -> Iterator[NDArray[np.int64]]:
+    """The sample numbers 0 to `count` - 1, some at a time."""
+    for start in range(0, count, _NUMBERS_AT_ONCE):
+        yield np.arange(start, min(start + _NUMBERS_AT_ONCE, count), dtype=np.int64)
+
+
+def read_runs(
+    reader: BlockReader,
+    row_map: RowMap,
+    numbers: Iterable[NDArray[np.int64]],
+    fields: Sequence[str] | None = None,
+) -> Iterator[tuple[Block, NDArray[np.int64]]]:
+    """The samples of `numbers` as (verified block, rows in it), each block read once.
+
+    Args:
+        reader: of the version's blocks.
+        row_map: where its samples lie.
+        numbers: ascending sample numbers, over all arrays; they may repeat.
+        fields: those that the blocks will be asked for; all where None.
+    """
+    last, block = -1, None
+    for some in numbers:
+        where = row_map.locate(some)
+        borders = (np.flatnonzero(np.diff(where.block)) + 1).tolist()
+        for first, end in zip([0, *borders], [*borders, len(some)], strict=True):
+            if first == end:
+                continue
+            number = int(where.block[first])
+            if block is None or number != last:
+                last, block = number, reader.read(*row_map.shard_of_block(number), keys=False, fields=fields)
+            yield block, where.row_in_block[first:end]
+
+
+def stream_table(
+    reader: BlockReader, row_map: RowMap, schema: Schema, fields: Sequence[str] | None, batch_rows: int | None
+) -> Any:
+    """A ``pyarrow.RecordBatchReader`` over all samples.
+
+    Args:
+        reader: of the version's blocks.
+        row_map: where its samples lie.
+        schema: of the version.
+        fields: those wanted, in this order; all where None.
+        batch_rows: rows of each batch but the last; None: a batch for each block.
+
+    Raises:
+        SchemaError: there is no such field.
+    """
+    if isinstance(fields, str):
+        raise UsageError(f"fields={fields!r}: expected a list of field names, such as [{fields!r}]")
+    if fields is not None:
+        wanted = list(fields)
+        for name in wanted:
+            schema.position(name)
+        schema = Schema({name: schema[name] for name in wanted})
+    arrow = arrow_schema(schema, keys=False)
+    runs = read_runs(reader, row_map, all_numbers(len(row_map)), list(schema))
+    batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
+    return pa.RecordBatchReader.from_batches(
+        arrow, batches if batch_rows is None else _cut(batches, batch_rows)
+    )
+
+
+def _cut(batches: Iterable[Any], size: int) -> Iterator[Any]:
+    """The same rows in batches of `size`; a batch that lies inside one block is a view of it."""
+    waiting: list[Any] = []
+    rows = 0
+    for batch in batches:
+        done = 0
+        while done < batch.num_rows:
+            part = batch.slice(done, size - rows)
+            waiting.append(part)
+            done, rows = done + part.num_rows, rows + part.num_rows
+            if rows == size:
+                yield _joined(waiting)
+                waiting, rows = [], 0
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(batches: list[Any]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+
+
+def table_library(name: str, call: str) -> Any:
+    """A library that makes tables of Arrow's.
+
+    Raises:
+        MissingDependency: it is not installed; says how to get it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependency(
+            f"ds.{call}() needs {name}; run: pip install {name}, or use ds.to_arrow()"
+        ) from error

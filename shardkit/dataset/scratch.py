@@ -8,6 +8,8 @@ worth nothing after a power cut, and every record is verified when it is read ba
 
 from __future__ import annotations
 
+import contextlib
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -15,24 +17,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.column_encoding import EncodedRows
-from shardkit.dataset.encoding import EncodedRow
+from shardkit.dataset.encoding import EncodedRow, EncodedRows
+from shardkit.dataset.extents import IN_SOURCE, Extent
 from shardkit.dataset.layout import order_keys
-from shardkit.dataset.scratch_columns import RowColumns
-from shardkit.dataset.scratch_files import ScratchFile, remove_scratch
-from shardkit.dataset.scratch_parts import FilePart, MemoryPart, Part, pack_heads, pack_record
+from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, record_header
 from shardkit.errors import StoreError
+from shardkit.stores.file_operations import active
+from shardkit.stores.os_errors import explained
 
-__all__ = [
-    "MIN_RUN_BYTES",
-    "RUN_BYTES",
-    "RowColumns",
-    "RowSpool",
-    "RunBuffer",
-    "ScratchFile",
-    "remove_scratch",
-    "sized_run",
-]
+__all__ = ["MIN_RUN_BYTES", "RUN_BYTES", "RowSpool", "RunBuffer", "remove_scratch", "sized_run"]
 
 RUN_BYTES = 64 * 2**20
 """Bytes of a run of scratch that is held in memory, at most and by default."""
@@ -41,6 +35,7 @@ MIN_RUN_BYTES = 8 * 2**20
 
 _RANGE_BYTES = 2**20
 _JOIN_BYTES = 4 * 2**20
+_ROW_AT = struct.calcsize("<HII")  # of the row in the source, in a header
 
 
 def sized_run(source_bytes: int, shard_size: int) -> int:
@@ -122,7 +117,7 @@ class RowSpool:
         """Take a row; ``identity`` stands in for `EncodedRow.identity` where that is None."""
         columns = self._columns
         if self._folder:
-            self._put(*pack_record(row))
+            self._put(*_pack_record(row))
         columns["identity_high"].append(identity[0])
         columns["identity_low"].append(identity[1])
         columns["split"].append(row.split or 0)
@@ -137,7 +132,7 @@ class RowSpool:
         if not self._folder:
             self._note(rows, 0, len(rows))
             return
-        heads = pack_heads(rows)
+        heads = _pack_heads(rows)
         size = heads.shape[1] + sum(column.shape[1] for column in rows.columns)
         start = 0
         while start < len(rows):
@@ -300,3 +295,76 @@ class RowSpool:
                 ]
             )
             start = stop
+
+
+class ScratchFile:
+    """A scratch file that is being written."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.size = 0
+        with explained(f"create scratch file {folder}/{name}", writing=True):
+            root = active().open_root(folder)
+            try:
+                self._file = active().create_file(root, name)
+            finally:
+                active().close(root)
+        with contextlib.suppress(OSError):  # tells the sweep of a store's tmp/ that we live
+            active().try_lock(self._file)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of ``data``.
+
+        Raises:
+            StoreFullError, StoreError: the scratch disk does not take it; names the file.
+        """
+        rest = memoryview(data).cast("B")
+        with explained(f"write scratch file {self.folder}/{self.name}", writing=True):
+            while len(rest):
+                rest = rest[active().write(self._file, rest) :]
+        self.size += len(data)
+
+    def close(self) -> None:
+        """Close; the file stays."""
+        active().close(self._file)
+
+
+def remove_scratch(folder: str, name: str) -> None:
+    """Remove a scratch file if it is there; one that cannot be removed is left to the sweep."""
+    with contextlib.suppress(OSError):
+        root = active().open_root(folder)
+        try:
+            active().unlink(root, name)
+        finally:
+            active().close(root)
+
+
+def _pack_record(row: EncodedRow) -> tuple[bytes, list[bytes]]:
+    """A row's record: everything before the payloads, and the payloads."""
+    key = b"" if row.key is None else row.key.encode("ascii")
+    original = b"" if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
+    name, number = row.source or ("", NO_ROW)
+    source = name.encode("utf-8")
+    sizes = []
+    payloads = []
+    for payload in row.payloads:
+        if isinstance(payload, Extent):
+            sizes.append(payload.size | IN_SOURCE)
+            payloads.append(payload.packed())
+        else:
+            sizes.append(len(payload))
+            payloads.append(payload)
+    header = record_header(len(payloads)).pack(len(key), len(original), len(source), number, *sizes)
+    return b"".join((header, key, original, source)), payloads
+
+
+def _pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
+    """What stands before the payloads of each row: uint8 (rows, bytes)."""
+    source = rows.source_name.encode("utf-8")
+    header = record_header(len(rows.columns))
+    head = header.pack(0, 0, len(source), 0, *rows.sizes) + source
+    heads = np.empty((len(rows), len(head)), np.uint8)
+    heads[:] = np.frombuffer(head, np.uint8)
+    heads[:, _ROW_AT : _ROW_AT + 8] = rows.source_row.astype("<i8").view(np.uint8).reshape(-1, 8)
+    return heads

@@ -12,13 +12,20 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.formats import parse_digest, sha256_digest
 from shardkit.manifest import Manifest, Selection, ShardTable, Stratum, paginate, stratum_counts
-from shardkit.repository.catalog import put_manifest, put_selection
+from shardkit.repository.catalog import Version, put_manifest, put_selection
 from shardkit.repository.repository import Repository
 
-__all__ = ["put_selected", "select_rows"]
+__all__ = ["put_selected", "select_rows", "selected_rows"]
 
 RowStrata = Callable[[int], NDArray[np.int32] | None]
 """Shard → int32[rows], the own stratum of each row (`ShardIndex.row_stratum`); None: no row is pooled."""
+
+
+def selected_rows(version: Version, shard: int) -> NDArray[np.bool_]:
+    """(rows,) which rows of a shard a version holds."""
+    if version.table.has_selection[shard]:
+        return version.load_selection(shard).mask()
+    return np.ones(int(version.table.rows[shard]), dtype=np.bool_)
 
 
 def select_rows(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from shardkit.dataset.row_table import ShardRows
 from shardkit.dataset.scratch import MIN_RUN_BYTES
-from shardkit.dataset.scratch_blocks import ScratchReader
-from shardkit.dataset.write_behind import WriteBehind
-from shardkit.formats import RowBlock, Schema, block_starts, extension, open_writer
+from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.version_settings import NewVersion
+from shardkit.formats import RowBlock, Sink, block_starts, extension, open_writer
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import Descriptor
 
-__all__ = ["GATHER_BYTES", "ShardRows", "WrittenShard", "write_shard"]
+__all__ = ["GATHER_BYTES", "WriteBehind", "WrittenShard", "write_shard"]
 
 # Below this starting threads costs more than it saves.
 _SMALL_BYTES = 4 * 2**20
@@ -29,43 +33,6 @@ _MIN_GATHER_BYTES = 8 * 2**20
 
 GATHER_BYTES = 128 * 2**20
 """Records held in memory at a time, at most; a block that is larger is held whole."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardRows:
-    """What one shard is to hold; arrays have one entry per row, in row order.
-
-    Attributes:
-        number: of the shard in the manifest.
-        ordinal: int64. part: int32. offset, length: int64. check: uint64; see `AllRows`.
-        stratum: int32 number of each row's own stratum where the shard has pooled rows, else None.
-        segment_stratum: int32 and segment_rows: int64, one entry per segment, in row order.
-        block_rows: rows per block. raw_bytes: of all rows.
-    """
-
-    number: int
-    ordinal: NDArray[np.int64]
-    part: NDArray[np.int32]
-    offset: NDArray[np.int64]
-    length: NDArray[np.int64]
-    check: NDArray[np.uint64]
-    stratum: NDArray[np.int32] | None
-    segment_stratum: NDArray[np.int32]
-    segment_rows: NDArray[np.int64]
-    block_rows: int
-    raw_bytes: int
-
-    def fingerprint(self) -> str:
-        """32 hex digits that are equal only where the shard holds the same rows in the same way."""
-        digest = xxhash.xxh3_128(f"{self.number} {self.block_rows}".encode())
-        for column in (self.ordinal, self.check, self.length, self.segment_stratum, self.segment_rows):
-            digest.update(np.ascontiguousarray(column).data)
-        if self.stratum is not None:
-            digest.update(np.ascontiguousarray(self.stratum).data)
-        return digest.hexdigest()
-
-    def __str__(self) -> str:
-        return f"shard {self.number} ({len(self.ordinal)} rows)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,10 +54,8 @@ def write_shard(
     repository: Repository,
     reader: ScratchReader,
     rows: ShardRows,
+    version: NewVersion,
     *,
-    schema: Schema,
-    format: str,
-    compression: str,
     gather_bytes: int = GATHER_BYTES,
     on_block: Callable[[int, int], None] | None = None,
 ) -> WrittenShard:
@@ -102,9 +67,7 @@ def write_shard(
         repository: where to.
         reader: of the scratch that the rows are in.
         rows: what the shard is to hold.
-        schema: of the samples.
-        format: ``tar`` or ``arrow``.
-        compression: normalised.
+        version: that it is of.
         gather_bytes: scratch bytes held in memory at a time.
         on_block: called with (rows, payload bytes) after each block.
 
@@ -113,14 +76,14 @@ def write_shard(
         IntegrityError: a scratch record changed.
     """
     with (
-        repository.stage_object(extension(format, compression)) as staged,
+        repository.stage_object(extension(version.format, version.compression)) as staged,
         WriteBehind(staged, staged.sync, is_small=rows.raw_bytes < _SMALL_BYTES) as behind,
     ):
         writer = open_writer(
             behind,
-            format=format,
-            compression=compression,
-            schema=schema,
+            format=version.format,
+            compression=version.compression,
+            schema=version.schema,
             block_rows=rows.block_rows,
             executor=behind.hashing,
         )
@@ -175,3 +138,93 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
 def _num_runs(rows: ShardRows) -> int:
     """At most so many runs of scratch the rows are spread over."""
     return len(np.unique((rows.part.astype(np.int64) << 32) + rows.offset // MIN_RUN_BYTES))
+
+
+T = TypeVar("T")
+_MAX_UNWRITTEN = 4
+_SYNC_BYTES = 32 * 2**20
+
+
+class WriteBehind:
+    """A sink that hands on what it is given, in order, from a thread of its own; a context manager.
+
+    hashlib, xxhash and write(2) let go of the interpreter lock. Buffers are borrowed until they are written; `flush`
+    before the bytes are counted on. Leaving waits for the threads, so that nothing is written to a sink that was
+    dropped.
+
+    Args:
+        sink: that everything goes to.
+        sync: makes durable what the sink has; called now and then, so that the disk works while there is more to come.
+        is_small: there is so little to come that threads would not pay: then it is written at once.
+
+    Attributes:
+        hashing: runs the hashes of blocks; None where they are made at once.
+    """
+
+    def __init__(self, sink: Sink, sync: Callable[[], None], *, is_small: bool) -> None:
+        self._sink = sink
+        self._sync = sync
+        self._syncing = None if is_small else ThreadPoolExecutor(1, "sync")
+        self._unsynced = 0
+        self._synced: Future[None] | None = None
+        self._writing = None if is_small else ThreadPoolExecutor(1, "write")
+        self._unwritten: deque[Future[None]] = deque()
+        self.hashing: Executor | None = None if is_small else ThreadPoolExecutor(1, "hash")
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        """Take bytes.
+
+        Raises:
+            StoreError: an earlier piece could not be written.
+        """
+        if self._writing is None:
+            self._put(data)
+            return
+        while len(self._unwritten) >= _MAX_UNWRITTEN:
+            self._unwritten.popleft().result()
+        self._unwritten.append(self._writing.submit(self._put, data))
+        self._begin_sync(len(data))
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin other work, in a thread where there are any; what is returned waits for it, and raises what it does."""
+        if self.hashing is None:
+            return work
+        return self.hashing.submit(work).result
+
+    def flush(self) -> None:
+        """Wait until everything is with the sink.
+
+        Raises:
+            StoreError: a piece could not be written.
+        """
+        while self._unwritten:
+            self._unwritten.popleft().result()
+        if self._synced is not None:
+            self._synced.result()
+
+    def _begin_sync(self, size: int) -> None:
+        """Sync once in a while, unless that is still going on; its errors are the writer's."""
+        self._unsynced += size
+        if self._syncing is None or self._unsynced < _SYNC_BYTES:
+            return
+        if self._synced is not None:
+            if not self._synced.done():
+                return
+            self._synced.result()
+        self._synced, self._unsynced = self._syncing.submit(self._sync), 0
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for executor in (self._writing, self.hashing, self._syncing):
+            if executor is not None:
+                executor.shutdown(wait=True, cancel_futures=True)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            taken = self._sink.write(rest)
+            rest = rest[len(rest) if taken is None else taken :]

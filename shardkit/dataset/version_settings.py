@@ -1,15 +1,14 @@
-"""What every way to make a version takes alike: how samples become strata, shards, splits and look-ups."""
+"""What every way to make a version takes alike, and the version that is to be made of it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from shardkit.dataset.about import About, given_about
-from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import BLOCK_BYTES, LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
@@ -18,9 +17,52 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.ranges import parse_size
 
-__all__ = ["VersionSettings"]
+__all__ = ["NewVersion", "VersionSettings"]
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewVersion:
+    """What a new version is to be, apart from its rows.
+
+    Attributes:
+        schema, format, compression: of the samples and shards; the compression normalised.
+        axes: fields by which it is stratified.
+        classes: names of the values of ``label``.
+        settings: of the layout.
+        split: named shares, or None.
+        recipe: more settings that decide the bytes: JSON of texts, integers and booleans.
+        sources: digest of the object that lists the source files, or None.
+        about: licence, source and contact; None: what the base says.
+        lookups: fields of which sidecars are made; of a base its own are carried on.
+    """
+
+    schema: Schema
+    format: str
+    compression: str
+    axes: tuple[str, ...]
+    classes: tuple[str, ...]
+    settings: LayoutSettings
+    split: Split | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    sources: str | None = None
+    about: About | None = None
+    lookups: tuple[str, ...] = ()
+
+    def refs(self, ref: str) -> tuple[str, ...]:
+        """All refs that it moves, where ``ref`` is to name all rows."""
+        return (ref, *(self.split.names if self.split else ()))
+
+    def build_settings(self) -> dict[str, Any]:
+        """What the manifest says of how it was built."""
+        return {
+            **self.recipe,
+            "seed": self.settings.seed,
+            "shuffle": self.settings.shuffle,
+            "shard_size": self.settings.shard_size,
+            "block_size": self.settings.block_size,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

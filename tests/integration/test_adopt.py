@@ -24,7 +24,7 @@ import webdataset
 from typer.testing import CliRunner
 
 import shardkit
-from shardkit.dataset.merging import merge_datasets
+from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.removing import erase
 from shardkit.dataset.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError

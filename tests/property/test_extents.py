@@ -12,14 +12,13 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.dataset.column_encoding import encode_columns
-from shardkit.dataset.encoding import EncodedRow, RowEncoder, generated_key, generated_keys
+from shardkit.dataset.encoding import EncodedRow, RowEncoder, encode_columns, generated_key, generated_keys
 from shardkit.dataset.extents import Extent, ExtentColumn, ExtentReader, file_state
-from shardkit.dataset.scratch import RowColumns, RowSpool
-from shardkit.dataset.scratch_blocks import HeldRecords, ScratchReader
-from shardkit.dataset.scratch_parts import Part, read_rows
+from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch_reading import HeldRecords, Part, ScratchReader
 from shardkit.errors import SampleError, SourceError
-from shardkit.formats import Row, RowBlock, Schema
+from shardkit.formats import RowBlock, Schema
 from shardkit.formats.rows import payloads_of
 
 SCHEMA = Schema.parse({"blob": "bytes", "n": "int64"})
@@ -116,8 +115,9 @@ def test_columns_of_extents_are_rows_of_them(tmp_path: Path) -> None:
     reader.close()
     assert np.asarray(block.columns[0]).view(np.int32).tolist() == tokens[order].tolist()
     assert payloads(block)[1][1] == labels[0].tobytes()
-    rows: list[Row] = list(read_rows([part], *wanted, 2))
-    assert [row.source for row in rows] == [("file", number) for number in order.tolist()]
+    assert block.source_names == ("file",)
+    assert block.source_row is not None
+    assert block.source_row.tolist() == order.tolist()
     assert encode_columns(encoder, {"tokens": tokens, "label": column}, "file", 0) is None
     spool.drop()
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset import lookups
+from shardkit.dataset.deriving import merge_datasets, relabel
 from shardkit.dataset.lookups import Entries, find_samples, hash_values, parse_lookup
-from shardkit.dataset.merging import merge_datasets
-from shardkit.dataset.relabelling import relabel
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema

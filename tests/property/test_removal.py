@@ -14,8 +14,8 @@ import shardkit
 import shardkit_tools.building.rebuilding as rebuilding
 from shardkit.copies.policy import LocationRecord, Policy
 from shardkit.copies.replicating.placing import Change, place
+from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
-from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected
 from shardkit.dataset.verify import verify

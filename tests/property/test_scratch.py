@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset.encoding import EncodedRow, RowEncoder, ordinal_identity
-from shardkit.dataset.scratch import RowColumns, RowSpool
-from shardkit.dataset.scratch_parts import PartFiles, Parts, read_rows
+from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch_reading import PartFiles, Parts, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
-from shardkit.formats import Row, Schema
+from shardkit.formats import Row, RowBlock, Schema
+from shardkit.formats.rows import payloads_of
 
+SCHEMA = Schema.parse({"one": "bytes", "two": "bytes"})
 KEYS = st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True)
 ROWS = st.builds(
     EncodedRow,
@@ -43,17 +46,29 @@ def spooled(
 
 
 def read(columns: RowColumns, parts: Parts, order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Row]:
-    return list(
-        read_rows(
-            parts,
-            np.zeros(len(order), np.int32),
-            columns.offset[order],
-            columns.length[order],
-            columns.check[order],
-            order,
-            2,
+    if not len(order):
+        return []
+    wanted = (columns.offset[order], columns.length[order], columns.check[order], order)
+    records = ScratchReader(parts, SCHEMA).read(np.zeros(len(order), np.int32), *wanted)
+    return rows_of(records.block(0, len(order)))
+
+
+def rows_of(block: RowBlock) -> list[Row]:
+    """The rows of a block one by one, as the caller may keep them."""
+    originals = dict(block.originals)
+    assert block.source_id is not None
+    assert block.source_row is not None
+    columns = [payloads_of(column) for column in block.columns]
+    return [
+        Row(
+            key,
+            tuple(bytes(column[place]) for column in columns),
+            originals.get(place),
+            (block.source_names[source], int(block.source_row[place])) if source >= 0 else None,
+            None if block.stratum is None else int(block.stratum[place]),
         )
-    )
+        for place, (key, source) in enumerate(zip(block.keys, block.source_id.tolist(), strict=True))
+    ]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,13 +156,15 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
 
 
 def test_only_so_many_parts_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.dataset.scratch_parts._MAX_OPEN", 3)
+    monkeypatch.setattr("shardkit.dataset.scratch_reading._MAX_OPEN", 3)
     names = [f"part-{n}" for n in range(10)]
     for n, name in enumerate(names):
         (tmp_path / name).write_bytes(bytes([n]) * 5)
     parts = PartFiles(str(tmp_path), names)
     for n in [*range(10), 0, 9, 5, 5]:
-        assert bytes(parts[n].read(1, 3)) == bytes([n]) * 3
+        found = bytearray(3)
+        parts[n].read_into(1, memoryview(found))
+        assert found == bytes([n]) * 3
         assert sum(part._file is not None for part in parts._open.values()) <= 3
     parts.close()
 

@@ -11,7 +11,7 @@ import pytest
 import shardkit
 from shardkit.dataset.about import About, Terms, about_of, parse_about, read_about
 from shardkit.dataset.croissant import croissant_document
-from shardkit.dataset.merging import merge_datasets
+from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import ConfigurationError, FormatError, SourceError
 
 TEXT = """

@@ -25,8 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import shardkit
+from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
-from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase, remove
 from shardkit.dataset.verify import verify
 

@@ -14,26 +14,27 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardkit.dataset.appending import Base
-from shardkit.dataset.committing import MadeVersion, NewVersion, commit_version, make_manifest
-from shardkit.dataset.creating import load_base_of, scratch_folder
+from shardkit.dataset.committing import Destination, MadeVersion, commit_version, make_manifest
+from shardkit.dataset.creating import scratch_folder
 from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.ref_moves import NOT_MOVED, Moved, Standing, standing_refs
-from shardkit.dataset.row_table import join_parts
-from shardkit.dataset.scratch import RowColumns
+from shardkit.dataset.ref_moves import NOT_MOVED, Moved
+from shardkit.dataset.row_table import RowColumns, describe_row, join_parts
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
+from shardkit.dataset.version_plan import plan_version
+from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
 from shardkit.stores.os_errors import explained
-from shardkit_tools.building.build_plan import BuildPlan, plan_build
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.building.free_space import check_space, least_bytes, space_needs
 from shardkit_tools.building.job_directory import JobDirectory, StoreJob, clear_temporaries, open_job
 from shardkit_tools.building.job_folder import NO_FOLDER
 from shardkit_tools.building.outcome import BuildResult, BuildSettings
 from shardkit_tools.building.page_cache import fits_page_cache
-from shardkit_tools.building.passes import Passes
+from shardkit_tools.building.passes import BuildPlan, Passes
 from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
 from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows
 from shardkit_tools.building.resuming import finished_tasks
@@ -75,8 +76,6 @@ class BuildRun:
         self._meter = ProgressMeter(progress)
         self._tasks = list(importer.tasks())
         self._started = time.monotonic()
-        self._base: Base | None = None
-        self._expected: Standing | None = None
         self._engine = engine
         self._passes = Passes(engine, self._meter, version, settings)
         self._is_cached = not engine.is_remote and fits_page_cache(importer.files())
@@ -88,14 +87,15 @@ class BuildRun:
         Raises:
             SourceError, SampleError, ConfigurationError: as `build` would.
         """
+        base = None
         with contextlib.ExitStack() as missing:
             if not self._settings.append:
                 missing.enter_context(contextlib.suppress(NotFoundError))  # a root that is to be made
-            self._begin(Repository.open(self._settings.root, read_only=True))
+            base = self._begin(Repository.open(self._settings.root, read_only=True)).base
         with self._engine:
             every = {file.name for file in self._importer.files()}  # nobody asks for digests
             found, columns = self._passes.read(self._importer, self._encoder, NO_FOLDER, {}, digested=every)
-            plan = self._plan(found, columns, None)
+            plan = self._plan(found, columns, base, None)
         result = self._result(found, plan, None, NOT_MOVED, None, 0, 0)
         root = None if "://" in self._settings.root else self._settings.root
         # Remote roots: in a folder of this machine, which is only made when it is needed.
@@ -130,20 +130,20 @@ class BuildRun:
         """
         open_or_make = Repository.open if self._settings.append else Repository.create
         repository = open_or_make(self._settings.root)
-        self._begin(repository)
+        to = self._begin(repository)
         parent = scratch_folder(repository, self._settings.scratch)
         job = open_job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
         with job.held(), self._engine:
-            result = self._build(repository, parent, job)
+            result = self._build(to, parent, job)
         clear_temporaries(repository)
         return result
 
-    def _build(self, repository: Repository, parent: str, job: JobDirectory) -> BuildResult:
+    def _build(self, to: Destination, parent: str, job: JobDirectory) -> BuildResult:
         reused = finished_tasks(job, self._tasks, self._importer.files())
-        self._check_space(repository, parent, job, reused)
+        self._check_space(to.repository, parent, job, reused)
         beside = self._digested_beside(reused)
         with SourceDigests(beside, job, self._settings.hash_threads) as digests:
-            return self._both_passes(repository, parent, job, reused, digests)
+            return self._both_passes(to, parent, job, reused, digests)
 
     def _digested_beside(self, reused: Mapping[int, TaskRows]) -> list[SourceFile]:
         """The files that no task makes the digest of, because it would have to wait for that."""
@@ -160,7 +160,7 @@ class BuildRun:
 
     def _both_passes(
         self,
-        repository: Repository,
+        to: Destination,
         parent: str,
         job: JobDirectory,
         reused: dict[int, TaskRows],
@@ -177,25 +177,23 @@ class BuildRun:
         )
         digests.check()
         skipped = _skipped(found)
-        sources = self._sources(found, skipped, digests) if self._base is not None else None
-        if self._base is not None and sources is not None and self._is_appended(self._base, sources):
-            made = MadeVersion(
-                self._base.manifest, {name: split.manifest for name, split in self._base.splits.items()}
-            )
-            self._base = None  # its rows are these rows: they are counted by themselves
-            return self._result(
-                found, self._plan(found, columns, job), made, NOT_MOVED, None, reused_tasks, 0
-            )
-        plan = self._plan(found, columns, job)
+        base = to.base
+        sources = self._sources(found, skipped, digests) if base is not None else None
+        if base is not None and sources is not None and self._is_appended(base, sources):
+            made = MadeVersion(base.manifest, {name: split.manifest for name, split in base.splits.items()})
+            plan = self._plan(
+                found, columns, None, job
+            )  # its rows are these rows: they are counted by themselves
+            return self._result(found, plan, made, NOT_MOVED, None, reused_tasks, 0)
+        plan = self._plan(found, columns, base, job)
         final = digests.beside(
-            lambda: self._final_version(repository, sources or self._sources(found, skipped, digests))
+            lambda: self._final_version(to, sources or self._sources(found, skipped, digests))
         )
-        shards, reused_shards = self._passes.write(repository, job, plan, self._tasks)
+        shards, reused_shards = self._passes.write(to.repository, job, plan, self._tasks)
         self._meter.begin("commit")
-        version = final()
-        made = make_manifest(repository, version, plan.rows, plan.layout, shards, self._base)
+        made = make_manifest(to.repository, dataclasses.replace(plan.plan, version=final()), shards)
         listed = self._list_skipped(parent, skipped)
-        moved = self._commit(repository, made)
+        moved = commit_version(to, made)
         self._meter.end()
         return self._result(found, plan, made, moved, listed, reused_tasks, reused_shards)
 
@@ -217,15 +215,18 @@ class BuildRun:
         """What the shards of so many bytes at least take: nobody knows how well they compress."""
         return raw_bytes if self._version.compression == "none" else 0
 
-    def _begin(self, repository: Repository) -> None:
+    def _begin(self, repository: Repository) -> Destination:
         """Where the refs stand now is where the commit must find them."""
-        settings, version = self._settings, self._version
-        if settings.append:
-            self._base = load_base_of(repository, version, settings.ref)
-            self._expected = self._base.expected
-        else:
-            names = version.refs(settings.ref)
-            self._expected = standing_refs(repository, names, version.schema, replace=settings.replace)
+        settings = self._settings
+        return Destination.begin(
+            repository,
+            self._version,
+            settings.ref,
+            append=settings.append,
+            replace=settings.replace,
+            message=settings.message,
+            author=settings.author,
+        )
 
     def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
         """Whether the base was itself made by appending these very files in this very way.
@@ -237,7 +238,11 @@ class BuildRun:
         return last == {**self._version.build_settings(), "sources": sha256_digest(pack_sources(sources))}
 
     def _plan(
-        self, found: Sequence[TaskFacts], columns: list[RowColumns], job: JobDirectory | None
+        self,
+        found: Sequence[TaskFacts],
+        columns: list[RowColumns],
+        base: Base | None,
+        job: JobDirectory | None,
     ) -> BuildPlan:
         rows = join_parts(columns)
         columns.clear()  # copied: two row tables of 10⁸ rows do not fit where one does
@@ -255,7 +260,17 @@ class BuildRun:
         parts, packed = found, None
         if self._settings.pack is not None:
             rows, parts, packed = self._passes.pack(self._settings.pack, rows, found, job)
-        return plan_build(rows, parts, self._version, self._base, job, duplicates=duplicates, packed=packed)
+        # Rows that were counted only have no names.
+        files = (job.folder if job else NO_FOLDER).parts([part.part for part in parts])
+        with contextlib.closing(files):
+            reader = ScratchReader(files, self._version.schema)
+            plan = plan_version(
+                self._version,
+                rows,
+                base,
+                lambda place, first: describe_row(rows, reader, place, first) if job else f"row {place}",
+            )
+        return BuildPlan(plan, parts, duplicates, packed)
 
     def _sources(
         self, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow], digests: SourceDigests
@@ -270,27 +285,17 @@ class BuildRun:
             tuple((row.source_name, row.source_row, row.kind) for row in skipped),
         )
 
-    def _final_version(self, repository: Repository, sources: SourcesObject) -> NewVersion:
+    def _final_version(self, to: Destination, sources: SourcesObject) -> NewVersion:
         version = self._version
-        if self._base is not None:
+        if to.base is not None:
             # What the next append is compared with; the object itself lists the files of the base as well.
             own = sha256_digest(pack_sources(sources))
             version = dataclasses.replace(version, recipe={**version.recipe, "sources": own})
-            if self._base.manifest.sources is not None:
-                before = repository.get_object(self._base.manifest.sources, "sources")
+            if to.base.manifest.sources is not None:
+                before = to.repository.get_object(to.base.manifest.sources, "sources")
                 sources = joined_sources(unpack_sources(before), sources)
-        descriptor = repository.put_object(pack_sources(sources), "sources")
+        descriptor = to.repository.put_object(pack_sources(sources), "sources")
         return dataclasses.replace(version, sources=descriptor.digest)
-
-    def _commit(self, repository: Repository, made: MadeVersion) -> Moved:
-        return commit_version(
-            repository,
-            made,
-            ref=self._settings.ref,
-            expected=self._expected,
-            message=self._settings.message,
-            author=self._settings.author,
-        )
 
     def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
         if not skipped:
@@ -328,19 +333,19 @@ class BuildRun:
         reused_tasks: int,
         reused_shards: int,
     ) -> BuildResult:
-        rows = plan.rows
+        rows, layout = plan.plan.rows, plan.plan.layout
         counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
         return BuildResult(
             manifest=made.manifest if made else None,
             splits=dict(made.splits) if made else {},
-            split_rows=dict(plan.splits),
+            split_rows=plan.plan.split_rows(),
             commit=moved.entry,
             moved=moved.refs,
             rows=len(rows),
             raw_bytes=int(rows.table.raw_bytes.sum()),
-            shards=plan.layout.shards,
+            shards=layout.shards,
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
-            pooled=int(plan.layout.pooled.sum()),
+            pooled=int(layout.pooled.sum()),
             classes=self._settings.classes,
             notes=self._settings.notes,
             source_bytes=sum(task.size for task in self._tasks),

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.committing import NewVersion
+from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import StoreFullError
 from shardkit.stores.os_errors import explained
 

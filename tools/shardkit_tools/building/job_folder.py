@@ -14,7 +14,7 @@ from typing import Protocol
 
 import xxhash
 
-from shardkit.dataset.scratch_parts import Part, PartFiles, Parts
+from shardkit.dataset.scratch_reading import Part, PartFiles, Parts
 from shardkit.stores.file_operations import active
 from shardkit.stores.os_errors import explained
 from shardkit.stores.store import Store
@@ -201,18 +201,15 @@ class _StorePart:
         self._store = store
         self._name = name
 
-    def read(self, offset: int, length: int) -> memoryview:
+    def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `Part`.
 
         Raises:
             StoreError: the store fails, or the part is gone: another build of the same has ended meanwhile.
             IntegrityError: the part is shorter.
         """
-        return memoryview(self._store.get_range(self._name, offset, length) if length else b"")
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """See `Part`; raises what `read` raises."""
-        buffer[:] = self.read(offset, len(buffer))
+        if len(buffer):
+            buffer[:] = self._store.get_range(self._name, offset, len(buffer))
 
     def close(self) -> None:
         """See `Part`: nothing is held."""

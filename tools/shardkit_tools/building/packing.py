@@ -7,7 +7,7 @@ of at most `_GROUP_BYTES`. Groups depend on the documents alone, so the rows do 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow
 from shardkit.dataset.row_table import AllRows
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_parts import read_rows
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError
-from shardkit.formats import Row, Schema, raw_row_bytes
+from shardkit.formats import RowBlock, Schema, raw_row_bytes
+from shardkit.formats.rows import payloads_of
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job_folder import JobFolder, write_record
 from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
@@ -193,6 +194,20 @@ def _item(rows: AllRows, number: int, places: NDArray[np.int64], borders: NDArra
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """Documents in memory, and the payloads of each of their fields."""
+
+    rows: RowBlock
+    payloads: Mapping[str, Sequence[bytes | memoryview]]
+
+    def source(self, row: int) -> tuple[str, int] | None:
+        ids, numbers = self.rows.source_id, self.rows.source_row
+        if ids is None or numbers is None or ids[row] < 0:
+            return None
+        return self.rows.source_names[int(ids[row])], int(numbers[row])
+
+
 class PackWorker:
     """Packs documents; one per process.
 
@@ -217,6 +232,7 @@ class PackWorker:
         self._seed = seed
         self._folder = folder
         self._parts = folder.parts(parts)
+        self._reader = ScratchReader(self._parts, settings.documents)
         self._run_bytes = run_bytes
         self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
         self._raw_bytes = functools.lru_cache(maxsize=4096)(
@@ -263,18 +279,11 @@ class PackWorker:
         report(len(columns), item.raw_bytes)
         return made
 
-    def _documents(self, item: Documents) -> list[Row]:
-        return list(
-            read_rows(
-                self._parts,
-                item.part,
-                item.offset,
-                item.length,
-                item.check,
-                item.ordinal,
-                len(self._settings.documents),
-            )
-        )
+    def _documents(self, item: Documents) -> _Held:
+        records = self._reader.read(item.part, item.offset, item.length, item.check, item.ordinal)
+        block = records.block(0, len(item.ordinal))
+        columns = zip(self._settings.documents, block.columns, strict=True)
+        return _Held(block, {name: payloads_of(column) for name, column in columns})
 
     def _pack(
         self,
@@ -282,7 +291,7 @@ class PackWorker:
         base: int,
         packing: Packing,
         stratum: tuple[str, ...],
-        documents: list[Row] | None,
+        documents: _Held | None,
         spool: RowSpool,
     ) -> None:
         document = (base + packing.document).tolist()
@@ -298,7 +307,7 @@ class PackWorker:
     def _encode(
         self,
         pieces: list[tuple[int, int, int]],
-        documents: list[Row] | None,
+        documents: _Held | None,
         stratum: tuple[str, ...],
         split: int,
     ) -> EncodedRow:
@@ -310,22 +319,20 @@ class PackWorker:
             source = None
             sizes = (settings.length * self._item_bytes, ends.nbytes, *self._sizes_of_kept(stratum))
         else:
-            lead = documents[pieces[0][0]]
-            source = lead.source
+            lead = pieces[0][0]
+            source = documents.source(lead)
             payloads = (
-                self._join(pieces, documents),
+                self._join(pieces, documents.payloads[settings.field]),
                 ends.tobytes(),
-                *(lead.payloads[settings.documents.position(name)] for name in list(settings.rows)[2:]),
+                *(bytes(documents.payloads[name][lead]) for name in list(settings.rows)[2:]),
             )
             sizes = tuple(map(len, payloads))
         return EncodedRow(None, None, source, payloads, None, stratum, split or None, self._raw_bytes(sizes))
 
-    def _join(self, pieces: list[tuple[int, int, int]], documents: list[Row]) -> bytes:
-        position = self._settings.documents.position(self._settings.field)
+    def _join(self, pieces: list[tuple[int, int, int]], documents: Sequence[bytes | memoryview]) -> bytes:
         size = self._item_bytes
         data = b"".join(
-            documents[document].payloads[position][start * size : (start + length) * size]
-            for document, start, length in pieces
+            documents[document][start * size : (start + length) * size] for document, start, length in pieces
         )
         return data.ljust(self._settings.length * size, b"\0")
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.extents import changed_source, file_state
-from shardkit.dataset.row_table import AllRows, join_parts, rows_of_shards
-from shardkit.dataset.scratch import RowColumns, sized_run
-from shardkit.dataset.shard_writing import ShardRows, WrittenShard
+from shardkit.dataset.row_table import AllRows, RowColumns, ShardRows, join_parts
+from shardkit.dataset.scratch import sized_run
+from shardkit.dataset.shard_writing import WrittenShard
 from shardkit.dataset.splits import split_of
+from shardkit.dataset.version_plan import VersionPlan
+from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.repository.repository import Repository
-from shardkit_tools.building.build_plan import BuildPlan
 from shardkit_tools.building.engines import Engine, LocalEngine
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
@@ -35,7 +36,7 @@ from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.building.writing import WriteWorker, finished_shard
 from shardkit_tools.importers.protocol import Importer, SourceTask
 
-__all__ = ["SMALL_BYTES", "Passes"]
+__all__ = ["SMALL_BYTES", "BuildPlan", "Passes"]
 
 SMALL_BYTES = 8 * 2**20
 """Below this a process costs more to start than it saves."""
@@ -45,6 +46,23 @@ SMALL_BYTES = 8 * 2**20
 _LIGHT = 64
 _FEW_PROCESSORS = 4
 _LIGHT_ROW_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BuildPlan:
+    """What is to be written, and from where.
+
+    Attributes:
+        plan: of the version.
+        parts: what the ``part`` of its rows indexes.
+        duplicates: rows left out because an earlier one has the same value.
+        packed: what packing did, or None.
+    """
+
+    plan: VersionPlan
+    parts: Sequence[TaskFacts]
+    duplicates: int
+    packed: PackReport | None
 
 
 class Passes:
@@ -164,14 +182,15 @@ class Passes:
         self, repository: Repository, job: JobDirectory, plan: BuildPlan, tasks: Sequence[SourceTask]
     ) -> tuple[list[WrittenShard], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
-        total = int(plan.rows.table.raw_bytes.sum())
+        rows = plan.plan.rows
+        total = int(rows.table.raw_bytes.sum())
         self._meter.begin("write", total_bytes=total)
         written: dict[int, WrittenShard] = {}
         reused = 0
 
         def unfinished() -> Iterator[ShardRows]:
             nonlocal reused
-            for item in rows_of_shards(plan.rows, plan.layout, plan.numbers.of_stratum, plan.first_ordinal):
+            for item in plan.plan.shards():
                 shard = finished_shard(job, repository, item)
                 if shard is None:
                     yield item
@@ -194,7 +213,7 @@ class Passes:
             self._settings.gather_bytes,
         )
         try:
-            is_light = self._version.compression == "none" and total >= _LIGHT_ROW_BYTES * len(plan.rows)
+            is_light = self._version.compression == "none" and total >= _LIGHT_ROW_BYTES * len(rows)
             here = self._is_small(total, is_light=is_light)
             for shard in self._engine.run(make, unfinished(), self._meter.add, here=here):
                 written[shard.number] = shard
@@ -203,7 +222,7 @@ class Passes:
             job.discard()  # damaged scratch, or what was noted of a source that has changed, must not be used again
             raise
         self._meter.end()
-        return [written[number] for number in range(plan.layout.shards)], reused
+        return [written[number] for number in range(plan.plan.layout.shards)], reused
 
     def _is_small(self, size: int, *, is_light: bool) -> bool:
         """Whether work is done sooner in this process than when others are started for it."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import xxhash
 
-from shardkit.dataset.column_encoding import encode_columns
-from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.encoding import RowEncoder, encode_columns
 from shardkit.dataset.extents import ExtentColumn, file_state
-from shardkit.dataset.scratch import RowColumns, RowSpool, RunBuffer
+from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.scratch import RowSpool, RunBuffer
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import SampleError, ShardkitError, SourceError
 from shardkit_tools.building.engines import Report

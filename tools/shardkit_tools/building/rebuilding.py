@@ -10,8 +10,8 @@ from typing import Any
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import About, about_of
+from shardkit.dataset.deriving import relabel
 from shardkit.dataset.encoding import CLASS_AXIS
-from shardkit.dataset.relabelling import relabel
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import UsageError
 from shardkit.manifest import MIXED, Manifest

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 from shardkit.dataset.extents import file_state
-from shardkit.dataset.scratch_parts import FilePart
+from shardkit.dataset.scratch_reading import FilePart
 from shardkit.errors import FormatError, StoreError
 from shardkit_tools.building.job_directory import JobDirectory
 from shardkit_tools.building.reading import TaskRows, decode_task, record_name
@@ -58,11 +58,13 @@ def finished_rows(job: JobDirectory, number: int, name: str) -> TaskRows | None:
 def _is_whole(job: JobDirectory, rows: TaskRows) -> bool:
     part = FilePart(job.path, rows.facts.part)
     columns = rows.columns
+    buffer = memoryview(bytearray(int(columns.length.max(initial=0))))
     try:
         for offset, length, check in zip(
             columns.offset.tolist(), columns.length.tolist(), columns.check.tolist(), strict=True
         ):
-            if xxhash.xxh3_64_intdigest(part.read(offset, length)) != check:
+            part.read_into(offset, buffer[:length])
+            if xxhash.xxh3_64_intdigest(buffer[:length]) != check:
                 return False
     except StoreError:
         return False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardkit.dataset.committing import NewVersion
 from shardkit.dataset.extents import ExtentReader
-from shardkit.dataset.scratch_blocks import ScratchReader
-from shardkit.dataset.shard_writing import ShardRows, WrittenShard, write_shard
+from shardkit.dataset.row_table import ShardRows
+from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.shard_writing import WrittenShard, write_shard
+from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
@@ -67,9 +68,7 @@ class WriteWorker:
             self._repository,
             self._reader,
             item,
-            schema=self._version.schema,
-            format=self._version.format,
-            compression=self._version.compression,
+            self._version,
             gather_bytes=self._gather_bytes,
             on_block=report,
         )

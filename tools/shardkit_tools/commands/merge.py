@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardkit.dataset.merging import merge_datasets
+from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import UsageError
 from shardkit_tools import options
 from shardkit_tools.console import (

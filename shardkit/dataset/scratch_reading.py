@@ -1,9 +1,17 @@
-"""Scratch read back field by field: many records at once, verified, as the blocks that a shard writer takes.
+"""Scratch read back: parts by number, and their records as blocks of rows, field by field, verified.
 
-Equivalent to `scratch_parts.read_rows`, without an object per row.
+A record is a header (lengths and the row in the source), key, original key, source name, and the payloads; or, of a
+payload that is read from the source later, where it is (`extents.py`).
 """
 
 from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -11,12 +19,161 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
-from shardkit.dataset.scratch_parts import NO_ROW, Parts, changed_record, read_ranges, record_header
+from shardkit.errors import IntegrityError
 from shardkit.formats import JoinedPayloads, RowBlock, Schema
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.os_errors import explained
 
-__all__ = ["HeldRecords", "ScratchReader"]
+__all__ = [
+    "NO_ROW",
+    "FilePart",
+    "HeldRecords",
+    "MemoryPart",
+    "Part",
+    "PartFiles",
+    "Parts",
+    "ScratchReader",
+    "record_header",
+]
 
+_MAX_GAP = 128 * 2**10
+_MAX_OPEN = 128
 _FEW_ROWS = 64  # below this comparing names as an array costs more than one by one
+NO_ROW = -1
+"""Row in the source of a sample that has no source."""
+
+
+class Parts(Protocol):
+    """Parts by number."""
+
+    def __getitem__(self, number: int, /) -> Part:
+        """The part; used before the next one is asked for."""
+
+
+class Part(Protocol):
+    """Where the records of a spool are."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer; where the part ends before, the rest of it is zero."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class MemoryPart:
+    """Records that never left memory."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `Part`."""
+        found = self._data[offset : offset + len(buffer)]
+        buffer[: len(found)] = found
+        buffer[len(found) :] = bytes(len(buffer) - len(found))
+
+    def close(self) -> None:
+        """See `Part`."""
+
+
+class FilePart:
+    """Records in a scratch file; opened at the first read."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._file: Handle | None = None
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `Part`.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        with explained(f"read scratch file {self._folder}/{self._name}"):
+            file = self._opened()
+            while len(buffer):
+                size = active().read_into(file, buffer, offset)
+                if not size:
+                    buffer[:] = bytes(len(buffer))
+                    return
+                buffer, offset = buffer[size:], offset + size
+
+    def _opened(self) -> Handle:
+        if self._file is None:
+            root = active().open_root(self._folder)
+            try:
+                self._file = active().open_file(root, self._name)
+            finally:
+                active().close(root)
+        return self._file
+
+    def close(self) -> None:
+        """See `Part`."""
+        if self._file is not None:
+            active().close(self._file)
+            self._file = None
+
+
+class PartFiles:
+    """Scratch files by number, of which only so many are open at a time.
+
+    Args:
+        folder: of the files.
+        names: of all parts, in order.
+    """
+
+    def __init__(self, folder: str, names: Sequence[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._open: OrderedDict[int, FilePart] = OrderedDict()
+
+    def __getitem__(self, number: int) -> Part:
+        part = self._open.pop(number, None) or FilePart(self._folder, self._names[number])
+        self._open[number] = part
+        if len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)[1].close()
+        return part
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for part in self._open.values():
+            part.close()
+        self._open.clear()
+
+
+def _read_ranges(
+    part: NDArray[np.int32], offset: NDArray[np.int64], length: NDArray[np.int64]
+) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
+    """The reads that give these records: neighbours in one.
+
+    Yields:
+        (part, offset, bytes, places of the records in it).
+    """
+    order = np.lexsort((offset, part))
+    ends = (offset + length)[order]
+    starts = offset[order]
+    numbers = part[order]
+    apart = (numbers[1:] != numbers[:-1]) | (starts[1:] - ends[:-1] > _MAX_GAP) | (starts[1:] < ends[:-1])
+    borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
+    for first, last in itertools.pairwise(borders):
+        if first < last:
+            base = int(starts[first])
+            yield int(numbers[first]), base, int(ends[last - 1]) - base, order[first:last]
+
+
+def _changed_record(ordinal: int) -> IntegrityError:
+    """What to raise where a record is not what was written."""
+    return IntegrityError(
+        f"scratch record of row {ordinal} changed between being written and being read; "
+        "the scratch disk or memory is faulty: use another --scratch, then run it again"
+    )
+
+
+@functools.cache
+def record_header(num_fields: int) -> struct.Struct:
+    """Lengths of key, original key and source name (0: none), row in the source, then the size of each payload."""
+    return struct.Struct(f"<HIIq{num_fields}Q")
 
 
 class ScratchReader:
@@ -55,7 +212,7 @@ class ScratchReader:
             IntegrityError: a record is not what was written.
             StoreError: a part cannot be read.
         """
-        ranges = list(read_ranges(part, offset, length))
+        ranges = list(_read_ranges(part, offset, length))
         total = sum(size for _, _, size, _ in ranges)
         if len(self._buffer) < total:
             self._buffer = np.empty(0, np.uint8)  # lets go of the old one first
@@ -77,7 +234,7 @@ class ScratchReader:
         )
         changed = found != check
         if changed.any():
-            raise changed_record(int(ordinal[int(np.argmax(changed))]))
+            raise _changed_record(int(ordinal[int(np.argmax(changed))]))
         return HeldRecords(self._buffer[:at], begin, part, ordinal, self._schema, self._contents)
 
 
@@ -172,15 +329,17 @@ class HeldRecords:
         # (rows, fields): where each payload, or its extent, begins
         self._start = before[:, None] + np.cumsum(sizes, axis=1) - sizes
 
-    def block(self, start: int, stop: int, stratum: NDArray[np.int32] | None) -> RowBlock:
-        """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any."""
+    def block(
+        self, start: int, stop: int, stratum: NDArray[np.int32] | None = None, *, payloads: bool = True
+    ) -> RowBlock:
+        """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any; without columns, if so wished."""
         header = self._header[start:stop]
         keys, originals = self._keys(start, header)
         names, source_id = self._sources(start, header)
         has_source = header["row"] != NO_ROW
         return RowBlock(
             keys=keys,
-            columns=[self._column(place, start, stop) for place in range(len(self._schema))],
+            columns=[self._column(place, start, stop) for place in range(len(self._schema) * payloads)],
             originals=originals,
             source_names=names,
             source_id=np.where(has_source, source_id, np.int32(-1)),

@@ -1,4 +1,4 @@
-"""The same shards under another root: other look-ups, or other words about them."""
+"""Several datasets as one version, without copying a byte: its parts stay where they lie (SPEC.md §11)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,58 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.dataset.about import About, check_strata, given_about
-from shardkit.dataset.dataset import Dataset
+from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.lookups import parse_lookup, put_lookups
+from shardkit.dataset.ref_moves import Moved, move_refs, standing_refs
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
 from shardkit.repository.catalog import put_manifest
+from shardkit.repository.part_locations import put_location
 from shardkit.repository.repository import Repository
 
-__all__ = ["relabel"]
+__all__ = ["merge_datasets", "relabel"]
+
+
+def merge_datasets(
+    parts: Mapping[str, str | os.PathLike[str]],
+    root: str | os.PathLike[str],
+    *,
+    ref: str = "main",
+    message: str = "",
+    author: str = "",
+) -> tuple[Manifest, Moved]:
+    """Commit a version of ``root`` whose shards are those of the parts, in the order given.
+
+    Merging the same parts again moves nothing but what the root remembers of where they lie: that is how a
+    part that has moved is found again.
+
+    Args:
+        parts: name → ``ROOT[@REF]``; the name becomes the first axis of the strata.
+        root: made if it is not there; may be one that holds parts.
+        ref: that is moved to the merged version.
+        message: of the commit.
+        author: of the commit.
+
+    Returns:
+        The manifest, and what the commit did.
+
+    Raises:
+        NotFoundError: a part is not there.
+        SchemaError: the parts have different schemas.
+        UsageError: a part is merged itself, or a name is no name.
+        StoreError, CommitConflict: the root refused.
+    """
+    if not parts:
+        raise UsageError("merge: no parts; name at least one dataset")
+    merged = open_dataset(parts)  # opens and checks every part, down to its last column
+    repository = Repository.create(root)
+    expected = standing_refs(repository, [ref])
+    for part in merged.version.parts:
+        put_location(repository, part.name, part.manifest.id, part.repository)
+    put_manifest(repository, merged.manifest, [])
+    said = message or f"merge {', '.join(parts)}"
+    moved = move_refs(repository, {ref: merged.manifest.id}, expected, message=said, author=author)
+    return merged.manifest, moved
 
 
 def relabel(

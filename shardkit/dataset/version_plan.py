@@ -1,0 +1,164 @@
+"""From all rows of a version to the shards that it is to have: everything that is known before the first is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.dataset.about import check_strata
+from shardkit.dataset.appending import Base, pooling_of
+from shardkit.dataset.layout import Layout, lay_out
+from shardkit.dataset.row_table import AllRows, ShardRows, check_unique_keys, rows_of_shards
+from shardkit.dataset.splits import split_of
+from shardkit.dataset.version_settings import NewVersion
+from shardkit.errors import ConfigurationError
+from shardkit.manifest import POOL, Stratum
+
+__all__ = ["VersionPlan", "plan_version"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VersionPlan:
+    """A version before its shards are written; made by `plan_version`.
+
+    Attributes:
+        version: what it is to be.
+        base: the version that it is appended to, or None.
+        rows: all new rows.
+        layout: of these rows.
+        numbers: of their strata in the manifest.
+        split: int16[n], the split of each row in ordinal order, -1 for none; None without splits.
+    """
+
+    version: NewVersion
+    base: Base | None
+    rows: AllRows
+    layout: Layout
+    numbers: StratumNumbers
+    split: NDArray[np.int16] | None
+
+    def shards(self) -> Iterator[ShardRows]:
+        """What each new shard holds, in shard order; made one at a time."""
+        first = self.base.first_ordinal if self.base else 0
+        return rows_of_shards(self.rows, self.layout, self.numbers.of_stratum, first)
+
+    def split_rows(self) -> dict[str, int]:
+        """New rows of each split."""
+        names = self.version.split.names if self.version.split else ()
+        return {name: int(np.count_nonzero(self.split == number)) for number, name in enumerate(names)}
+
+    def strata(self) -> tuple[Stratum, ...]:
+        """Those of the manifest, with their rows; all of the new ones are selected."""
+        return self.numbers.counted(self.rows, self.base.manifest.strata if self.base else ())
+
+    def rows_of(self, shard: int) -> NDArray[np.int64]:
+        """Places in ``rows`` of the rows of a new shard."""
+        return self.layout.rows[self.layout.shard_start[shard] : self.layout.shard_start[shard + 1]]
+
+
+def plan_version(
+    version: NewVersion, rows: AllRows, base: Base | None, describe: Callable[[int, int], str]
+) -> VersionPlan:
+    """Check the rows against each other and those of the base, and lay them out.
+
+    Args:
+        version: what is to be made.
+        rows: that are to be written.
+        base: what it is appended to, or None.
+        describe: names a row in messages, given its place in ``rows`` and the ordinal of the first of them.
+
+    Raises:
+        SampleError: two rows have the same key.
+        ConfigurationError: strata, splits or ``about`` do not fit the rows.
+        UsageError: a row that no shard can hold, or too many strata.
+    """
+    first = base.first_ordinal if base else 0
+    before = base.manifest.strata if base else ()
+    check_unique_keys(
+        rows,
+        lambda place: describe(place, first),
+        first_ordinal=first,
+        held=base.keys if base else None,
+    )
+    if version.about is not None:
+        names = {Stratum(values, 0, 0).name for values in rows.strata}
+        check_strata(version.about, names | {stratum.name for stratum in before if not stratum.pooled})
+    split = _split_rows(version, rows, allow_empty=base is not None)
+    layout = lay_out(rows.table, len(rows.strata), version.settings, pooling_of(rows.strata, before))
+    return VersionPlan(version, base, rows, layout, StratumNumbers(rows.strata, layout.pooled, before), split)
+
+
+class StratumNumbers:
+    """How the manifest numbers the strata.
+
+    Those of the version that is appended to keep their numbers; then come the new ones with segments of their own, the
+    pool where there is none yet, and the new ones in the pool.
+
+    Attributes:
+        listed: the strata in the manifest's order, with no rows counted.
+        of_stratum: int32[strata + 1], from the number in `AllRows` (last: the pool) to that in the manifest.
+    """
+
+    def __init__(
+        self,
+        strata: Sequence[tuple[str, ...]],
+        pooled: NDArray[np.bool_],
+        before: Sequence[Stratum] = (),
+    ) -> None:
+        self.listed = [dataclasses.replace(stratum, rows=0, selected=0) for stratum in before]
+        number = {stratum.values: place for place, stratum in enumerate(before)}
+
+        def add(values: tuple[str, ...], *, pool: bool = False, in_pool: bool = False) -> None:
+            if values not in number:
+                number[values] = len(self.listed)
+                self.listed.append(Stratum(values, 0, 0, pooled=pool, in_pool=in_pool))
+
+        for values, inside in zip(strata, pooled.tolist(), strict=True):
+            if not inside:
+                add(values)
+        if pooled.any():
+            add((POOL,), pool=True)
+        for values, inside in zip(strata, pooled.tolist(), strict=True):
+            if inside:
+                add(values, in_pool=True)
+        pool = number.get((POOL,), 0)
+        self.of_stratum = np.array([*(number[values] for values in strata), pool], dtype=np.int32)
+
+    def counted(self, rows: AllRows, before: Sequence[Stratum] = ()) -> tuple[Stratum, ...]:
+        """The strata with their rows, all of the new ones selected, those of ``before`` added."""
+        counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
+        total = [0] * len(self.listed)
+        for stratum, count in enumerate(counts):
+            total[self.of_stratum[stratum]] += count
+            if self.listed[self.of_stratum[stratum]].in_pool:
+                total[self.of_stratum[-1]] += count
+        base = [(stratum.rows, stratum.selected) for stratum in before]
+        base += [(0, 0)] * (len(total) - len(base))
+        return tuple(
+            dataclasses.replace(stratum, rows=old + new, selected=selected + new)
+            for stratum, new, (old, selected) in zip(self.listed, total, base, strict=True)
+        )
+
+
+def _split_rows(version: NewVersion, rows: AllRows, *, allow_empty: bool) -> NDArray[np.int16] | None:
+    """int16[n], the split of each row in ordinal order; None without a split.
+
+    Raises:
+        ConfigurationError: a split would hold no row (unless `allow_empty`: what is appended may be few).
+    """
+    split = version.split
+    if split is None:
+        return None
+    index = split_of(split, rows.table.identity, rows.split if split.is_noted else None)
+    for number, name in enumerate(split.names):
+        if not allow_empty and not split.folders and not (index == number).any():
+            what = f"groups of equal {split.by!r}" if split.by else "rows"
+            raise ConfigurationError(
+                f"split {name!r} with the share {split.shares[number]} holds none of the {len(rows)} rows: "
+                f"there are too few {what}; give it a larger share"
+            )
+    return index
