@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from shardkit.dataset.appending import Base
 from shardkit.dataset.committing import Destination, write_version
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
 from shardkit.dataset.part_files import FOLDER as PARTS
 from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
-from shardkit.dataset.ref_moves import block_size_for
+from shardkit.dataset.ref_moves import Standing, block_size_for
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import UsageError
@@ -112,10 +113,20 @@ def create(
     if part is not None:
         check_part_name(part)
         folder = part_folder(repository, scratch)
-        to = Destination(repository=repository, ref=ref)
-        return Writer(to, version, encoder, scratch=folder.path, part=(folder, part))
-    to = Destination.begin(repository, version, ref, append=append, replace=replace, message=message)
-    return Writer(to, version, encoder, scratch=scratch)
+        return Writer(
+            repository, version, encoder, ref=ref, message=message, scratch=folder.path, part=(folder, part)
+        )
+    to = Destination.begin(repository, version, ref, append=append, replace=replace)
+    return Writer(
+        repository,
+        version,
+        encoder,
+        ref=ref,
+        expected=to.expected,
+        message=message,
+        scratch=scratch,
+        base=to.base,
+    )
 
 
 class Writer:
@@ -127,22 +138,26 @@ class Writer:
 
     def __init__(
         self,
-        to: Destination,
+        repository: Repository,
         version: NewVersion,
         encoder: RowEncoder,
         *,
+        ref: str,
+        message: str,
         scratch: str | os.PathLike[str] | None,
+        expected: Standing | None = None,
+        base: Base | None = None,
         part: tuple[PartFolder, str] | None = None,
     ) -> None:
-        self._to = to
+        self._to = Destination(repository=repository, ref=ref, expected=expected, base=base, message=message)
         self._version = version
         self._encoder = encoder
         self._part = part
-        self._first = to.base.first_ordinal if to.base else 0
+        self._first = base.first_ordinal if base else 0
         self._lock = threading.Lock()
         self._spooled = temporary_name("spool")
         self._spool: RowSpool | None = RowSpool(
-            scratch_folder(to.repository, scratch),
+            scratch_folder(repository, scratch),
             self._spooled,
             seed=version.settings.seed if version.settings.shuffle else None,
             always_file=part is not None,

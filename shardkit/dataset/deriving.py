@@ -1,4 +1,4 @@
-"""Several datasets as one version, without copying a byte: its parts stay where they lie (SPEC.md §11)."""
+"""Versions that reuse the shards of others: several as one (SPEC.md §11), other look-ups, other words."""
 
 from __future__ import annotations
 

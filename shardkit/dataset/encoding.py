@@ -1,4 +1,4 @@
-"""From a sample to an encoded row: payloads, identity, stratum, split value and size, all pure."""
+"""From samples to encoded rows, one by one or as columns of many: payloads, identity, stratum, split, size; pure."""
 
 from __future__ import annotations
 

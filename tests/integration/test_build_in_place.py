@@ -132,7 +132,7 @@ def test_a_build_is_gone_on_with_when_the_page_cache_has_shrunk(
     source = SOURCES[kind](tmp_path / "source")
     whole = shardkit_tools.build(source, tmp_path / "whole", **SETTINGS)
     root = tmp_path / "root"
-    stopped(monkeypatch, "plan_build", source, root)
+    stopped(monkeypatch, "plan_version", source, root)
     (job,) = (root / "tmp").glob("build-*")
     records = sorted(job.glob("*.rows"))
     for path in records[::2]:

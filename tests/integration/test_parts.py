@@ -129,7 +129,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 WRITER = """
 import os, signal, sys
 import shardkit
-from shardkit.storage import file_operations
+from shardkit.stores import file_operations
 root, part, first, last, kill = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 if kill:
     real = file_operations.FileOperations.rename
