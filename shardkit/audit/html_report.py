@@ -67,29 +67,23 @@ def _facts(audit: Audit) -> str:
     last = max(audit.first, audit.steps - 1)
     steps = f"{audit.first:,} to {last:,}: {audit.steps - audit.first:,} steps, {audit.samples:,} samples"
     rows = [
-        ("manifest", f"<code>{escape(audit.manifest)}</code>"),
-        ("plan", f"<code>{escape(audit.plan)}</code>"),
+        ("manifest", _code(audit.manifest)),
+        ("plan", _code(audit.plan)),
         ("steps", steps),
         ("recomputed", f"{audit.checked:,} step digests, in {audit.replay_s:.1f} s"),
     ]
     for name in ("steps", "events"):
         if name in audit.head:
             one = audit.head[name]
-            rows.append(
-                (f"tree of {name}", f"{one['size']:,} leaves, root <code>{escape(one['root'])}</code>")
-            )
+            rows.append((f"tree of {name}", f"{one['size']:,} leaves, root {_code(one['root'])}"))
     if audit.verified is not None:
         seen = audit.verified
         looked = f"{seen['shards_seen']:,} of {seen['shards']:,} shards checked, level {escape(str(seen['level']))}"
         rows.append(("data", f"{looked}, {seen['stored_bytes']:,} bytes read"))
     if audit.software:
-        rows.append(
-            (
-                "software",
-                escape(", ".join(f"{name} {value}" for name, value in sorted(audit.software.items()))),
-            )
-        )
-    return _table((), [(f"<th>{name}</th>", f"<td>{value}</td>") for name, value in rows])
+        versions = ", ".join(f"{name} {value}" for name, value in sorted(audit.software.items()))
+        rows.append(("software", escape(versions)))
+    return _table((), [(f"<th>{name}</th>", _cell(value)) for name, value in rows])
 
 
 def _findings(audit: Audit) -> str:
@@ -98,12 +92,7 @@ def _findings(audit: Audit) -> str:
         found = [one for one in audit.findings if one.severity == severity]
         if found:
             rows = [
-                (
-                    f"<td>{escape(one.kind)}</td>",
-                    f"<td><code>{escape(one.subject)}</code></td>",
-                    f"<td>{escape(one.text)}</td>",
-                )
-                for one in found
+                (_cell(escape(one.kind)), _cell(_code(one.subject)), _cell(escape(one.text))) for one in found
             ]
             parts.append(f"<h2>{heading}: {len(found)}</h2>" + _table(("kind", "where", "what"), rows))
     return "\n".join(parts)
@@ -127,15 +116,8 @@ def _epochs(audit: Audit) -> str:
                 if one.remainder > 0
                 else "every sample exactly once"
             )
-        rows.append(
-            (
-                f"<td>{one.epoch}</td>",
-                f'<td class="n">{one.last - one.first:,}</td>',
-                f'<td class="n">{one.distinct:,}</td>',
-                f'<td style="width:40%">{bar}</td>',
-                f"<td>{state}</td>",
-            )
-        )
+        numbers = (_number(one.last - one.first), _number(one.distinct))
+        rows.append((_cell(str(one.epoch)), *numbers, f'<td style="width:40%">{bar}</td>', _cell(state)))
     return "<h2>Coverage</h2>" + _table(("epoch", "steps", "samples", "of the dataset", ""), rows)
 
 
@@ -164,19 +146,25 @@ def _starts(audit: Audit) -> str:
 
 def _checkpoints(audit: Audit) -> str:
     words = {True: "its head is one of the ledger's", False: "does NOT fit the ledger", None: "holds no head"}
-    rows = [
-        (f"<td><code>{escape(name)}</code></td>", f'<td class="n">{step:,}</td>', f"<td>{words[fits]}</td>")
-        for name, step, fits in audit.checkpoints
-    ]
+    rows = [(_cell(_code(name)), _number(step), _cell(words[fits])) for name, step, fits in audit.checkpoints]
     return "<h2>Checkpoints</h2>" + _table(("name", "after step", ""), rows) if rows else ""
 
 
 def _events(audit: Audit) -> str:
-    rows = [
-        (f"<td>{escape(kind)}</td>", f'<td class="n">{count:,}</td>')
-        for kind, count in audit.event_counts.items()
-    ]
+    rows = [(_cell(escape(kind)), _number(count)) for kind, count in audit.event_counts.items()]
     return "<h2>Events</h2>" + _table(("kind", "number"), rows) if rows else ""
+
+
+def _cell(html: str) -> str:
+    return f"<td>{html}</td>"
+
+
+def _number(value: int) -> str:
+    return f'<td class="n">{value:,}</td>'
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -96,13 +96,6 @@ class Tree:
                 level += _sha256(b"\1" + below[first : first + 2 * HASH_BYTES]).digest()
             below, height = level, height + 1
 
-    def truncate(self, size: int) -> None:
-        for height, level in enumerate(self._levels):
-            del level[(size >> height) * HASH_BYTES :]
-
-    def leaf(self, index: int) -> bytes:
-        return bytes(self._levels[0][index * HASH_BYTES : (index + 1) * HASH_BYTES])
-
     def root(self, size: int | None = None) -> bytes:
         """Root of the first `size` leaves; of all by default."""
         size = self._size(size)

@@ -71,6 +71,11 @@ class Interval:
         return self.delta("loader.consumer_wait_s") + self.delta("loader.computed_s")
 
     @property
+    def data_wait_s(self) -> float:
+        """What it waited for data."""
+        return self.delta("trainer.data_s" if self.has_trainer else "loader.consumer_wait_s")
+
+    @property
     def waiting_s(self) -> float:
         """What it waited for other ranks."""
         return sum(self.delta(f"trainer.{name}") for name in WAITING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from shardkit.telemetry.anomalies import find_anomalies
+from shardkit.telemetry.anomalies import SILENT_INTERVALS, SILENT_S, find_anomalies
 from shardkit.telemetry.intervals import (
     VERIFICATION,
     Interval,
@@ -59,7 +59,7 @@ def chart_series(telemetry: RunTelemetry, at: float) -> dict[str, Any]:
         "samples_per_s": [
             value / width for value in grid.spread(every, lambda one: one.delta("loader.samples"))
         ],
-        "wait_share": _ratios(grid.spread(every, _data_wait), present, most=1.0),
+        "wait_share": _ratios(grid.spread(every, lambda one: one.data_wait_s), present, most=1.0),
         "peers_share": _ratios(grid.spread(every, lambda one: one.waiting_s), present, most=1.0),
         "failures": grid.spread(every, lambda one: one.verification_failures),
         "bytes_per_s": _byte_series(grid, every),
@@ -102,18 +102,11 @@ def _ratios(above: list[float], below: list[float], most: float | None = None) -
     return found if most is None else [None if one is None else min(most, one) for one in found]
 
 
-def _data_wait(one: Interval) -> float:
-    return one.delta("trainer.data_s" if one.has_trainer else "loader.consumer_wait_s")
-
-
 def _byte_series(grid: _Grid, every: Sequence[Interval]) -> dict[str, list[float]]:
-    names = {name for one in every for name in one.last.values if name.startswith("reads.bytes_from_")}
-    names.add("blocks.local_bytes")
     found = {}
-    for name in sorted(names):
+    for name, source in sorted({pair for one in every for pair in byte_counters(one.last).items()}):
         values = grid.spread(every, lambda one, name=name: one.delta(name))
         if any(values):
-            source = "disk" if name == "blocks.local_bytes" else name.removeprefix("reads.bytes_from_")
             found[source] = [value / grid.width for value in values]
     return found
 
@@ -173,7 +166,6 @@ def _claims(ranks: Mapping[int, Sequence[Record]]) -> list[tuple[float, int, int
 
 _EVENTS: Final = 60
 _SHARDS: Final = 48
-_SILENT_S: Final = 15.0
 _MAX_LANES: Final = 1 << 16
 
 Json = dict[str, Any]
@@ -230,7 +222,7 @@ def _state(telemetry: RunTelemetry, now: float) -> str:
     if telemetry.ended:
         return "ended"
     last = max((one[-1] for one in ranks.values()), key=lambda record: record.time)
-    return "silent" if now - last.time > max(_SILENT_S, 5 * last.interval_s) else "running"
+    return "silent" if now - last.time > max(SILENT_S, SILENT_INTERVALS * last.interval_s) else "running"
 
 
 def _rank(rank: int, records: Sequence[Record], at: float) -> Json:
@@ -238,7 +230,7 @@ def _rank(rank: int, records: Sequence[Record], at: float) -> Json:
     seconds = sum(one.seconds for one in found) or 1.0
     steps, cells = sum(one.steps for one in found), sum(one.cells for one in found)
     busy = sum(one.busy_s for one in found)
-    waited = total(found, "trainer.data_s" if found and found[-1].has_trainer else "loader.consumer_wait_s")
+    waited = sum(one.data_wait_s for one in found)
     return {
         "rank": rank,
         "host": last.host,
@@ -255,7 +247,7 @@ def _rank(rank: int, records: Sequence[Record], at: float) -> Json:
         "cell_s": busy / cells if cells else 0.0,
         "data_share": min(1.0, waited / seconds),
         "wait_share": min(1.0, sum(one.waiting_s for one in found) / seconds),
-        "bytes_per_s": sum(sum(byte_sources(one).values()) for one in found) / seconds,
+        "bytes_per_s": sum(total(found, name) for name in byte_counters(last)) / seconds,
         "memory_bytes": last.value("process.resident_bytes"),
         "cpu_share": total(found, "process.cpu_s") / seconds,
         "verification_failures": sum(map(last.value, VERIFICATION)),
@@ -270,15 +262,14 @@ def _add_workers(row: Json, telemetry: RunTelemetry) -> None:
         seconds = sum(one.seconds for one in found)
         if seconds:
             row["samples_per_s"] += total(found, "loader.samples") / seconds
-            row["bytes_per_s"] += sum(sum(byte_sources(one).values()) for one in found) / seconds
+            row["bytes_per_s"] += sum(total(found, name) for name in byte_counters(records[-1])) / seconds
 
 
-def byte_sources(one: Interval) -> dict[str, float]:
-    """Bytes that came in an interval, by source: "disk" (local shards), "cache", or a location."""
-    names = [name for name in one.last.values if name.startswith("reads.bytes_from_")]
-    found = {name.removeprefix("reads.bytes_from_"): one.delta(name) for name in names}
-    found["disk"] = one.delta("blocks.local_bytes")
-    return {name: value for name, value in found.items() if value}
+def byte_counters(record: Record) -> dict[str, str]:
+    """Counter of bytes → where they came from: "disk" (local shards), "cache", or a location."""
+    prefix = "reads.bytes_from_"
+    found = {name: name.removeprefix(prefix) for name in record.values if name.startswith(prefix)}
+    return found | {"blocks.local_bytes": "disk"}
 
 
 def _lasts(telemetry: RunTelemetry) -> list[Record]:
@@ -293,11 +284,9 @@ def _lasts(telemetry: RunTelemetry) -> list[Record]:
 def _bytes(telemetry: RunTelemetry) -> dict[str, float]:
     found: dict[str, float] = {}
     for record in _lasts(telemetry):
-        for name, value in record.values.items():
-            if name.startswith("reads.bytes_from_") or name == "blocks.local_bytes":
-                source = "disk" if name == "blocks.local_bytes" else name.removeprefix("reads.bytes_from_")
-                found[source] = found.get(source, 0.0) + value
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        for name, source in byte_counters(record).items():
+            found[source] = found.get(source, 0.0) + record.value(name)
+    return dict(sorted(((one, n) for one, n in found.items() if n), key=lambda item: -item[1]))
 
 
 def _lag(telemetry: RunTelemetry) -> float | None:
