@@ -1,4 +1,4 @@
-"""Where loops over a dataset begin and whether they are over, when worker processes run them (the loader's SPEC.md §3).
+"""Where loops over a dataset begin and whether they are over, when worker processes run them (SPEC.md).
 
 A log of fixed-size records in memory without a name, to which the training process and its workers append. Appending
 is atomic, all read the same order, and state follows from the order alone: no lock that a killed worker could hold. It
