@@ -1,9 +1,9 @@
 """Delivers a plan's cells: verified, in order, resumable (SPEC.md).
 
-What a plan says comes when, this package fetches: plan → load → gather → decode and transform → hand out. Each
-stage knows the one before it and none after it; modules import one another one way. `schedule` and `state` are
-pure; whatever is opened in a process (threads, workers, journal, memory) is `resources`'s; what watches and steers a
-running loader sees it as a `LiveLoader`. Nothing here imports torch.
+What a plan says comes when, this package fetches: plan → load → gather → decode and transform → hand out. What is read
+and how is one `LoaderSetup`, which does not change; what is open in a process (threads, workers, journal, memory) is
+`LoaderResources`; one pass over some steps is a `Pipeline`; what watches and steers a running loader holds a
+`LiveLoader`. Modules import one another one way; `schedule` and `state` are pure. Nothing here imports torch.
 """
 
 from shardkit.loader.batch import Batch
