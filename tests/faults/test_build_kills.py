@@ -22,7 +22,7 @@ from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, Store
 from shardkit.storage import Repository, parse_object_name
 from shardkit.stores.file_operations import substituted
 from shardkit_tools.building import build_run, passes
-from shardkit_tools.building.job_folder import write_record
+from shardkit_tools.building.job import write_record
 from shardkit_tools.importers import folder as folder_importer
 from shardkit_tools.importers import source_files
 from tests.drills import drill_count

@@ -29,7 +29,7 @@ from shardkit.repository.collecting.marking import objects_of_builds
 from shardkit.storage import Repository, open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.engines import LocalEngine
-from shardkit_tools.building.job_directory import abandoned_jobs
+from shardkit_tools.building.job import abandoned_jobs
 from shardkit_tools.importers import ImportOptions, line_ranges, open_source
 from shardkit_tools.main import run
 from tests.servers.object_stores import Unavailable, moto, s3_environment

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -16,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
 import shardkit
 import shardkit_tools.commands.ls as ls_command
 from shardkit.storage import Repository
-from shardkit_tools.main import COMMANDS, run
+from shardkit_tools.main import COMMANDS, make_app, run
 
 Call = Callable[..., tuple[int, str, str]]
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
@@ -88,6 +90,27 @@ def test_overview_and_help_pages(call: Call) -> None:
         assert f"\nExample\n  shardkit {name}" in page
         assert max(map(len, page.splitlines())) <= 100
         assert call(name, "-h")[1] == page
+
+
+def test_the_overview_needs_none_of_the_commands_code() -> None:
+    program = """
+import sys
+from shardkit_tools.main import run
+try:
+    run(["--help"])
+finally:
+    print(sorted({"numpy", "pyarrow", "rich", "zstandard", "shardkit_tools.commands.build"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page, _, loaded = done.stdout.rstrip().rpartition("\n")
+    assert loaded == "[]"
+    said = " ".join(page.split())
+    commands = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
+    assert set(commands) == {name for _, names in COMMANDS for name in names}
+    for name, command in commands.items():
+        first = " ".join(inspect.cleandoc(command.help).partition("\n\n")[0].split())
+        assert f"{name} {first}" in said
 
 
 def test_the_version(call: Call) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import shardkit_tools
 from shardkit.errors import SourceError
-from shardkit_tools.importers import ImportOptions, arrow, csv_ranges, open_source, parquet
+from shardkit_tools.importers import ImportOptions, arrow, line_ranges, open_source, parquet
 from shardkit_tools.importers.conformance import check_importer
 from shardkit_tools.importers.protocol import ColumnImporter, SampleColumns, SourceFailure
 
@@ -111,9 +111,9 @@ def test_tables_without_quotes_are_cut_between_rows(
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
     whole = check_importer(open_source(str(tmp_path / "a.csv")))
     assert len(open_source(str(tmp_path / "a.csv")).tasks()) == 1
-    monkeypatch.setattr(csv_ranges, "_RANGE_BYTES", 5000)
+    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 5000)
     for piece in (100, 997, 1 << 20):
-        monkeypatch.setattr(csv_ranges, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(line_ranges, "_PIECE_BYTES", piece)
         cut = open_source(str(tmp_path / "a.csv"))
         assert len(cut.tasks()) > 1 + (piece < 1000)
         assert check_importer(cut) == whole
@@ -123,9 +123,9 @@ def test_tables_without_quotes_are_cut_between_rows(
 def test_tables_where_rows_are_not_lines_stay_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
 ) -> None:
-    monkeypatch.setattr(csv_ranges, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 1000)
     for piece in (64, 101, 1 << 20):
-        monkeypatch.setattr(csv_ranges, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(line_ranges, "_PIECE_BYTES", piece)
         for _ in range(5):
             at = random.Random(piece).randrange(100, 400)
             text = lines(at) + inside + lines(400 - at)
@@ -137,7 +137,7 @@ def test_tables_where_rows_are_not_lines_stay_whole(
 
 
 def test_errors_in_a_range_name_the_row_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_ranges, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 1000)
     monkeypatch.setattr("shardkit_tools.importers.csv._SCAN_ROWS", 100)
     (tmp_path / "a.csv").write_text("a,b,c\n" + lines(900) + "x,1.0,w\n" + lines(100))
     source = open_source(str(tmp_path / "a.csv"))

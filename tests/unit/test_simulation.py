@@ -12,22 +12,21 @@ from shardkit.errors import ConfigurationError, NotFoundError
 from shardkit.plan import assign, make_plan
 from shardkit_tools.simulation.caching import Loads, count_requests, least_recently_used, through_cache
 from shardkit_tools.simulation.cluster import Cluster, Data, changed, load_cluster
-from shardkit_tools.simulation.costs import costs
 from shardkit_tools.simulation.demand import Groups, group_steps, rank_needs
 from shardkit_tools.simulation.faults import Draws, arrivals, recovery
 from shardkit_tools.simulation.fetching import Items, RankFlow
 from shardkit_tools.simulation.moves import Moves, even_lanes
 from shardkit_tools.simulation.populations import BlockMap, synthetic_population
 from shardkit_tools.simulation.quantities import parse_count, parse_duration, parse_rate
-from shardkit_tools.simulation.reduction import (
+from shardkit_tools.simulation.run import costs, prepare, simulate_lanes
+from shardkit_tools.simulation.timing import (
     exposed_seconds,
     hierarchical_seconds,
     reduce_seconds,
     ring_seconds,
+    time_steps,
     tree_seconds,
 )
-from shardkit_tools.simulation.run import prepare, simulate_lanes
-from shardkit_tools.simulation.timing import time_steps
 
 FAST = ["verify=unlimited", "nic=unlimited", "disk_read=unlimited", "stream=unlimited", "model=none"]
 

@@ -16,13 +16,15 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+
+from shardkit.errors import MissingDependency, StoreError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "JsonFlag",
@@ -34,11 +36,13 @@ __all__ = [
     "duration_text",
     "is_terminal",
     "long_work",
+    "new_file",
     "print_facts",
     "print_heading",
     "print_json",
     "print_line",
     "print_table",
+    "pyplot",
     "share_text",
     "short_id",
     "short_ids",
@@ -53,7 +57,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 def is_terminal() -> bool:
     """Whether a person looks at standard output (TTY_COMPATIBLE=1 says yes where it cannot be seen)."""
-    return Console().is_terminal
+    return _console().is_terminal
 
 
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -64,6 +68,8 @@ def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
 def print_line(text: str = "", style: str = "") -> None:
     """Print a line of text; a terminal wraps it by itself, so that paths and digests can be copied whole."""
     if is_terminal():
+        from rich.text import Text
+
         _console().print(Text(text, style=style), soft_wrap=True)
     else:
         sys.stdout.write(text + "\n")
@@ -83,6 +89,10 @@ def print_facts(facts: Sequence[tuple[str, str]], indent: int = 0) -> None:
     if not is_terminal():
         sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in facts)
         return
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -102,6 +112,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not is_terminal():
         _print_plain(columns, headings, rows)
         return
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for column, heading in zip(columns, headings, strict=True):
         wraps = column.startswith("*")
@@ -178,6 +191,36 @@ def share_text(part: int, whole: int) -> str:
     return f"{share:.{1 if share >= 0.95 or not part else 2 if share >= 0.095 else 3}f} %"
 
 
+def pyplot(command: str) -> Any:
+    """`matplotlib.pyplot`, for pictures in files.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        import matplotlib as mpl
+
+        mpl.use("agg")
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise MissingDependency(
+            f'{command}: --plot needs matplotlib; run: pip install "shardkit[plot]"'
+        ) from None
+    return plt
+
+
+def new_file(path: Path) -> BinaryIO:
+    """A file that is made, open for writing.
+
+    Raises:
+        StoreError: it is there already, or cannot be made.
+    """
+    try:
+        return path.open("xb")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be made ({error.strerror}); name a new file in a folder") from error
+
+
 class LogHandler(logging.Handler):
     """Lines of the library's log on standard error; a status line that stands there makes room."""
 
@@ -217,6 +260,8 @@ def long_work() -> Iterator[StatusLine]:
 
 
 def _console() -> Console:
+    from rich.console import Console  # where it is needed: pages of help need none of rich
+
     return Console(highlight=False, markup=False, emoji=False)
 
 

@@ -12,6 +12,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from types import CodeType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -35,8 +37,8 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Size it, tune it", ("bench", "tune", "simulate")),
     ("Get to know shardkit", ("demo",)),
 )
-"""Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name, or a
-group of commands."""
+"""Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name,
+and `group` where it has commands of its own."""
 
 CHECKS = ("verify", "scrub", "repair", "audit")
 """Commands that answer whether something is sound: what they cannot reach is unchecked, not a failure of theirs."""
@@ -69,7 +71,7 @@ def make_app(only: str | None = None) -> typer.Typer:
     """The command line as a typer app.
 
     Args:
-        only: load this subcommand alone, so that a quick command does not wait for the imports of a slow one.
+        only: load this command alone, so that a quick one does not wait for the imports of a slow one; "" loads none.
     """
     app = typer.Typer(
         name="shardkit",
@@ -84,15 +86,33 @@ def make_app(only: str | None = None) -> typer.Typer:
     )
     app.callback(cls=_Program)(_overview)
     for heading, names in COMMANDS:
-        for name in names:
-            module = f"shardkit_tools.commands.{name}"
-            if only in (None, name) and importlib.util.find_spec(module) is not None:
-                command = getattr(importlib.import_module(module), name)
-                if isinstance(command, typer.Typer):
-                    app.add_typer(command, rich_help_panel=heading)
-                else:
-                    app.command(name, cls=CommandPage, rich_help_panel=heading)(command)
+        for name in names if only is None else {only} & {*names}:
+            module = importlib.import_module(f"shardkit_tools.commands.{name}")
+            if hasattr(module, "group"):
+                app.add_typer(module.group, name=name, rich_help_panel=heading)
+            else:
+                app.command(name, cls=CommandPage, rich_help_panel=heading)(getattr(module, name))
     return app
+
+
+def _overview_app() -> typer.Typer:
+    """The command line with the summary of every command and none of their code."""
+    app = make_app("")
+    for heading, names in COMMANDS:
+        for name in names:
+            app.command(name, cls=CommandPage, rich_help_panel=heading, help=_docstring(name))(lambda: None)
+    return app
+
+
+def _docstring(name: str) -> str:
+    """The help of a command, out of its compiled module: importing all of them takes numpy, pyarrow and seconds."""
+    module = f"shardkit_tools.commands.{name}"
+    loader = getattr(importlib.util.find_spec(module), "loader", None)
+    assert isinstance(loader, InspectLoader), "a command is a module"
+    code = loader.get_code(module)
+    assert code is not None, "a command is written in Python"
+    own = next(one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name)
+    return str(own.co_consts[0])
 
 
 def _overview(
@@ -118,7 +138,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if not any(isinstance(one, LogHandler) for one in log.handlers):
         log.addHandler(LogHandler())
     try:
-        make_app(command)(given)
+        # Without a command it is the page of all commands that is asked for; a wrong one is told those that there are.
+        (_overview_app() if not given or given[0].startswith("-") else make_app(command))(given)
     except KeyboardInterrupt as interrupt:
         _fail("interrupted", exit_code(interrupt))
     except ShardkitError as error:

@@ -12,11 +12,11 @@ from shardkit.errors import SourceError
 __all__ = ["read_lines", "read_numbers"]
 
 
-def read_lines(path: Path) -> list[str]:
+def read_lines(path: Path, *, may_be_empty: bool = False) -> list[str]:
     """The lines of a UTF-8 file without their ends; empty ones are left out.
 
     Raises:
-        SourceError: it cannot be read, or holds no line.
+        SourceError: it cannot be read, or holds no line although it must.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -24,20 +24,19 @@ def read_lines(path: Path) -> list[str]:
         raise SourceError(
             f"{path}: cannot be read ({error}); give a text file with one value a line"
         ) from error
-    if not lines:
+    if not lines and not may_be_empty:
         raise SourceError(f"{path}: holds no line; give a text file with one value a line")
     return [line.removesuffix("\r") for line in lines]
 
 
-def read_numbers(path: Path, count: int) -> NDArray[np.int64]:
+def read_numbers(path: Path, count: int, *, may_be_empty: bool = False) -> NDArray[np.int64]:
     """Sample numbers below ``count``, ascending, each once.
 
     Raises:
         SourceError: a line is no such number.
     """
     numbers = set()
-    for line in read_lines(path):
-        text = line.strip()
+    for text in " ".join(read_lines(path, may_be_empty=may_be_empty)).split():
         if not text.isascii() or not text.isdecimal() or int(text) >= count:
             raise SourceError(f"{path}: {text[:40]!r} is not a sample number; expected 0 to {count - 1}")
         numbers.add(int(text))

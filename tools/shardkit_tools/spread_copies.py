@@ -1,27 +1,90 @@
-"""Looking at copies, and making them, on an engine: what `scrub`, `repair` and `replicate` do on a cluster.
+"""Work on copies: how fast, when, progress, Ctrl-C, and who does it, threads of this process or an engine.
 
-Many small objects go into one task, so that handing a task over costs little beside the work. Where a machine does not
-see a location (a directory that it has not mounted), that is said; it is never taken for missing copies.
+On a cluster many small objects go into one task, so that handing a task over costs little beside the work. Where a
+machine does not see a location (a directory that it has not mounted), that is said: it never counts as missing copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardkit.copies.repairing.checking import CheckAll, Checked, CopyCheck, check_copy
 from shardkit.copies.replicating.copying import CopyAll, CopyTask, copy_task
-from shardkit.copies.replicating.pacing import Pace
+from shardkit.copies.replicating.pacing import Hours, Pace, parse_bandwidth
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError
 from shardkit.repository.identity import IDENTITY_NAME
 from shardkit.stores.store import Store
-from shardkit_tools.background import Work, running
 from shardkit_tools.building.engines import Engine, Report, open_engine
+from shardkit_tools.console import StatusLine, bytes_text, count_text, duration_text
 from shardkit_tools.options import EngineName
 
-__all__ = ["copying", "spread_checks", "spread_copies"]
+__all__ = ["Work", "copying", "running", "spread_checks", "spread_copies"]
+
+_LINE_EVERY_S = 30.0
+
+
+class Work:
+    """What a command hands to the library; made by `running`."""
+
+    def __init__(self, bandwidth: str | None, between: str | None) -> None:
+        self._status = StatusLine()
+        self._began = self._told = time.monotonic()
+        self.pace = Pace(
+            parse_bandwidth(bandwidth) if bandwidth else None,
+            Hours.parse(between) if between else None,
+            waiting=self._waiting,
+        )
+
+    def report(self, objects: int, all_objects: int, done_bytes: int, all_bytes: int) -> None:
+        """Progress of copying: a line that is kept up to date on a terminal, one now and then elsewhere."""
+        passed = time.monotonic() - self._began
+        rate = f", {bytes_text(int(done_bytes / passed))}/s" if passed > 1 else ""
+        self._say(
+            f"copied {objects:,} of {count_text(all_objects, 'object')}, {bytes_text(done_bytes)} of "
+            f"{bytes_text(all_bytes)}{rate}"
+        )
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Progress of looking at copies, likewise."""
+        self._say(f"{what} {done:,} of {count_text(total)} {'copy' if total == 1 else 'copies'}")
+
+    def clear(self) -> None:
+        """Take the line away."""
+        self._status.clear()
+
+    def _waiting(self, seconds: int) -> None:
+        self._say(f"waiting {duration_text(seconds)} for the hours of --between; Ctrl-C ends")
+
+    def _say(self, text: str) -> None:
+        self._status.show(text)
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - self._told >= _LINE_EVERY_S:
+            self._told = now
+            sys.stderr.write(f"{text}\n")
+
+
+@contextlib.contextmanager
+def running(bandwidth: str | None = None, between: str | None = None) -> Iterator[Work]:
+    """Work that can be seen and interrupted.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, and says how to go on.
+    """
+    work = Work(bandwidth, between)
+    try:
+        yield work
+    except KeyboardInterrupt:
+        work.pace.stop()
+        work.clear()
+        raise KeyboardInterrupt("interrupted; the same command goes on where it stood") from None
+    finally:
+        work.clear()
+
 
 _TASK_BYTES = 64 * 2**20
 _TASK_OBJECTS = 64

@@ -16,19 +16,16 @@ from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_agai
 from shardkit.repository.catalog import put_manifest
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit_tools.adopting.promises import Promise, broken_promises
 from shardkit_tools.adopting.tar_places import find_tars, look_at, place_of
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
 from shardkit_tools.building.engines import Engine, open_engine
-from shardkit_tools.building.job_directory import JobDirectory, clear_temporaries, open_job
-from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
-from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
+from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
+from shardkit_tools.importers.protocol import ImportOptions, SourceFile
 from shardkit_tools.importers.source_files import Source
 from shardkit_tools.importers.webdataset import open_webdataset
 
-__all__ = ["Adoption", "adopt"]
+__all__ = ["Adoption", "Promise", "adopt", "broken_promises"]
 
 # Below this a process costs more to start than it saves.
 SMALL_BYTES = 8 * 2**20
@@ -158,7 +155,7 @@ class _Adopting:
         """The dry run: everything but writing."""
         return self.result(self._read(None, NO_FOLDER, {}), None, NOT_MOVED)
 
-    def run(self, repository: Repository, job: JobDirectory) -> list[AdoptedTar]:
+    def run(self, repository: Repository, job: Job) -> list[AdoptedTar]:
         """Read every tar that an earlier run has not; all of them, in order."""
         finished = {task.number: finished_tar(job, repository, task) for task in self._tasks}
         found = {number: tar for number, tar in finished.items() if tar is not None}
@@ -283,3 +280,58 @@ def _check_axes(axes: Sequence[str], schema: Schema) -> None:
             raise UsageError(
                 f"stratify by {axis!r}: expected whole numbers or text ({', '.join(fits) or 'no field is such'})"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A promise that does not hold.
+
+    Attributes:
+        name: stable, for programs.
+        text: what is so instead, for people.
+    """
+
+    name: str
+    text: str
+
+
+def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_bytes: int) -> list[Promise]:
+    """What to tell of an adopted version.
+
+    Args:
+        axes: of its strata.
+        strata: how many there are.
+        largest_block: bytes of its largest block.
+        block_bytes: the target.
+    """
+    if axes:
+        balance = (
+            f"{strata} strata of {'/'.join(axes)} lie where the tars have them; a shard need not hold all of them, so "
+            "batches are balanced over more shards than a build would need"
+        )
+    else:
+        balance = "all samples are one stratum: batches are not balanced by any field"
+    return [
+        Promise("strata", balance),
+        Promise(
+            "order",
+            "samples were not shuffled over all tars: they lie in the tars' order, so a plan mixes what its window of "
+            "blocks holds; choose a larger window where neighbours are alike",
+        ),
+        Promise(
+            "blocks",
+            f"blocks are cut at samples as the tars have them: the largest has {largest_block} bytes, the target is "
+            f"{block_bytes}; memory is budgeted by the largest",
+        ),
+        Promise(
+            "keys", "keys are unique inside a tar only, and JSON and media stay byte for byte as they are"
+        ),
+        Promise(
+            "custody",
+            "the tars stay their owner's: shardkit notices every change when it reads, and names the tar, but nothing "
+            "keeps them from being changed, moved or deleted; a change cannot be healed from the root",
+        ),
+        Promise(
+            "erasure", "remove takes samples out of versions; --erase cannot take their bytes out of the tars"
+        ),
+    ]

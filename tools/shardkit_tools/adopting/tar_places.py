@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote import split_url
-from shardkit_tools.importers.bucket_files import foreign_store, stat_file
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.remote_files import is_url
+from shardkit_tools.importers.remote_files import foreign_store, is_url, stat_file
 from shardkit_tools.importers.source_files import list_source, open_file
 
 __all__ = ["BUILD_INSTEAD", "Look", "find_tars", "look_at", "place_of"]

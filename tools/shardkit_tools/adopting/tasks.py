@@ -15,8 +15,7 @@ from shardkit.stores.objects import Descriptor
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
 from shardkit_tools.adopting.tar_places import place_of
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_directory import JobDirectory
-from shardkit_tools.building.job_folder import JobFolder, write_record
+from shardkit_tools.building.job import Job, JobFolder, write_record
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = ["AdoptTask", "AdoptWorker", "AdoptedTar", "finished_tar"]
@@ -124,7 +123,7 @@ class AdoptWorker:
         return adopted
 
 
-def finished_tar(job: JobDirectory, repository: Repository, item: AdoptTask) -> AdoptedTar | None:
+def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTar | None:
     """What an earlier, killed run found of this tar as it is now; None where it has to be read.
 
     Size and time of change decide whether a tar is read again, never whether its bytes are believed: each block is

@@ -29,15 +29,11 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
 from shardkit.stores.os_errors import explained
 from shardkit_tools.building.engines import Engine
-from shardkit_tools.building.free_space import check_space, least_bytes, space_needs
-from shardkit_tools.building.job_directory import JobDirectory, StoreJob, clear_temporaries, open_job
-from shardkit_tools.building.job_folder import NO_FOLDER
-from shardkit_tools.building.outcome import BuildResult, BuildSettings
-from shardkit_tools.building.page_cache import fits_page_cache
+from shardkit_tools.building.free_space import check_space, fits_page_cache, least_bytes, space_needs
+from shardkit_tools.building.job import NO_FOLDER, Job, clear_temporaries, open_job
+from shardkit_tools.building.outcome import BuildResult, BuildSettings, ProgressCallback, ProgressMeter
 from shardkit_tools.building.passes import BuildPlan, Passes
-from shardkit_tools.building.progress import ProgressCallback, ProgressMeter
-from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows
-from shardkit_tools.building.resuming import finished_tasks
+from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows, finished_tasks
 from shardkit_tools.building.row_marks import first_of_equals
 from shardkit_tools.building.source_digests import SourceDigests, digest_file, shared_files
 from shardkit_tools.importers.protocol import ExtentImporter, Importer, SourceFile, WholeFileImporter
@@ -138,7 +134,7 @@ class BuildRun:
         clear_temporaries(repository)
         return result
 
-    def _build(self, to: Destination, parent: str, job: JobDirectory) -> BuildResult:
+    def _build(self, to: Destination, parent: str, job: Job) -> BuildResult:
         reused = finished_tasks(job, self._tasks, self._importer.files())
         self._check_space(to.repository, parent, job, reused)
         beside = self._digested_beside(reused)
@@ -162,7 +158,7 @@ class BuildRun:
         self,
         to: Destination,
         parent: str,
-        job: JobDirectory,
+        job: Job,
         reused: dict[int, TaskRows],
         digests: SourceDigests,
     ) -> BuildResult:
@@ -198,7 +194,7 @@ class BuildRun:
         return self._result(found, plan, made, moved, listed, reused_tasks, reused_shards)
 
     def _check_space(
-        self, repository: Repository, parent: str, job: JobDirectory, reused: Mapping[int, TaskRows]
+        self, repository: Repository, parent: str, job: Job, reused: Mapping[int, TaskRows]
     ) -> None:
         """That what is left to do fits on the disks."""
         left = sum(task.size for number, task in enumerate(self._tasks) if number not in reused)
@@ -206,9 +202,9 @@ class BuildRun:
         rows = least_bytes(self._version, sum(task.size for task in self._tasks))
         store = repository.store
         # Shards of an earlier run are there already, and how large they are is not worth finding out.
-        is_begun = any(name.endswith(".done") for name in job.names())
+        is_begun = any(name.endswith(".done") for name in job.folder.names())
         root = store.url if isinstance(store, LocalStore) and not is_begun else None
-        here = None if isinstance(job, StoreJob) else parent
+        here = parent if job.is_local else None
         check_space(space_needs(here, least_bytes(self._version, left), root, self._shard_bytes(rows)))
 
     def _shard_bytes(self, raw_bytes: int) -> int:
@@ -242,7 +238,7 @@ class BuildRun:
         found: Sequence[TaskFacts],
         columns: list[RowColumns],
         base: Base | None,
-        job: JobDirectory | None,
+        job: Job | None,
     ) -> BuildPlan:
         rows = join_parts(columns)
         columns.clear()  # copied: two row tables of 10⁸ rows do not fit where one does

@@ -1,4 +1,4 @@
-"""Whether a build will fit on its disks, before it begins.
+"""Whether a build will fit on its disks, and its source in the page cache, before it begins.
 
 What it takes is estimated from below, so that nothing is refused that would have fitted: a full disk in the middle of a
 build is an error as well, and costs no finished work.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import StoreFullError
+from shardkit.storage import available_memory
 from shardkit.stores.os_errors import explained
+from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.remote_files import is_url
 
-__all__ = ["SpaceNeed", "check_space", "least_bytes", "space_needs"]
+__all__ = ["SpaceNeed", "check_space", "fits_page_cache", "least_bytes", "space_needs"]
 
 # Numbers in text take a multiple of what they take in a shard, and transforms may leave anything.
 _OF_TEXT = 0.25
@@ -91,6 +94,24 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
                 f"{need.folder}: {_gib(need.free_bytes)} free, but the build needs at least {_gib(total)} there "
                 f"({parts}); make room, or name a folder on another disk with --scratch"
             )
+
+
+def fits_page_cache(files: Iterable[SourceFile], room: int | None = None) -> bool:
+    """Whether a source stays in memory by itself: what the page cache holds can be read twice, and in any order.
+
+    Which it does where all files are of this machine, and take no more than half of what its page cache may hold. The
+    other half is for the shards that are written meanwhile.
+
+    Args:
+        files: of a source.
+        room: bytes that the page cache may hold; by default what the machine says.
+    """
+    left = (available_memory() if room is None else room) // 2
+    for file in files:
+        left -= file.size
+        if left < 0 or is_url(file.path):
+            return False
+    return True
 
 
 def _existing(folder: str) -> str:

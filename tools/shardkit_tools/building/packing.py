@@ -22,7 +22,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.rows import payloads_of
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_folder import JobFolder, write_record
+from shardkit_tools.building.job import JobFolder, write_record
 from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
 from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.transforms.best_fit import Packing, pack

@@ -18,9 +18,8 @@ from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.repository.repository import Repository
 from shardkit_tools.building.engines import Engine, LocalEngine
-from shardkit_tools.building.job_directory import JobDirectory
-from shardkit_tools.building.job_folder import NO_FOLDER, JobFolder
-from shardkit_tools.building.outcome import BuildSettings
+from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder
+from shardkit_tools.building.outcome import BuildSettings, ProgressMeter
 from shardkit_tools.building.packing import (
     Documents,
     PackReport,
@@ -29,9 +28,7 @@ from shardkit_tools.building.packing import (
     cut_documents,
     packed_record,
 )
-from shardkit_tools.building.progress import ProgressMeter
-from shardkit_tools.building.reading import ReadTask, ReadWorker, TaskFacts, TaskRows
-from shardkit_tools.building.resuming import finished_rows
+from shardkit_tools.building.reading import ReadTask, ReadWorker, TaskFacts, TaskRows, finished_rows
 from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.building.writing import WriteWorker, finished_shard
 from shardkit_tools.importers.protocol import Importer, SourceTask
@@ -141,7 +138,7 @@ class Passes:
         return [task.facts for task in read], [task.columns for task in read]
 
     def pack(
-        self, settings: PackSettings, documents: AllRows, found: Sequence[TaskFacts], job: JobDirectory | None
+        self, settings: PackSettings, documents: AllRows, found: Sequence[TaskFacts], job: Job | None
     ) -> tuple[AllRows, list[TaskFacts], PackReport]:
         """Documents → rows of a fixed length, in new parts of the scratch."""
         split = self._version.split
@@ -179,7 +176,7 @@ class Passes:
         return packed, [made[number].facts for number in range(len(made))], report
 
     def write(
-        self, repository: Repository, job: JobDirectory, plan: BuildPlan, tasks: Sequence[SourceTask]
+        self, repository: Repository, job: Job, plan: BuildPlan, tasks: Sequence[SourceTask]
     ) -> tuple[list[WrittenShard], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
         rows = plan.plan.rows

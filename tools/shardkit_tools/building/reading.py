@@ -1,9 +1,9 @@
-"""Pass 1: the rows of a task, encoded into a scratch part; journaled when the part is whole."""
+"""Pass 1: the rows of a task, encoded into a scratch part; journaled when the part is whole, and found again."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,20 @@ from shardkit.dataset.encoding import RowEncoder, encode_columns
 from shardkit.dataset.extents import ExtentColumn, file_state
 from shardkit.dataset.row_table import RowColumns
 from shardkit.dataset.scratch import RowSpool, RunBuffer
+from shardkit.dataset.scratch_reading import FilePart
 from shardkit.dataset.sources import SourceDigest
-from shardkit.errors import SampleError, ShardkitError, SourceError
+from shardkit.errors import FormatError, SampleError, ShardkitError, SourceError, StoreError
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_folder import JobFolder, write_record
+from shardkit_tools.building.job import Job, JobFolder, write_record
 from shardkit_tools.building.row_marks import RowMarks
-from shardkit_tools.building.source_digests import TaskDigests, check_unchanged
+from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
 from shardkit_tools.importers.protocol import (
     ColumnImporter,
     ExtentImporter,
     Importer,
     SampleColumns,
     SourceFailure,
+    SourceFile,
     SourceSample,
     SourceTask,
     WholeFileImporter,
@@ -37,9 +39,9 @@ __all__ = [
     "SkippedRow",
     "TaskFacts",
     "TaskRows",
-    "decode_task",
     "encode_task",
-    "record_name",
+    "finished_rows",
+    "finished_tasks",
 ]
 
 _MAX_SKIPPED = 10_000
@@ -99,7 +101,7 @@ class TaskRows:
     columns: RowColumns
 
 
-def record_name(task: SourceTask) -> str:
+def _record_name(task: SourceTask) -> str:
     """Name of the record of a task: another one as soon as a file of it has changed."""
     digest = xxhash.xxh3_128(f"{task.name}\0{task.start}\0{task.stop}\0{task.size}".encode())
     for file in task.files:
@@ -191,7 +193,7 @@ class ReadWorker:
         size = self._folder.keep(part)
         rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped), extents, states), columns)
         if part:
-            write_record(self._folder, record_name(item.task), encode_task(rows))
+            write_record(self._folder, _record_name(item.task), encode_task(rows))
         return rows
 
     def _read(
@@ -318,7 +320,7 @@ class _Throttle:
         self._last = time.monotonic()
 
 
-def decode_task(number: int, data: bytes) -> TaskRows:
+def _decode_task(number: int, data: bytes) -> TaskRows:
     """What `ReadWorker.work` left in the record of a task.
 
     Raises:
@@ -358,3 +360,63 @@ def _skipped(name: str, row: int, error: ShardkitError) -> SkippedRow:
     # A message may quote bytes of the source that are not text.
     message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
     return SkippedRow(name, row, error.kind, message[:1_000])
+
+
+def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[SourceFile]) -> dict[int, TaskRows]:
+    """Tasks whose rows are in scratch, by number; everything else of pass 1 is removed from the directory.
+
+    What was packed stays: its records are named by what they were made of. So do digests of ``files`` as they are now.
+    """
+    finished: dict[int, TaskRows] = {}
+    keep = {"lock", "boot", *map(digest_record, files)}
+    for number, task in enumerate(tasks):
+        name = _record_name(task)
+        rows = finished_rows(job, number, name)
+        if rows is not None and _is_watched_well(task, rows):
+            finished[number] = rows
+            keep |= {name, rows.facts.part}
+    for name in job.folder.names():
+        packed = name.startswith("packed-") and not job.may_have_lost_pages
+        if name not in keep and not packed and not name.endswith(".done"):
+            job.folder.remove(name)
+    job.note_verified()  # only now: a kill before this must not pass unverified parts off as good
+    return finished
+
+
+def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
+    """The rows that a record tells of; None where there is none, or its scratch file is not whole."""
+    data = job.read(name)
+    if data is None:
+        return None
+    try:
+        rows = _decode_task(number, data)
+    except (FormatError, KeyError, TypeError, ValueError):
+        return None  # of another release
+    if job.folder.size_of(rows.facts.part) != rows.facts.part_bytes:
+        return None
+    # The page cache survives the death of any process, but not of the machine.
+    return rows if not job.may_have_lost_pages or _is_whole(job, rows) else None
+
+
+def _is_whole(job: Job, rows: TaskRows) -> bool:
+    part = FilePart(job.path, rows.facts.part)
+    columns = rows.columns
+    buffer = memoryview(bytearray(int(columns.length.max(initial=0))))
+    try:
+        for offset, length, check in zip(
+            columns.offset.tolist(), columns.length.tolist(), columns.check.tolist(), strict=True
+        ):
+            part.read_into(offset, buffer[:length])
+            if xxhash.xxh3_64_intdigest(buffer[:length]) != check:
+                return False
+    except StoreError:
+        return False
+    finally:
+        part.close()
+    return True
+
+
+def _is_watched_well(task: SourceTask, rows: TaskRows) -> bool:
+    """Whether the files that rows are still to be read from are what they were."""
+    states = rows.facts.states
+    return not states or states == tuple(file_state(file.path) for file in task.files)

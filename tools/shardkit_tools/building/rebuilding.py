@@ -18,8 +18,7 @@ from shardkit.manifest import MIXED, Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.urls import parse_dataset_url
-from shardkit_tools.building.outcome import BuildResult
-from shardkit_tools.building.progress import ProgressCallback
+from shardkit_tools.building.outcome import BuildResult, ProgressCallback
 from shardkit_tools.building.recipe import build
 from shardkit_tools.importers.dataset import open_dataset_source
 

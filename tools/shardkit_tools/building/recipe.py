@@ -7,6 +7,7 @@ beside it; the second lays all rows out and writes each shard from scratch. Both
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,9 +20,8 @@ from shardkit.formats import Schema
 from shardkit.repository.repository import Repository
 from shardkit_tools.building.build_run import BuildRun
 from shardkit_tools.building.engines import Engine, open_engine
-from shardkit_tools.building.outcome import BuildResult, BuildSettings
+from shardkit_tools.building.outcome import BuildResult, BuildSettings, Progress, ProgressCallback
 from shardkit_tools.building.packing import PackReport, PackSettings
-from shardkit_tools.building.progress import Progress, ProgressCallback
 from shardkit_tools.building.reading import SkippedRow
 from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers import Importer, ImportOptions, open_source
@@ -126,22 +126,12 @@ def build(
         RunError: a process died, or another one is at work on the same build.
         KeyboardInterrupt: on Ctrl-C; its text says how to go on.
     """
+    given = locals()
     if on_error not in ("raise", "skip"):
         raise ConfigurationError(f'on_error is {on_error!r}; expected "raise" or "skip"')
     doing = open_engine(engine, jobs, address)
-    settings = VersionSettings(
-        stratify=stratify,
-        format=format,
-        compression=compression,
-        shard_size=shard_size,
-        block_size=block_size_for(root, ref, block_size),
-        seed=seed,
-        shuffle=shuffle,
-        split=split,
-        split_by=split_by,
-        about=about,
-        lookup=lookup,
-    )
+    given["block_size"] = block_size_for(root, ref, block_size)
+    settings = VersionSettings(**{one.name: given[one.name] for one in dataclasses.fields(VersionSettings)})
     if unique is not None and append:
         raise UsageError(
             f"unique={unique!r} with append: the rows that are there are not compared; build into a ref of its own, "

@@ -15,7 +15,7 @@ import xxhash
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats import canonical_json, sha256_each
-from shardkit_tools.building.job_directory import JobDirectory
+from shardkit_tools.building.job import Job
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
@@ -38,7 +38,7 @@ class SourceDigests:
         threads: files at a time.
     """
 
-    def __init__(self, files: Sequence[SourceFile], job: JobDirectory, threads: int) -> None:
+    def __init__(self, files: Sequence[SourceFile], job: Job, threads: int) -> None:
         self.files = files
         self._job = job
         self._stopped = threading.Event()
@@ -94,7 +94,7 @@ class SourceDigests:
                 pass  # of another release
         digest = digest_file(file, self._stopped)
         check_unchanged(file)
-        self._job.write(name, canonical_json.dumps({"sha256": digest.sha256}))
+        self._job.folder.put_record(name, canonical_json.dumps({"sha256": digest.sha256}))
         return digest
 
 

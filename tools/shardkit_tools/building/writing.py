@@ -14,8 +14,7 @@ from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import Descriptor
 from shardkit_tools.building.engines import Report
-from shardkit_tools.building.job_directory import JobDirectory
-from shardkit_tools.building.job_folder import JobFolder, write_record
+from shardkit_tools.building.job import Job, JobFolder, write_record
 
 __all__ = ["WriteWorker", "finished_shard"]
 
@@ -83,7 +82,7 @@ class WriteWorker:
         return written
 
 
-def finished_shard(job: JobDirectory, repository: Repository, item: ShardRows) -> WrittenShard | None:
+def finished_shard(job: Job, repository: Repository, item: ShardRows) -> WrittenShard | None:
     """The shard that an earlier, killed run wrote of the same rows; None where it has to be written."""
     data = job.read(_record_name(item))
     if data is None:

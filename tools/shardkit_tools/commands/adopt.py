@@ -24,7 +24,7 @@ from shardkit_tools.console import (
     print_line,
 )
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
-from shardkit_tools.importers.options import parse_field_types
+from shardkit_tools.importers.protocol import parse_field_types
 from shardkit_tools.options import EngineName
 from shardkit_tools.versions import moved_document, moved_facts
 

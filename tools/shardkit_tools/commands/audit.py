@@ -37,9 +37,9 @@ from shardkit_tools import options
 from shardkit_tools.commands.verify import LevelName, parse_share
 from shardkit_tools.console import (
     JsonFlag,
-    StatusLine,
     clean,
     count_text,
+    long_work,
     print_facts,
     print_heading,
     print_json,
@@ -50,7 +50,7 @@ from shardkit_tools.console import (
 from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.row_lists import read_lines
 
-__all__ = ["audit"]
+__all__ = ["group"]
 
 _SHOWN = 20
 _STATEMENT = "audit.dsse.json"
@@ -83,17 +83,7 @@ class RunPage(CommandPage):
         formatter.buffer = [text.replace("audit RUN RUN", "audit RUN") for text in formatter.buffer]
 
 
-audit = typer.Typer(
-    name="audit",
-    help="""Prove what a run consumed, compare two runs, trace samples; no sample data is read unless asked.
-
-    audit RUN checks the ledger, every step against the plan, coverage, checkpoints and the data.
-
-    Exit codes: 0 clean, or deviations that the ledger explains; 3 could not check; 4 violated. diff: 5 where the runs
-    diverge. trace --exclude: 5 where one of the list was used.
-
-    Example: shardkit audit runs/a && shardkit audit trace runs/a --exclude takedown.txt
-    """,
+group = typer.Typer(
     cls=RunFirst,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -101,10 +91,23 @@ audit = typer.Typer(
 )
 
 
+@group.callback()
+def audit() -> None:
+    """Prove what a run consumed, compare two runs, trace samples; no sample data is read unless asked.
+
+    audit RUN checks the ledger, every step against the plan, coverage, checkpoints and the data.
+
+    Exit codes: 0 clean, or deviations that the ledger explains; 3 could not check; 4 violated. diff: 5 where the runs
+    diverge. trace --exclude: 5 where one of the list was used.
+
+    Example: shardkit audit runs/a && shardkit audit trace runs/a --exclude takedown.txt
+    """
+
+
 # ---- audit RUN
 
 
-@audit.command("RUN", cls=RunPage)
+@group.command("RUN", cls=RunPage)
 def run_command(
     run: RunArgument,
     level: Annotated[
@@ -153,8 +156,7 @@ def run_command(
     """
     signed = statement or run / _STATEMENT
     claim = _claim(signed, verify_key) if verify_key is not None else None
-    status = StatusLine()
-    try:
+    with long_work() as status:
         result = audit_run(
             run,
             dataset=dataset,
@@ -164,8 +166,6 @@ def run_command(
             statement=claim,
             report=lambda what, done, of: status.show(f"{what}: {done:,} of {of:,}"),
         )
-    finally:
-        status.clear()
     if html is not None:
         _write(html, html_report(result).encode())
     if sign is not None:
@@ -274,7 +274,7 @@ def _print_findings(found: list[Finding], style: str) -> None:
 # ---- audit diff A B
 
 
-@audit.command("diff", cls=CommandPage)
+@group.command("diff", cls=CommandPage)
 def diff_command(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
@@ -334,7 +334,7 @@ def _print_comparison(first: Path, second: Path, result: Comparison, troubles: l
 # ---- audit trace RUN
 
 
-@audit.command("trace", cls=CommandPage)
+@group.command("trace", cls=CommandPage)
 def trace_command(
     run: RunArgument,
     sample: Annotated[

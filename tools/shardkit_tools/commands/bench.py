@@ -18,7 +18,7 @@ from shardkit_tools.benchmarks.results import Ratio, Result, load_result
 from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
 from shardkit_tools.console import (
     JsonFlag,
-    StatusLine,
+    long_work,
     print_facts,
     print_heading,
     print_json,
@@ -110,8 +110,7 @@ def _measured(
     share = scale if scale is not None else float(facts.get("scale", SCALE))
     if not math.isfinite(share) or not 0 < share <= 10:
         raise UsageError(f"--scale {share}: expected a share above 0, such as {SCALE}; 1 takes hours")
-    status = StatusLine()
-    try:
+    with long_work() as status:
         return measure(
             parts,
             scale=share,
@@ -119,8 +118,6 @@ def _measured(
             scratch=scratch,
             told=status.show,
         )
-    finally:
-        status.clear()
 
 
 def _parts(text: str) -> list[str]:

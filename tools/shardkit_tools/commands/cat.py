@@ -13,8 +13,9 @@ import numpy as np
 import typer
 
 import shardkit
-from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats.tar_members import sniff_extension
+from shardkit.stores.os_errors import explained
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
@@ -22,6 +23,7 @@ from shardkit_tools.console import (
     clean,
     count_text,
     is_terminal,
+    new_file,
     print_heading,
     print_json,
     print_line,
@@ -160,11 +162,8 @@ def _payload(value: Any, *, npy: bool = False) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
-        with path.open("xb") as stream:
-            stream.write(data)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be made ({error.strerror}); name a new file in a folder") from error
+    with new_file(path) as stream, explained(f"write {path}", writing=True):
+        stream.write(data)
     print_line(f"{path}: {bytes_text(len(data))}")
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -18,12 +19,10 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.object_checks import side_objects
-from shardkit.errors import StoreError
 from shardkit.formats import extension, parse_digest
 from shardkit.manifest import ADOPTED
-from shardkit.reading.adopted import adopted_place, with_adopted
-from shardkit.repository.repository import Repository
-from shardkit.stores.objects import object_name
+from shardkit.storage import Repository, adopted_place, object_name, with_adopted
+from shardkit_tools.console import new_file
 
 __all__ = ["export"]
 
@@ -64,15 +63,10 @@ def export(
     """
     dataset = shardkit.open(root)
     lines = {Kind.SHA256SUMS: _sums, Kind.URLS: _urls, Kind.CROISSANT: _croissant}[kind](dataset)
-    with ExitStack() as stack:
-        stream = sys.stdout
+    with contextlib.ExitStack() as stack:
+        stream: TextIO = sys.stdout
         if out is not None:
-            try:
-                stream = stack.enter_context(out.open("x"))
-            except OSError as error:
-                raise StoreError(
-                    f"{out}: cannot be made ({error.strerror}); name a new file in a folder"
-                ) from error
+            stream = stack.enter_context(io.TextIOWrapper(new_file(out), encoding="utf-8"))
         stream.writelines(f"{line}\n" for line in lines)
 
 

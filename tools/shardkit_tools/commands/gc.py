@@ -13,13 +13,13 @@ from shardkit.repository.collecting import Collection, collect
 from shardkit.repository.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
 from shardkit.repository.repository import Repository
 from shardkit_tools import options
-from shardkit_tools.building.job_directory import abandoned_jobs, remove_job
+from shardkit_tools.building.job import abandoned_jobs, remove_job
 from shardkit_tools.console import (
     JsonFlag,
-    StatusLine,
     bytes_text,
     clean,
     count_text,
+    long_work,
     print_facts,
     print_json,
     print_line,
@@ -55,8 +55,7 @@ def gc(
 
     Example: shardkit gc data/cats --delete
     """
-    status = StatusLine()
-    try:
+    with long_work() as status:
         repository, grace_s = Repository.open(parse_url(root)[0]), parse_duration(grace, "--grace")
         store = root_store(repository.store)
         builds = abandoned_jobs(store, grace_s)
@@ -70,8 +69,6 @@ def gc(
             take_over_s=0 if take_over else TAKE_OVER_S,
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
         )
-    finally:
-        status.clear()
     if as_json:
         print_json(done.to_json() | {"abandoned_builds": builds})
     else:

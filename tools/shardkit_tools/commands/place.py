@@ -16,7 +16,6 @@ from shardkit.copies.replicating.placing import GRACE_S, Change
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import options
-from shardkit_tools.background import running
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -27,6 +26,7 @@ from shardkit_tools.console import (
     print_line,
 )
 from shardkit_tools.copies import print_locations
+from shardkit_tools.spread_copies import running
 from shardkit_tools.versions import parse_url
 
 __all__ = ["place"]

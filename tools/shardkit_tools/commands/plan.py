@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 import shardkit
-from shardkit.errors import MissingDependency, PlanError, UsageError
+from shardkit.errors import PlanError, UsageError
 from shardkit.plan import Plan
 from shardkit_tools import options
 from shardkit_tools.console import (
@@ -22,6 +22,7 @@ from shardkit_tools.console import (
     print_json,
     print_line,
     print_table,
+    pyplot,
 )
 
 __all__ = ["plan"]
@@ -160,13 +161,7 @@ def _bytes(total: int) -> str:
 
 
 def _draw(made: Plan, path: Path) -> None:
-    try:
-        import matplotlib as mpl
-
-        mpl.use("agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise MissingDependency('plan: --plot needs matplotlib; run: pip install "shardkit[plot]"') from None
+    plt = pyplot("plan")
     from shardkit.plan.report import stratum_counts
 
     steps = sorted({made.from_step + k * made.loop_steps // 200 for k in range(200)})

@@ -13,8 +13,8 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.ref_moves import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
-from shardkit.errors import SourceError, UsageError
-from shardkit.repository.repository import Repository
+from shardkit.errors import UsageError
+from shardkit.storage import Repository
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
@@ -25,6 +25,7 @@ from shardkit_tools.console import (
     share_text,
     short_id,
 )
+from shardkit_tools.row_lists import read_numbers
 from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
 __all__ = ["select"]
@@ -106,21 +107,8 @@ def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:
 
 
 def _numbers(dataset: Dataset, rows: Path | None, exclude: Path | None) -> NDArray[np.int64]:
-    path = rows or exclude
-    assert path is not None
-    try:
-        lines = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(
-            f"{path}: cannot be read ({error}); give a file with one sample number a line"
-        ) from error
-    numbers = np.zeros(len(lines), dtype=np.int64)
-    for place, text in enumerate(lines):
-        if not text.isdecimal() or int(text) >= len(dataset):
-            raise SourceError(f"{path}: {text!r} is not a sample number; expected 0 to {len(dataset) - 1}")
-        numbers[place] = int(text)
     if rows is not None:
-        return np.unique(numbers)
-    keep = np.ones(len(dataset), dtype=np.bool_)
-    keep[numbers] = False
-    return np.flatnonzero(keep).astype(np.int64)
+        return read_numbers(rows, len(dataset), may_be_empty=True)
+    assert exclude is not None
+    left_out = read_numbers(exclude, len(dataset), may_be_empty=True)
+    return np.setdiff1d(np.arange(len(dataset), dtype=np.int64), left_out, assume_unique=True)

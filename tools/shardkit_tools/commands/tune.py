@@ -22,9 +22,8 @@ from shardkit_tools.console import (
     print_table,
 )
 from shardkit_tools.simulation.quantities import parse_duration
-from shardkit_tools.tuning.measuring import measure_machine, measure_reducing
+from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
 from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
-from shardkit_tools.tuning.ranges import measure_ranges
 
 __all__ = ["tune"]
 

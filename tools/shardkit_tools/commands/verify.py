@@ -14,10 +14,10 @@ from shardkit.dataset.verify import verify as verify_dataset
 from shardkit.errors import UsageError
 from shardkit_tools.console import (
     JsonFlag,
-    StatusLine,
     bytes_text,
     clean,
     count_text,
+    long_work,
     print_facts,
     print_heading,
     print_json,
@@ -74,8 +74,7 @@ def verify(
 
     Example: shardkit verify data/cats --level decode --sample 5%
     """
-    status = StatusLine()
-    try:
+    with long_work() as status:
         result = verify_dataset(
             root,
             level=level.value,
@@ -84,8 +83,6 @@ def verify(
             jobs=jobs,
             report=lambda done, total: status.show(f"verified {done:,} of {count_text(total, 'shard')}"),
         )
-    finally:
-        status.clear()
     if as_json:
         print_json(_document(result))
     else:

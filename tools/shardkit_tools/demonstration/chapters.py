@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +18,8 @@ import shardkit
 from shardkit.errors import MissingDependency, RunError
 from shardkit.ledger import read_journal
 from shardkit_tools.demonstration.narration import Narration
-from shardkit_tools.demonstration.stdlib_text import write_stdlib_lines
 
-__all__ = ["tell"]
+__all__ = ["tell", "write_stdlib_lines"]
 
 _TEXT_BYTES = 4_000_000
 _STEPS = 120
@@ -250,3 +252,79 @@ def _one_epoch(root: Path) -> _Epoch:
     with ds.loader(ds.plan(global_batch=16, lanes=8), tensors=False) as loader:
         texts = [text for batch in loader for text in batch["text"]]
         return _Epoch(texts, int(loader.stats().get("remote_failovers", 0)))
+
+
+# Not the library itself: tests, the packages of others, generated tables.
+_LEFT_OUT = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "__pycache__",
+    "ensurepip",
+    "lib-dynload",
+}
+_PIECE = 2048  # characters; a piece ends at a line
+
+
+def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
+    """Write ``{"text": …, "package": …}`` lines to `path`; gives their number.
+
+    Args:
+        path: is replaced.
+        limit_bytes: stops taking files once so much text is in it; packages are taken round robin, so that a
+        small
+            limit still has all of them.
+    """
+    rows = 0
+    written = 0
+    with path.open("w", encoding="utf-8") as out:
+        for package, text in _round_robin(_packages()):
+            for piece in _pieces(text):
+                out.write(json.dumps({"text": piece, "package": package}, ensure_ascii=False) + "\n")
+                rows += 1
+                written += len(piece)
+            if written >= limit_bytes:
+                break
+    return rows
+
+
+def _packages() -> dict[str, list[Path]]:
+    """Files by top-level package; single modules together are the package "modules"."""
+    root = Path(sysconfig.get_path("stdlib"))
+    packages: dict[str, list[Path]] = {"modules": sorted(root.glob("*.py"))}
+    for folder in sorted(
+        p for p in root.iterdir() if p.is_dir() and p.name not in _LEFT_OUT and p.name.isidentifier()
+    ):
+        files = [f for f in sorted(folder.rglob("*.py")) if not _LEFT_OUT & set(f.relative_to(folder).parts)]
+        if files:
+            packages[folder.name] = files
+    return packages
+
+
+def _round_robin(packages: dict[str, list[Path]]) -> Iterator[tuple[str, str]]:
+    queues = {name: iter(files) for name, files in packages.items()}
+    while queues:
+        for name in list(queues):
+            file = next(queues[name], None)
+            if file is None:
+                del queues[name]
+                continue
+            text = file.read_text(encoding="utf-8", errors="replace")
+            if text.strip():
+                yield name, text
+
+
+def _pieces(text: str) -> Iterator[str]:
+    piece: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        if piece and size + len(line) > _PIECE:
+            yield "".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += len(line)
+    if piece:
+        yield "".join(piece)

@@ -13,8 +13,8 @@ import pyarrow.ipc
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.arrow_values import batch_samples, check_same_fields, column_types
-from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
+    ImportOptions,
     SampleColumns,
     SourceFailure,
     SourceFile,
@@ -42,7 +42,6 @@ class ArrowImporter:
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
-        """Every file."""
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -75,7 +74,6 @@ class ArrowImporter:
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "arrow"}
 
 

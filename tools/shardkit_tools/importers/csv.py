@@ -18,9 +18,14 @@ from typing import BinaryIO, cast
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.csv_ranges import cut_rows
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.line_ranges import cut_rows
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import Source, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json
 
@@ -45,11 +50,10 @@ class CsvImporter:
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
-        """Every file."""
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
-        """Runs of rows of large files without quotes, else one per file (see `csv_ranges`)."""
+        """Runs of rows of large files without quotes, else one per file (see `cut_rows`)."""
         tasks = []
         for file in self.source.files:
             borders = self.borders.get(file.name, ())
@@ -76,7 +80,6 @@ class CsvImporter:
             yield SourceSample(sample, None, file.name, row)
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "csv"}
 
 

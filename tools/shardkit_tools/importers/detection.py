@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 
 from shardkit.errors import SourceError, UsageError
-from shardkit_tools.importers.arrow import open_arrow
-from shardkit_tools.importers.csv import open_csv
-from shardkit_tools.importers.folder import MEDIA, open_folder
-from shardkit_tools.importers.huggingface import is_huggingface, open_huggingface
-from shardkit_tools.importers.json_lines import open_json_lines
-from shardkit_tools.importers.mds import is_mds, open_mds
-from shardkit_tools.importers.numpy_rows import open_numpy
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.parquet import open_parquet
-from shardkit_tools.importers.protocol import Importer
+from shardkit_tools.importers.protocol import Importer, ImportOptions
 from shardkit_tools.importers.source_files import Source, file_suffix, list_source
-from shardkit_tools.importers.text import open_text
-from shardkit_tools.importers.webdataset import open_webdataset
 
-__all__ = ["IMPORTERS", "detect", "open_source"]
+__all__ = ["IMPORTERS", "MEDIA", "detect", "open_source"]
 
-IMPORTERS: dict[str, Callable[[Source, ImportOptions], Importer]] = {
-    "folder": open_folder,
-    "text": open_text,
-    "jsonl": open_json_lines,
-    "npy": open_numpy,
-    "webdataset": open_webdataset,
-    "parquet": open_parquet,
-    "arrow": open_arrow,
-    "csv": open_csv,
-    "huggingface": open_huggingface,
-    "mds": open_mds,
+
+def _imported(module: str, function: str) -> Callable[[Source, ImportOptions], Importer]:
+    """What opens a source with the importer of a module, which is imported then: some need pyarrow."""
+
+    def opened(source: Source, options: ImportOptions) -> Importer:
+        importer: Importer = getattr(importlib.import_module(module), function)(source, options)
+        return importer
+
+    return opened
+
+
+IMPORTERS = {
+    "folder": _imported("shardkit_tools.importers.folder", "open_folder"),
+    "text": _imported("shardkit_tools.importers.text", "open_text"),
+    "jsonl": _imported("shardkit_tools.importers.json_lines", "open_json_lines"),
+    "npy": _imported("shardkit_tools.importers.numpy_rows", "open_numpy"),
+    "webdataset": _imported("shardkit_tools.importers.webdataset", "open_webdataset"),
+    "parquet": _imported("shardkit_tools.importers.parquet", "open_parquet"),
+    "arrow": _imported("shardkit_tools.importers.arrow", "open_arrow"),
+    "csv": _imported("shardkit_tools.importers.csv", "open_csv"),
+    "huggingface": _imported("shardkit_tools.importers.huggingface", "open_huggingface"),
+    "mds": _imported("shardkit_tools.importers.mds", "open_mds"),
 }
 """Name for ``--from`` → what opens the source."""
+
+MEDIA = {
+    "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
+              "avif", "heic", "jp2", "jxl"),
+    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
+    "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
+}  # fmt: skip
+"""Field → file extensions that are of its kind."""
 
 # Extensions that belong to one importer: files of records, never samples by themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
 _RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
 _RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "mds": "mds"}
-_TEXTS = frozenset(
-    (
-        *(
-            "txt",
-            "text",
-            "md",
-            "rst",
-            "tex",
-            "html",
-            "htm",
-            "xml",
-            "log",
-            "py",
-            "pyi",
-            "c",
-            "h",
-            "cc",
-            "cpp",
-            "hpp",
-        ),
-        *("rs", "go", "java", "js", "ts", "sh", "sql", "r", "jl"),
-    )
-)
+_TEXTS = frozenset((
+    "txt", "text", "md", "rst", "tex", "html", "htm", "xml", "log", "py", "pyi", "c", "h", "cc", "cpp", "hpp",
+    "rs", "go", "java", "js", "ts", "sh", "sql", "r", "jl",
+))  # fmt: skip
 
 
 def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> Importer:
@@ -89,9 +79,13 @@ def detect(source: Source) -> str:
     Raises:
         SourceError: the files call for several importers, or for none.
     """
-    if is_huggingface(source):
+    names = {file.name for file in source.files}
+    if (
+        "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
+    ):  # what `save_to_disk` writes
         return "huggingface"
-    if is_mds(source):
+    bases = {name.rpartition("/")[2] for name in names}
+    if "index.json" in bases and any(".mds" in base for base in bases):
         return "mds"
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}

@@ -15,21 +15,19 @@ import xxhash
 from shardkit.dataset.extents import Extent
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
+from shardkit_tools.importers.detection import MEDIA
 from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, group_files, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["MEDIA", "FolderImporter", "open_folder"]
-
-MEDIA = {
-    "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
-              "avif", "heic", "jp2", "jxl"),
-    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
-    "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
-}  # fmt: skip
-"""Field → file extensions that are of its kind."""
+__all__ = ["FolderImporter", "open_folder"]
 
 _SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
@@ -51,7 +49,6 @@ class FolderImporter:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the class folders."""
         return self.layout.classes
 
     def files(self) -> Sequence[SourceFile]:
@@ -76,7 +73,6 @@ class FolderImporter:
         return self.read_files(task, lambda file, data: None, extents=False)
 
     def bytes_in_place(self, task: SourceTask) -> int:
-        """See `WholeFileImporter`."""
         return sum(file.size for file in task.files[:: self._width] if file.size >= _MIN_EXTENT_BYTES)
 
     @property
@@ -123,7 +119,6 @@ class FolderImporter:
         return sample
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "folder", "classes": bool(self.classes), **self.layout.describe()}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import ImportOptions
 from shardkit_tools.importers.source_files import Source
 
 __all__ = ["SPLIT_FOLDERS", "FolderLayout", "folder_layout", "split_notes"]

@@ -17,12 +17,17 @@ import pyarrow as pa
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.arrow import ArrowImporter, open_arrow, open_ipc
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import Source, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["HuggingFaceImporter", "is_huggingface", "open_huggingface"]
+__all__ = ["HuggingFaceImporter", "open_huggingface"]
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 _MEDIA = frozenset({"Image", "Audio", "Video"})
@@ -38,7 +43,6 @@ class HuggingFaceImporter:
     media: tuple[str, ...]  # columns that are structs of bytes and path
 
     def files(self) -> Sequence[SourceFile]:
-        """The Arrow files."""
         return self.arrow.files()
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -59,14 +63,7 @@ class HuggingFaceImporter:
             yield dataclasses.replace(row, sample={**row.sample, **media})
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "huggingface"}
-
-
-def is_huggingface(source: Source) -> bool:
-    """Whether a folder is what `save_to_disk` writes."""
-    names = {file.name for file in source.files}
-    return _SPLITS in names or {_INFO, _STATE} <= names
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> HuggingFaceImporter:

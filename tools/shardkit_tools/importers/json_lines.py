@@ -1,21 +1,32 @@
-"""JSON lines: one object per line; the schema is inferred from the first rows and checked on the rest."""
+"""JSON lines: one object per line; the schema is inferred from the first rows and checked on the rest.
+
+    int → int64 (uint64 where a value needs it)    float → float64, which also takes exact ints
+    string → str    true, false → bool             object, list → json
+
+Anything else (null, or two of these in one field) is an error that names both rows: what to do about it is a
+decision for whoever knows the data, and ``--schema field=json`` is always one way out.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.json_types import check_row, infer_types
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, read_lines
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import Source
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["SCAN_ROWS", "JsonLinesImporter", "open_json_lines"]
+__all__ = ["SCAN_ROWS", "JsonLinesImporter", "check_row", "infer_types", "open_json_lines"]
 
 # The schema is inferred from this many rows of the source, in source order: the same for any number of jobs.
 SCAN_ROWS = 100_000
@@ -34,7 +45,6 @@ class JsonLinesImporter:
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
-        """Every file."""
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -56,7 +66,6 @@ class JsonLinesImporter:
             yield SourceSample(row, None, file.name, number)
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "jsonl", "given": dict(self.given)}
 
 
@@ -100,3 +109,165 @@ def _object(line: bytes, where: str) -> dict[str, object]:
             f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object"
         )
     return value
+
+
+_WORDS = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number with a fraction",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+}
+_KINDS = {bool: "bool", int: "int64", float: "float64", str: "str", dict: "json", list: "json"}
+_INT64 = range(-(2**63), 2**63)
+_UINT64 = range(2**64)
+_EXACT = 2**53  # float64 holds every integer up to here
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of one field: its type so far, and where that was learned."""
+
+    kind: str
+    where: str
+    value: object
+    unsigned: bool = False  # a value needs uint64
+    negative: bool = False
+    inexact: int | None = None  # an integer that float64 would change
+
+
+def infer_types(
+    rows: Iterable[tuple[str, Mapping[str, object]]], given: Mapping[str, str], *, skip: bool = False
+) -> dict[str, str]:
+    """Field types that hold every row.
+
+    Args:
+        rows: (where, row) in source order; the first row fixes the fields and their order.
+        given: field → type for fields that the user has typed; these are not inferred and take any value
+        here.
+        skip: leave out rows that do not fit those before them; they fail again when they are read.
+
+    Returns:
+        field → type text, in the order of the first row.
+
+    Raises:
+        SourceError: a row has other fields than the first, or a field's values have no common type.
+    """
+    seen: dict[str, _Seen] = {}
+    fields: dict[str, None] = {}
+    first, is_fixed = "", False
+    for where, row in rows:
+        if not first:
+            first, fields = where, dict.fromkeys(row)
+        known = {name: replace(one) for name, one in seen.items()} if skip else seen
+        try:
+            _check_fields(row, fields, where, first)
+            for name, value in row.items():
+                if name not in given:
+                    _learn(known, name, value, where)
+        except SourceError:
+            if not skip:
+                raise
+            if not is_fixed:
+                first = ""  # the row that was to fix the fields is left out itself
+            continue
+        seen, is_fixed = known, True
+    if not first:
+        return {}
+    return {name: given[name] if name in given else _conclude(name, seen[name]) for name in fields}
+
+
+def check_row(
+    row: Mapping[str, object], types: Mapping[str, str], given: Mapping[str, str], where: str
+) -> None:
+    """Check a row that the inference did not see.
+
+    Raises:
+        SourceError: the row has other fields, or a value that its field's inferred type does not hold.
+    """
+    if row.keys() != types.keys():
+        _check_fields(row, dict.fromkeys(types), where, "the rows before it")
+    for name, value in row.items():
+        kind = types[name]
+        if name in given or _KINDS.get(type(value)) == kind:
+            continue
+        if type(value) is int and (
+            (kind == "uint64" and value in _UINT64) or (kind == "float64" and _is_exact(value))
+        ):
+            continue
+        raise SourceError(
+            f"{where}: field {name!r} is {_shown(value)}, but {kind} was inferred from the rows before it; "
+            f"mend the row, or pass --schema {name}={'float64' if isinstance(value, float) else 'json'}"
+        )
+
+
+def _check_fields(row: Mapping[str, object], fields: Mapping[str, None], where: str, first: str) -> None:
+    if row.keys() == fields.keys():
+        return
+    missing = [name for name in fields if name not in row]
+    if missing:
+        raise SourceError(
+            f"{where}: the field {missing[0]!r} is missing ({first} has it); every row must have every field"
+        )
+    added = next(name for name in row if name not in fields)
+    raise SourceError(
+        f"{where}: has the field {added!r}, which {first} does not have; every row must have the same fields"
+    )
+
+
+def _learn(seen: dict[str, _Seen], name: str, value: object, where: str) -> None:
+    kind = _KINDS.get(type(value))
+    if kind is None:
+        raise SourceError(
+            f"{where}: field {name!r} is null; give it a value, leave the row out, or pass --schema "
+            f"{name}=json, which holds null"
+        )
+    known = seen.get(name)
+    if known is None:
+        known = seen[name] = _Seen(kind, where, value)
+    elif kind != known.kind:
+        if {kind, known.kind} != {"int64", "float64"}:
+            raise SourceError(
+                f"{where}: field {name!r} is {_shown(value)}, but {_shown(known.value)} in {known.where}; "
+                f"make them alike, or pass --schema {name}=json"
+            )
+        known.kind = "float64"
+    if type(value) is int:
+        known.negative |= value < 0
+        known.unsigned |= value not in _INT64
+        if not _is_exact(value):
+            known.inexact = value
+        if value not in _INT64 and value not in _UINT64:
+            raise SourceError(
+                f"{where}: field {name!r} is {value}, which no 64-bit integer holds; write it as a string"
+            )
+
+
+def _is_exact(value: int) -> bool:
+    return abs(value) <= _EXACT or (abs(value) < 2**64 and int(float(value)) == value)
+
+
+def _conclude(name: str, seen: _Seen) -> str:
+    if seen.kind == "float64" and seen.inexact is not None:
+        raise SourceError(
+            f"field {name!r} holds {seen.inexact}, which float64 would change, and numbers with a fraction "
+            f"({seen.where} and others); write the numbers as strings, or pass --schema {name}=json"
+        )
+    if seen.kind == "int64" and seen.unsigned:
+        if seen.negative:
+            raise SourceError(
+                f"field {name!r} holds both negative integers and integers from 2**63 on; pass --schema "
+                f"{name}=json, or write them as strings"
+            )
+        return "uint64"
+    return seen.kind
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return (
+        f"{_WORDS[type(value)]} ({text if len(text) <= 40 else text[:37] + '…'})"
+        if value is not None
+        else "null"
+    )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import group_files, open_file, open_plain
 
-__all__ = ["LineTasks", "cut_lines", "read_lines"]
+__all__ = ["LineTasks", "cut_lines", "cut_rows", "read_lines"]
 
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
@@ -49,7 +49,7 @@ def cut_lines(files: tuple[SourceFile, ...]) -> LineTasks:
             continue
         tasks += group_files(small)
         small = []
-        borders = list(_borders(file))
+        borders = _borders(file)
         for number, (start, line) in enumerate(borders):
             stop = borders[number + 1][0] if number + 1 < len(borders) else file.size
             first_lines[file.name, start] = line
@@ -79,17 +79,52 @@ def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Ite
             yield line.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def _borders(file: SourceFile) -> Iterator[tuple[int, int]]:
-    """(first byte, line number) of ranges that start at a line and are at least the range size long."""
-    yield 0, 0
+def cut_rows(file: SourceFile) -> tuple[tuple[int, int], ...]:
+    r"""(first byte, number of the first row, the header not counted) of ranges of a large table.
+
+    Which line ends are those of rows, only who reads a table from its start knows: a quoted cell may hold others. So a
+    file is cut only where it holds no quote at all; and, so that rows can be counted as lines are, no empty line and no
+    line end but ``\n`` and ``\r\n``. The first range begins with the header. Empty where the file is small, compressed,
+    or cannot be cut.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    if file.size <= 2 * _RANGE_BYTES or file.name.lower().endswith((".gz", ".tgz", ".zst")):
+        return ()
+    return tuple((start, max(0, line - 1)) for start, line in _borders(file, _is_plain))
+
+
+def _borders(
+    file: SourceFile, is_plain: Callable[[bytes], bool] = lambda piece: True
+) -> list[tuple[int, int]]:
+    """(first byte, line number) of ranges that start at a line and are at least the range size long.
+
+    Args:
+        file: is read once, to count its lines.
+        is_plain: whether a piece, with the byte before it, may be cut; none are cut of a file that has others.
+    """
+    borders = [(0, 0)]
     wanted = _RANGE_BYTES
     at = lines = 0
+    before = b"\n"  # an empty first line is one, too
     with open_file(file) as stream:
         while piece := stream.read(_PIECE_BYTES):
+            if not is_plain(before + piece):
+                return []
             if at + len(piece) > wanted:
                 end = piece.find(b"\n", max(0, wanted - at))
                 if end >= 0 and at + end + 1 < file.size:
-                    yield at + end + 1, lines + piece.count(b"\n", 0, end + 1)
+                    borders.append((at + end + 1, lines + piece.count(b"\n", 0, end + 1)))
                     wanted = at + end + 1 + _RANGE_BYTES
             lines += piece.count(b"\n")
             at += len(piece)
+            before = piece[-1:]
+    return borders if is_plain(before + b"\0") else []
+
+
+def _is_plain(piece: bytes) -> bool:
+    """Whether a piece of a table, with the byte before it, holds no quote, empty line or line end of another kind."""
+    # A carriage return at the very end is looked at with the next piece.
+    alone = piece.count(b"\r", 0, len(piece) - 1) != piece.count(b"\r\n")
+    return not (b'"' in piece or b"\n\n" in piece or b"\n\r" in piece or alone)

@@ -21,7 +21,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.folder import MEDIA
+from shardkit_tools.importers.detection import MEDIA
 from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["field_of", "field_type_of", "value_of"]

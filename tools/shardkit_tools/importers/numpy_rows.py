@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
+    ImportOptions,
     SampleColumns,
     SourceFailure,
     SourceFile,
@@ -101,7 +101,6 @@ class NumpyImporter:
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
-        """Every array file."""
         return [array.file for array in self.arrays]
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -124,7 +123,6 @@ class NumpyImporter:
         return self._columns(task, ())
 
     def bytes_in_place(self, task: SourceTask) -> int:
-        """See `ExtentImporter`."""
         stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
         return sum(array.row_bytes for array in self.arrays if self._is_in_place(array)) * (stop - task.start)
 
@@ -167,7 +165,6 @@ class NumpyImporter:
         )
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "npy"}
 
 

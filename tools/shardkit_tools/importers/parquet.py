@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.arrow_values import batch_samples, check_same_fields, column_types
-from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
+    ImportOptions,
     SampleColumns,
     SourceFailure,
     SourceFile,
@@ -40,7 +40,6 @@ class ParquetImporter:
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
-        """Every file."""
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -75,7 +74,6 @@ class ParquetImporter:
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "parquet"}
 
 

@@ -9,8 +9,13 @@ from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import Source, group_files, read_file
 
 __all__ = ["TextImporter", "open_text"]
@@ -27,11 +32,9 @@ class TextImporter:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the class folders."""
         return self.layout.classes
 
     def files(self) -> Sequence[SourceFile]:
-        """Every file."""
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -74,7 +77,6 @@ class TextImporter:
         return sample
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {
             "importer": "text",
             "per": "line" if self.lines else "file",

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.member_values import field_of, field_type_of, value_of
-from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import Source, open_plain
 from shardkit_tools.importers.tar_members import read_members
 
@@ -43,7 +48,6 @@ class WebDatasetImporter:
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
-        """Every tar."""
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
@@ -68,7 +72,6 @@ class WebDatasetImporter:
             yield SourceSample(sample, found.key, file.name, found.row)
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe."""
         return {"importer": "webdataset"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardkit.errors import MissingDependency
+from shardkit_tools.console import pyplot
 
 __all__ = ["draw"]
 
@@ -30,15 +30,7 @@ def draw(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     Raises:
         MissingDependency: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise MissingDependency(
-            'simulate: --plot needs matplotlib; run: pip install "shardkit[plot]"'
-        ) from None
+    plt = pyplot("simulate")
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     for axis, (name, label, unit) in zip(axes.ravel(), _FIGURES, strict=True):
         for way, legend, style in _WAYS:

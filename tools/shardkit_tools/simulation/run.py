@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,24 +12,34 @@ import numpy as np
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Plan, make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
-from shardkit_tools.simulation.costs import costs
 from shardkit_tools.simulation.demand import group_steps
-from shardkit_tools.simulation.faults import recovery
+from shardkit_tools.simulation.faults import Stops, recovery
 from shardkit_tools.simulation.fetching import RankFlow
 from shardkit_tools.simulation.full_shuffle import Unit, shuffled_reads
 from shardkit_tools.simulation.moves import Moves
 from shardkit_tools.simulation.populations import BlockMap, open_population
 from shardkit_tools.simulation.reading import Prepared, Reads, Tell, read_lanes
 from shardkit_tools.simulation.sampling import choose_sample
-from shardkit_tools.simulation.stops import Stops
 from shardkit_tools.simulation.timing import Times, time_steps
 
-__all__ = ["DEFAULT_BUDGET", "Prepared", "Reads", "prepare", "simulate_lanes", "simulate_shuffle"]
+__all__ = [
+    "DEFAULT_BUDGET",
+    "Costs",
+    "Prepared",
+    "Reads",
+    "costs",
+    "prepare",
+    "simulate_lanes",
+    "simulate_shuffle",
+]
 
 DEFAULT_BUDGET = 12_000_000
 """Rows an epoch that are drawn exactly."""
 
 _SHUFFLE_SHARE = 12  # of the budget: items that are followed through the caches of a full shuffle
+
+
+_MONTH_S = 30 * 86400.0
 
 
 def prepare(cluster: Cluster) -> Prepared:
@@ -207,3 +218,58 @@ def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
         return None
     gained = whole - float(times.halves.sum(axis=1).mean())
     return gained * math.log2(cluster.world / looked) / whole
+
+
+# ---- Dollars and joules (SPEC.md §6)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of some time.
+
+    Attributes:
+        machines, requests, egress, storage: dollars.
+        joules: of the nodes.
+    """
+
+    machines: float
+    requests: float
+    egress: float
+    storage: float
+    joules: float
+
+    @property
+    def dollars(self) -> float:
+        """All of them."""
+        return self.machines + self.requests + self.egress + self.storage
+
+
+def costs(
+    cluster: Cluster,
+    *,
+    seconds: float,
+    computing_s: float,
+    requests: float,
+    egress_bytes: float,
+    stored_bytes: float,
+) -> Costs:
+    """What some time costs.
+
+    Args:
+        cluster: the cluster, with its prices.
+        seconds: how long.
+        computing_s: of it, a rank's mean time of computation.
+        requests: to the store.
+        egress_bytes: out of the store.
+        stored_bytes: of the dataset, once.
+    """
+    nodes, store = cluster.nodes, cluster.store
+    busy = min(1.0, computing_s / seconds) if seconds else 0.0
+    watts = nodes.power_idle + (nodes.power_busy - nodes.power_idle) * busy
+    return Costs(
+        machines=seconds / 3600 * nodes.nodes * nodes.price_per_hour,
+        requests=requests / 1e6 * store.price_per_million_requests,
+        egress=egress_bytes / 1e9 * store.price_per_gb,
+        storage=stored_bytes / 1e9 * store.copies * store.price_per_gb_month * seconds / _MONTH_S,
+        joules=nodes.nodes * watts * seconds,
+    )

@@ -71,7 +71,6 @@ class TransformedImporter:
 
     @property
     def schema(self) -> Schema:
-        """See `Importer`."""
         return self._schema
 
     @property
@@ -81,15 +80,12 @@ class TransformedImporter:
         return self._importer.classes if label is not None and str(label) == "int64" else ()
 
     def files(self) -> Sequence[SourceFile]:
-        """See `Importer`."""
         return self._importer.files()
 
     def tasks(self) -> Sequence[SourceTask]:
-        """See `Importer`."""
         return self._importer.tasks()
 
     def describe(self) -> dict[str, object]:
-        """See `Importer`."""
         return self._importer.describe()
 
     def transforms(self) -> dict[str, object]:

@@ -1,0 +1,473 @@
+"""Finished work of a build, kept where a killed build finds it again (SPEC.md of shardkit.dataset §6).
+
+A record is a small file that appears by rename once the work it tells of is complete, with a checksum in front; so a
+SIGKILL at any moment leaves a record whole or not at all. Nothing is synced: after a power cut the page cache is gone,
+and what is then found is verified (`Job.may_have_lost_pages`) or refused by its checksums.
+
+The files are in a folder that all workers see, or objects of the root where they have no folder in common. What travels
+to workers is the `JobFolder`: a worker asks it for a place to write a part, hands the part over when it is whole, and
+leaves the record last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from shardkit.copies.policy.opening import root_store
+from shardkit.dataset.creating import scratch_folder
+from shardkit.dataset.scratch_reading import Part, PartFiles, Parts
+from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
+from shardkit.formats import canonical_json
+from shardkit.storage import LocalStore, Repository
+from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.os_errors import explained
+from shardkit.stores.store import Store
+from shardkit.stores.temporaries import private_folder, temporary_name, writer_is_dead
+
+__all__ = [
+    "NO_FOLDER",
+    "Job",
+    "JobFolder",
+    "abandoned_jobs",
+    "clear_temporaries",
+    "open_job",
+    "remove_job",
+    "write_record",
+]
+
+_SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines
+_CHECK_BYTES = 8  # of the XXH3-64 in front of a record
+_MAX_RECORD_BYTES = 2**30
+_PIECE_BYTES = 8 * 2**20
+_OWN_FOLDER = "travelling"
+_BEGUN = "begun"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_JOB = re.compile(rf"{_SCRATCH}/build-[0-9a-f]{{32}}/")
+
+
+class ClosableParts(Parts, Protocol):
+    """Parts that hold files."""
+
+    def close(self) -> None:
+        """Let go of them."""
+
+
+class JobFolder(Protocol):
+    """Where the files of a build are; picklable."""
+
+    @property
+    def path(self) -> str:
+        """The folder of this machine in which parts are written; "" where nothing is kept."""
+
+    def new_part(self, kind: str) -> str:
+        """Name of a part that nobody has; "" where nothing is kept."""
+
+    def keep(self, part: str) -> int:
+        """Take over a part that was written whole; its size in bytes.
+
+        Raises:
+            StoreError: it cannot be kept; it is gone then.
+        """
+
+    def parts(self, names: Sequence[str]) -> ClosableParts:
+        """Parts that were kept, by number."""
+
+    def put_record(self, name: str, data: bytes) -> None:
+        """Make a record appear, whole or not at all.
+
+        Raises:
+            StoreFullError, StoreError: there is no room, or the store fails.
+        """
+
+    def read(self, name: str) -> bytes | None:
+        """What a record holds with its checksum, None where there is none."""
+
+    def names(self) -> list[str]:
+        """Everything that was kept."""
+
+    def size_of(self, name: str) -> int | None:
+        """Bytes of a file, None where it is not there."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+
+class LocalFolder:
+    """A folder of this machine, or one that all machines mount; "" keeps nothing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def new_part(self, kind: str) -> str:
+        return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
+
+    def keep(self, part: str) -> int:
+        return os.stat(f"{self.path}/{part}").st_size if part else 0
+
+    def parts(self, names: Sequence[str]) -> ClosableParts:
+        return PartFiles(self.path, names)
+
+    def put_record(self, name: str, data: bytes) -> None:
+        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
+        with explained(f"write {self.path}/{name}", writing=True):
+            root = active().open_root(self.path)
+            try:
+                file = active().create_file(root, temporary)
+                try:
+                    rest = memoryview(_checked(data))
+                    while rest:
+                        rest = rest[active().write(file, rest) :]
+                finally:
+                    active().close(file)
+                active().rename(root, temporary, root, name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    active().unlink(root, temporary)
+                raise
+            finally:
+                active().close(root)
+
+    def read(self, name: str) -> bytes | None:
+        with explained(f"read {self.path}/{name}"), contextlib.suppress(FileNotFoundError):
+            return Path(self.path, name).read_bytes()
+        return None
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path)
+
+    def size_of(self, name: str) -> int | None:
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(f"{self.path}/{name}").st_size
+        return None
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.path}/{name}")
+
+
+NO_FOLDER = LocalFolder("")
+"""Keeps nothing: for a dry run."""
+
+
+class StoreFolder:
+    """Objects of the root below a prefix; parts are written on the worker's own disk and put when they are whole.
+
+    Args:
+        store: of the root.
+        prefix: of the build, ending in "/".
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self.prefix = prefix
+        self._path: str | None = None
+
+    def __getstate__(self) -> tuple[Store, str, None]:
+        return self._store, self.prefix, None  # another machine has another folder
+
+    def __setstate__(self, state: tuple[Store, str, None]) -> None:
+        self._store, self.prefix, self._path = state
+
+    @property
+    def path(self) -> str:
+        """A private folder of this machine, made and cleaned of what dead workers left at the first use."""
+        if self._path is None:
+            path = os.path.join(private_folder(self._store.url), _OWN_FOLDER)
+            with explained(f"make {path}", writing=True):
+                os.makedirs(path, exist_ok=True)
+                _sweep(path)
+            self._path = path
+        return self._path
+
+    def new_part(self, kind: str) -> str:
+        return temporary_name(kind)  # it says whose it is, so that what a killed worker leaves can be told
+
+    def keep(self, part: str) -> int:
+        path = f"{self.path}/{part}"
+        try:
+            with (
+                explained(f"read {path}"),
+                open(path, "rb") as file,
+                self._store.stage("part") as stage,
+            ):
+                while piece := file.read(_PIECE_BYTES):
+                    stage.write(piece)
+                stage.publish(self.prefix + part)
+                return stage.size
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def parts(self, names: Sequence[str]) -> ClosableParts:
+        return _StoreParts(self._store, [self.prefix + name for name in names])
+
+    def put_record(self, name: str, data: bytes) -> None:
+        self._store.replace(self.prefix + name, _checked(data))
+
+    def read(self, name: str) -> bytes | None:
+        if self._store.head(self.prefix + name) is None:
+            return None
+        return self._store.get(self.prefix + name, max_bytes=_MAX_RECORD_BYTES)
+
+    def names(self) -> list[str]:
+        listed = (name.removeprefix(self.prefix) for name in self._store.list_after(self.prefix))
+        return [name for name in listed if name != _BEGUN]
+
+    def size_of(self, name: str) -> int | None:
+        found = self._store.head(self.prefix + name)
+        return None if found is None else found.size
+
+    def remove(self, name: str) -> None:
+        self._store.delete(self.prefix + name)
+
+
+class _StoreParts:
+    """Parts in a store, read by range."""
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self._store = store
+        self._names = names
+
+    def __getitem__(self, number: int, /) -> Part:
+        return _StorePart(self._store, self._names[number])
+
+    def close(self) -> None:
+        pass
+
+
+class _StorePart:
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Bytes of the part.
+
+        Raises:
+            StoreError: the store fails, or the part is gone: another build of the same has ended meanwhile.
+            IntegrityError: the part is shorter.
+        """
+        if len(buffer):
+            buffer[:] = self._store.get_range(self._name, offset, len(buffer))
+
+    def close(self) -> None:
+        pass
+
+
+class Job:
+    """The work of one recipe; held by one build at a time.
+
+    A folder of this machine holds the lock; the files are in it, or objects of the root: the lock keeps a second build
+    of this machine away.
+
+    Args:
+        parent: where folders of jobs are.
+        digest: of the recipe and the source, hex: the same work is found again, other work never.
+        store: of the root, where the files are its objects.
+
+    Raises:
+        RunError: another process works on the same build.
+        StoreError: the folder cannot be made, or the root cannot be written.
+    """
+
+    def __init__(self, parent: str, digest: str, store: Store | None = None) -> None:
+        self.path = f"{parent}/build-{digest[:32]}"
+        self._store = store
+        self._prefix = f"{_SCRATCH}/build-{digest[:32]}/"
+        self.folder: JobFolder = LocalFolder(self.path) if store is None else StoreFolder(store, self._prefix)
+        self.place = self.path if store is None else f"{store.url}/{self._prefix[:-1]}"
+        self.may_have_lost_pages = False  # an object is durable once it is put
+        with explained(f"make the scratch directory {self.path}", writing=True):
+            os.makedirs(self.path, exist_ok=True)
+            self._lock = self._take_lock()
+        try:
+            if store is None:  # a boot record that is torn is of a machine that went down, too
+                self.may_have_lost_pages = self.read("boot") != _boot_id()
+            else:
+                begun = {"begun": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
+                store.replace(self._prefix + _BEGUN, canonical_json.dumps(begun))
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the files are in a folder."""
+        return self._store is None
+
+    def _take_lock(self) -> Handle:
+        root = active().open_root(self.path)
+        try:
+            with contextlib.suppress(FileExistsError):
+                active().close(active().create_file(root, "lock"))
+            lock = active().open_file(root, "lock")
+        finally:
+            active().close(root)
+        if not active().try_lock(lock):
+            active().close(lock)
+            raise RunError(
+                f"another process is at work on this very build (it holds {self.path}/lock); wait for it, or "
+                "end it"
+            )
+        return lock
+
+    def read(self, name: str) -> bytes | None:
+        """A record, or None where there is none or it is damaged."""
+        data = self.folder.read(name)
+        if data is None:
+            return None
+        body = data[_CHECK_BYTES:]
+        return body if data[:_CHECK_BYTES] == xxhash.xxh3_64_digest(body) else None
+
+    def note_verified(self) -> None:
+        """What is in the folder now is of this boot, or was verified in it."""
+        if self.is_local:
+            self.folder.put_record("boot", _boot_id())
+            self.may_have_lost_pages = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For the time of one build: finished work outlives whatever interrupts it, and goes once it is committed.
+
+        Raises:
+            KeyboardInterrupt: as it came, with a text that says how to go on.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.release()
+            raise KeyboardInterrupt(
+                f"interrupted; finished work is kept in {self.place}: run the same command again to go on"
+            ) from None
+        except BaseException:
+            self.release_or_discard()
+            raise
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove everything: the build is committed, or its work is worthless."""
+        self.release()
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._store is not None:
+            with contextlib.suppress(StoreError):  # without the right to delete `gc` is left to do it
+                remove_job(self._store, self._prefix)
+
+    def release_or_discard(self) -> None:
+        """After an error: keep finished work, but leave nothing behind where there is none."""
+        if self._has_work():
+            self.release()
+        else:
+            self.discard()
+
+    def _has_work(self) -> bool:
+        try:
+            return any(name.endswith((".rows", ".done")) for name in self.folder.names())
+        except FileNotFoundError:
+            return False
+        except StoreError:
+            return True  # the root does not answer: what is there is kept
+
+    def release(self) -> None:
+        """Let another process go on with this build."""
+        if self._lock.fd >= 0:
+            active().close(self._lock)
+            self._lock = Handle(-1, self._lock.path)
+
+
+def open_job(
+    repository: Repository, scratch: str | os.PathLike[str] | None, digest: str, *, is_remote: bool
+) -> Job:
+    """The job of a build: a folder, or objects of the root where workers have no folder in common.
+
+    Args:
+        repository: that is built into.
+        scratch: folder that the user named; all workers see it then.
+        digest: of the recipe and the source.
+        is_remote: whether workers may be on other machines.
+
+    Raises:
+        RunError: another process works on the same build.
+        StoreError: the directory cannot be made.
+        UsageError: ``scratch`` does not exist.
+    """
+    parent = scratch_folder(repository, scratch)
+    store = root_store(repository.store)
+    in_store = is_remote and scratch is None and not isinstance(store, LocalStore)
+    return Job(parent, digest, store if in_store else None)
+
+
+def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
+    """Prefixes of builds in a root that were begun so long ago that nobody will go on with them."""
+    prefixes = {match.group() for name in store.list_after(f"{_SCRATCH}/") if (match := _JOB.match(name))}
+    now = dt.datetime.now(dt.UTC)
+    return [
+        prefix
+        for prefix in sorted(prefixes)
+        if (begun := _begun(store, prefix)) is None or (now - begun).total_seconds() > older_than_s
+    ]
+
+
+def remove_job(store: Store, prefix: str) -> None:
+    """Delete all objects of a build; what says when it was begun goes last, so that a kill on the way is told of.
+
+    Raises:
+        StoreError: the store fails, or there is no right to delete.
+    """
+    names = list(store.list_after(prefix))
+    for name in sorted(names, key=lambda name: name == prefix + _BEGUN):
+        store.delete(name)
+
+
+def _begun(store: Store, prefix: str) -> dt.datetime | None:
+    """When a build was last started; None where that cannot be read: it is damaged, and nothing can go on."""
+    if store.head(prefix + _BEGUN) is None:
+        return None
+    try:
+        record = canonical_json.loads(store.get(prefix + _BEGUN, max_bytes=1_000), 1_000)
+        return dt.datetime.fromisoformat(str(record["begun"]))
+    except (FormatError, IntegrityError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _checked(data: bytes) -> bytes:
+    """A record as it is kept: its XXH3-64, then itself."""
+    return xxhash.xxh3_64_digest(data) + data
+
+
+def write_record(folder: JobFolder | str, name: str, data: bytes) -> None:
+    """Make a record appear in a job folder, whole or not at all; any process of the build may."""
+    (LocalFolder(folder) if isinstance(folder, str) else folder).put_record(name, data)
+
+
+def _sweep(path: str) -> None:
+    root = active().open_root(path)
+    try:
+        for name in os.listdir(path):
+            with contextlib.suppress(OSError):
+                if writer_is_dead(active(), root, name):
+                    active().unlink(root, name)
+    finally:
+        active().close(root)
+
+
+def clear_temporaries(repository: Repository) -> None:
+    """Remove what workers that died on the way were writing into the root; opening it would do so as well."""
+    if isinstance(repository.store, LocalStore):
+        repository.store.sweep()
+
+
+def _boot_id() -> bytes:
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b"unknown"
