@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from shardkit.loader.transforms import RowFunction, find_decoders
 from shardkit.plan import Plan
 from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
+
+if TYPE_CHECKING:
+    from shardkit.reading.cache import SharedBlocks
 
 __all__ = ["Loader"]
 
@@ -60,6 +63,7 @@ class Loader:
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
+        self.shared: SharedBlocks | None = None  # with loaders of other processes, from the first loop on
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         live = self.live = LiveLoader(lanes)
         self.telemetry = Telemetry(
@@ -277,7 +281,7 @@ class Loader:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
-            resources = live.resources = LoaderResources(setup, self._memory, self._function)
+            resources = live.resources = LoaderResources(setup, self._memory, self._function, self.shared)
             if setup.config.run is not None:  # whoever has no run does not wait for these imports
                 from shardkit.loader.steering import open_watch
 

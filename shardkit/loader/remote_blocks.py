@@ -22,7 +22,7 @@ from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderSetup
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.blocks import BlockReader
-from shardkit.reading.cache import BlockCache, Supply
+from shardkit.reading.cache import BlockCache, SharedBlocks, Supply
 from shardkit.reading.detours import Detour, Detours
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
@@ -63,7 +63,7 @@ class RemoteBlocks:
         read_events: what the ledger should know of these reads.
     """
 
-    def __init__(self, setup: LoaderSetup, memory: int) -> None:
+    def __init__(self, setup: LoaderSetup, memory: int, shared: SharedBlocks | None) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self._plan, self._rows, self._config = plan, sources.rows, config
         self._lanes: list[int] = []
@@ -74,7 +74,11 @@ class RemoteBlocks:
         )  # fmt: skip
         ahead = min(_AHEAD_BYTES, memory // 4)
         self.supply = Supply(
-            cache, ahead_bytes=ahead, threads=_AHEAD_THREADS, clock=int(plan.digest[:16], 16)
+            cache,
+            shared=None if shared is None else shared.open(),
+            ahead_bytes=ahead,
+            threads=_AHEAD_THREADS,
+            clock=int(plan.digest[:16], 16),
         )
         self.reader: BlockReader = sources.reader.through(self.supply)
         self.read_events = ReadEvents()

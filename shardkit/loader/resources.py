@@ -26,6 +26,7 @@ from shardkit.telemetry.slow_blocks import BlockTimes
 
 if TYPE_CHECKING:
     from shardkit.loader.remote_blocks import RemoteBlocks
+    from shardkit.reading.cache import SharedBlocks
     from shardkit.telemetry.watching import RunWatch
 
 __all__ = ["LoaderResources"]
@@ -43,7 +44,13 @@ class LoaderResources:
         function: per row; None where no rows are decoded or transformed.
     """
 
-    def __init__(self, setup: LoaderSetup, memory: int, function: RowFunction | None) -> None:
+    def __init__(
+        self,
+        setup: LoaderSetup,
+        memory: int,
+        function: RowFunction | None,
+        shared: SharedBlocks | None,
+    ) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
         self._setup, self._function = setup, function
@@ -53,7 +60,7 @@ class LoaderResources:
         if _needs_network(sources):
             from shardkit.loader.remote_blocks import RemoteBlocks
 
-            self.remote = RemoteBlocks(setup, memory)
+            self.remote = RemoteBlocks(setup, memory, shared)
         reader, rows = (self.remote or sources).reader, sources.rows
 
         has_file = lru_cache(maxsize=1 << 16)(reader.has_file)

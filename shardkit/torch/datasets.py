@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -20,11 +20,15 @@ from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, Topology, check_state, find_topology
 from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
+from shardkit.reading.cache import SharedBlocks
 
 from .loop_log import Loop, LoopLog
 from .sent_batches import Outbox, Sent, SentBatch
 
 __all__ = ["PlanDataset", "dataset"]
+
+
+_LEAST_SHARED: Final = 64 << 20  # bytes: small windows are left while a worker that is late still needs them
 
 
 def dataset(ds: Dataset, plan: Plan, **settings: Any) -> PlanDataset:
@@ -73,16 +77,25 @@ class PlanDataset(IterableDataset[Batch]):
         )
         self._at: tuple[int, int] | None = None  # the same, of the loop under way
         self._latest: Loop | None = None  # that this process has begun
-        ds.loader(plan, **self._settings).close()  # refuses impossible settings here and not in a worker
+        loader = ds.loader(plan, **self._settings)  # refuses impossible settings here and not in a worker
+        loader.close()
+        self._shared = (
+            SharedBlocks(max(_LEAST_SHARED, loader.memory_needed)) if SharedBlocks.is_possible() else None
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What a process that is being started gets; a copy has loops of its own."""
         kept = self.__dict__ | {"_at": None, "_latest": None}
-        return kept if get_spawning_popen() is not None else kept | {"_log": self._log.where()}
+        if get_spawning_popen() is not None:
+            return kept
+        return kept | {"_log": self._log.where(), "_shared": self._shared and self._shared.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        log = state["_log"]
-        self.__dict__ |= state | {"_log": LoopLog(log) if isinstance(log, int) else log}
+        log, shared = state["_log"], state["_shared"]
+        self.__dict__ |= state | {
+            "_log": LoopLog(log) if isinstance(log, int) else log,
+            "_shared": SharedBlocks(shared) if isinstance(shared, int) else shared,
+        }
 
     def __repr__(self) -> str:
         rank, world = self._settings["rank"], self._settings["world"]
@@ -122,6 +135,7 @@ class PlanDataset(IterableDataset[Batch]):
         with self._ds.loader(self._plan, **self._settings, stride=workers) as loader:
             if get_worker_info() is not None:
                 loader.allocate = Outbox(self._log.token).empty
+                loader.shared = self._shared if workers > 1 else None
             loader.seek(steps.start)
             for batch in loader:
                 step = _step_of(batch)

@@ -8,6 +8,7 @@ from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import FurthestFirst, decide
 from shardkit.reading.cache.future import NEVER, Future, choose_victims
 from shardkit.reading.cache.serving import CacheServer, parse_bind
+from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import Supply
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CacheServer",
     "FurthestFirst",
     "Future",
+    "SharedBlocks",
     "Supply",
     "choose_victims",
     "decide",

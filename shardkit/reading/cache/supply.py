@@ -17,6 +17,7 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.future import Future
 from shardkit.reading.cache.joining import Wanted, join, neighbours
+from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
 
@@ -47,14 +48,22 @@ class Supply:
 
     Args:
         cache: Of this machine, None to stream.
+        shared: With other processes that stream the same blocks at about the same time.
         ahead_bytes: Memory for blocks that were read ahead.
         threads: Reads ahead at a time.
         clock: Number of the plan: processes with the same one count the same steps.
     """
 
     def __init__(
-        self, cache: BlockCache | None, *, ahead_bytes: int = 256 << 20, threads: int = 16, clock: int = 0
+        self,
+        cache: BlockCache | None,
+        *,
+        shared: SharedBlocks | None = None,
+        ahead_bytes: int = 256 << 20,
+        threads: int = 16,
+        clock: int = 0,
     ) -> None:
+        self._shared = shared if cache is None else None
         self._clock = clock
         self.cache = cache
         self._ahead_bytes = ahead_bytes
@@ -156,9 +165,10 @@ class Supply:
             self.cache.close()
 
     def _obtain(self, store: LocatedStore, request: BlockRequest) -> Any:
-        if self.cache is None:
+        kept = self.cache or self._shared
+        if kept is None:
             return store.read_block(request)
-        return self.cache.fetch(request, lambda: store.read_block(request))
+        return kept.fetch(request, lambda: store.read_block(request))
 
     def _over(self, turn: int) -> bool:
         return self._closed or turn != self._turn
@@ -261,11 +271,16 @@ class Supply:
 
     def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
         """Read blocks of one shard: what the cache holds from there, the others together."""
-        cache = self.cache
+        cache, shared = self.cache, self._shared
         try:
-            together = [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
-            if len(together) > 1:
-                self._read_joined(together)
+            if shared is not None:
+                with shared.claimed([one.request for one, _ in reads]) as mine:
+                    claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
+                    self._read_joined([one for one in claimed if not shared.holds(one[0].request)])
+            else:
+                self._read_joined(
+                    [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
+                )
             for one, answer in reads:
                 if one.step >= 0 and not answer.done():
                     try:
@@ -280,13 +295,18 @@ class Supply:
                         answer.cancel()
 
     def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
-        """All with one request; those that fail are left to be read one by one."""
+        """All with one request; one alone, and those that fail, are left to be read one by one."""
+        if len(reads) < 2:
+            return
         with contextlib.suppress(ShardkitError):
             found = reads[0][0].store.read_blocks([one.request for one, _ in reads])
             for (one, answer), data in zip(reads, found, strict=True):
                 # A copy: a view of one block would keep the bytes of all in memory.
                 take = functools.partial(bytes, data)
-                kept = take() if self.cache is None else self.cache.fetch(one.request, take)
+                if self._shared is not None:
+                    kept = self._shared.keep(one.request, take())
+                else:
+                    kept = take() if self.cache is None else self.cache.fetch(one.request, take)
                 if not answer.done():
                     answer.set_result(None if one.step < 0 else kept)
 
