@@ -51,6 +51,8 @@ def freeze(
         print(f"{len(silent)} gone or changed without a word in CHANGELOG.md, Unreleased:\n{report(silent)}")
         return 1
     if check:
+        if old_words != words:
+            print("Docstring heads or help texts changed; run: python -m public_face")
         return int(bool(found or old_words != words))
     document = {"face": face, "words": words}
     path.write_text(
