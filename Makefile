@@ -27,6 +27,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/import_circles.py
 	$(BIN)/codespell
 	$(BIN)/python tools/draw_architecture.py --check
 

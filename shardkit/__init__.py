@@ -24,7 +24,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from shardkit.repository.commit_hooks import add_commit_hook
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset, Writer, create
@@ -44,6 +47,15 @@ def __getattr__(name: str) -> Any:
 
         return getattr(dataset, _PUBLIC[name])
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+
+
+def _copies_of_commit(repository: Any, versions: Sequence[str]) -> Callable[[], None]:
+    from shardkit.copies.commit_hook import copies_of_commit
+
+    return copies_of_commit(repository, versions)
+
+
+add_commit_hook(_copies_of_commit)  # here, where the rooms meet: a repository does not know who copies
 
 
 def __dir__() -> list[str]:

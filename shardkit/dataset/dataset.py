@@ -28,8 +28,8 @@ from shardkit.reading.locating import Locations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.catalog import Part, Version, load_manifest
+from shardkit.repository.dataset_url import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit.stores.urls import parse_dataset_url
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["Dataset", "open_dataset"]

@@ -44,6 +44,7 @@ from shardkit.exit_codes import ExitCode
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, ShardTable, check_against, unpack_page
 from shardkit.reading.adopted import with_adopted
+from shardkit.repository.dataset_url import parse_dataset_url
 from shardkit.repository.identity import IDENTITY_NAME
 from shardkit.repository.log import (
     LOG_PREFIX,
@@ -57,7 +58,6 @@ from shardkit.repository.part_locations import find_part
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import object_name
 from shardkit.stores.store import Store
-from shardkit.stores.urls import parse_dataset_url
 from shardkit.stores.utc import utc_text
 
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]

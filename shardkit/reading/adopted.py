@@ -31,8 +31,7 @@ def with_adopted(repository: Repository, manifest: Manifest) -> Repository:
     """The repository as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
     if ADOPTED not in manifest.features or isinstance(repository.store, AdoptedStore):
         return repository
-    identity = repository._identity  # noqa: SLF001 - the same repository over another view of its store
-    return Repository(AdoptedStore(repository.store), identity, read_only=repository.read_only)
+    return repository.with_store(AdoptedStore(repository.store))
 
 
 def adopted_place(store: Store, name: str) -> str | None:
@@ -124,7 +123,7 @@ class AdoptedStore:
                 here = dataclasses.replace(inner.locations[0], store=root)
                 self._located = LocatedStore([here, *inner.locations[1:]], settings=inner.settings)
                 for parity in inner.parity:
-                    self._located.add_rebuild(parity)
+                    self._located = self._located.with_parity(parity)
             else:
                 self._located = LocatedStore([here])
         return self._located

@@ -69,41 +69,27 @@ class LocatedStore:
         settings: ReadSettings | None = None,
         rebuild: Rebuild | None = None,
     ) -> None:
-        self._locations = check_locations(locations)
-        self._settings = settings or ReadSettings()
+        self._shared = _Shared(check_locations(locations), settings or ReadSettings())
         self._rebuild = rebuild
         self._parity: tuple[RebuildsObjects, ...] = ()
-        self._open()
-
-    def _open(self) -> None:
-        self._running: dict[int, _Running] = {}
-        self._event_sink: Callable[[Detour], None] | None = None
-        self._attest: Callable[[Attestation], None] | None = None
 
     def __repr__(self) -> str:
-        return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self._locations)})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_locations", "_settings", "_rebuild", "_parity")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+        return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self.locations)})"
 
     @property
     def locations(self) -> tuple[Location, ...]:
         """All of them; the first is the root."""
-        return self._locations
+        return self._shared.locations
 
     @property
     def settings(self) -> ReadSettings:
         """Of reads."""
-        return self._settings
+        return self._shared.settings
 
     @property
     def root(self) -> Store:
         """The first location's store."""
-        return self._locations[0].store
+        return self.locations[0].store
 
     @property
     def url(self) -> str:
@@ -113,17 +99,17 @@ class LocatedStore:
     @property
     def detours(self) -> Detours:
         """Counters and events of this process."""
-        return self._now().detours
+        return self._shared.now().detours
 
     @property
     def healer(self) -> Healer:
         """What attests and heals bad copies in this process."""
-        return self._now().healer
+        return self._shared.now().healer
 
     @property
     def path(self) -> ReadPath:
         """How this process reads; what is tuned there is not known to others."""
-        return self._now().path
+        return self._shared.now().path
 
     def listen(
         self,
@@ -132,18 +118,24 @@ class LocatedStore:
         attest: Callable[[Attestation], None] | None = None,
     ) -> None:
         """Hand events and attestations of this process to a run, until another listens."""
-        self._event_sink, self._attest = events, attest
-        running = self._now()
+        self._shared.listeners = events, attest
+        running = self._shared.now()
         running.detours.sink, running.healer.attest = events, attest
 
     @property
     def parity(self) -> tuple[RebuildsObjects, ...]:
-        """What `add_rebuild` was given."""
+        """What is asked before giving up: see `with_parity`."""
         return self._parity
 
-    def add_rebuild(self, parity: RebuildsObjects) -> None:
-        """Ask this as well, before giving up: what a version's parity can make again."""
-        self._parity = (*self._parity, parity)
+    def with_parity(self, parity: RebuildsObjects) -> LocatedStore:
+        """The same locations for a reader of one version, who asks its parity before giving up.
+
+        This store stays as it is; threads, counters and listeners are those of both.
+        """
+        view = LocatedStore(self.locations, settings=self.settings, rebuild=self._rebuild)
+        view._shared = self._shared
+        view._parity = (*self._parity, parity)
+        return view
 
     # Reading
 
@@ -263,7 +255,7 @@ class LocatedStore:
         try:
             return ask(self.root)
         except StoreError:
-            for location in self._locations[1:]:
+            for location in self.locations[1:]:
                 if location.holds == "objects":
                     try:
                         answer = ask(location.store)
@@ -294,14 +286,29 @@ class LocatedStore:
     # Processes
 
     def _fetch(self, want: Want) -> Buffer:
-        return self._now().path.fetch(want)
+        return self._shared.now().path.fetch(want)
 
-    def _now(self) -> _Running:
-        """What this process knows; a forked child begins anew, its parent's threads are not there."""
+
+class _Shared:
+    """Locations and how they are read, with what each process knows of them: one for all readers of a root."""
+
+    def __init__(self, locations: tuple[Location, ...], settings: ReadSettings) -> None:
+        self.locations, self.settings = locations, settings
+        self.listeners: tuple[Callable[[Detour], None] | None, Callable[[Attestation], None] | None] = (
+            None,
+            None,
+        )
+        self._running: dict[int, _Running] = {}
+
+    def __reduce__(self) -> tuple[type[_Shared], tuple[tuple[Location, ...], ReadSettings]]:
+        return _Shared, (self.locations, self.settings)  # what is known of the locations is per process
+
+    def now(self) -> _Running:
+        """What this process knows; a forked child starts afresh, its parent's threads are not there."""
         found = self._running.get(os.getpid())
         if found is None:
-            made = _Running(self._locations, self._settings)
-            made.detours.sink, made.healer.attest = self._event_sink, self._attest
+            made = _Running(self.locations, self.settings)
+            made.detours.sink, made.healer.attest = self.listeners
             found = self._running.setdefault(os.getpid(), made)
         return found
 

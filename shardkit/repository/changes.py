@@ -49,16 +49,16 @@ class Changes:
         """Manifests that must be in the repository before the commit."""
         return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
 
-    def apply(self, base: LogEntry | None, head: LogEntry | None) -> tuple[dict[str, str], dict[str, str]]:
-        """The tables of refs and tags after this commit.
+    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
+        """The tables of refs, tags and withdrawn tags after this commit.
 
         Args:
             base: The head when the commit began.
             head: The head now: the commit is rebased onto it where it touches other refs.
 
         Raises:
-            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or the
-                name is that of a withdrawn one.
+            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
+                and names something else, or the name is that of a withdrawn one.
         """
         base_refs = base.refs if base else _NOTHING
         refs = dict(head.refs if head else _NOTHING)
@@ -76,7 +76,7 @@ class Changes:
             else:
                 refs[name] = manifest
         self._add_tags(tags)
-        gone = self.withdrawn(head)
+        gone = self._withdrawn(head)
         again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
         if again:
             raise CommitConflict(
@@ -85,14 +85,9 @@ class Changes:
             )
         tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
         _check_tables(refs, tags)
-        return refs, tags
+        return {"refs": refs, "tags": tags, "withdrawn": gone}
 
-    def withdrawn(self, head: LogEntry | None) -> dict[str, str]:
-        """All withdrawn tags after this commit.
-
-        Raises:
-            CommitConflict: A tag that is to go does not name what it should.
-        """
+    def _withdrawn(self, head: LogEntry | None) -> dict[str, str]:
         gone = dict(head.withdrawn if head else _NOTHING)
         tags = head.tags if head else _NOTHING
         for name, manifest in self.withdraw.items():

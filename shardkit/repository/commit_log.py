@@ -1,12 +1,17 @@
-"""The log of a store: reading it with its chain verified, and appending to it without ever guessing."""
+"""The log of a root: reading it with its chain verified, and committing to it without ever guessing (SPEC.md §4)."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Final, NoReturn
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NoReturn
 
 from shardkit.errors import (
+    CommitConflict,
     CommitUnknown,
     FormatError,
     IntegrityError,
@@ -14,6 +19,7 @@ from shardkit.errors import (
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
+    UsageError,
 )
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.documents import read_checked
@@ -27,10 +33,18 @@ from shardkit.repository.log import (
     entry_number,
 )
 from shardkit.stores.store import Store
+from shardkit.stores.utc import utc_text
 
-__all__ = ["CommitLog"]
+__all__ = ["Change", "CommitLog"]
 
+Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
+"""Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
+
+_ATTEMPTS: Final = 1_000
 _PUT_ATTEMPTS: Final = 3
+_LONGEST_PAUSE_S: Final = 0.05
+# Forked writers must not draw the same pauses, hence the system's own source.
+_JITTER: Final = random.SystemRandom()
 _MAX_UNLISTED: Final = 1_000
 
 
@@ -58,7 +72,7 @@ class CommitLog:
         return entries
 
     def newest_first(self) -> Iterator[LogEntry]:
-        """Entries one by one, each verified to be what its successor follows: for who needs but the newest."""
+        """Entries one by one, each verified against its successor: for callers that only need recent ones."""
         later: LogEntry | None = None
         for number in range(self._last_number(), 0, -1):
             entry, data = self._entry(number)
@@ -67,19 +81,48 @@ class CommitLog:
             yield entry
             later = entry
 
-    def append(self, entry: LogEntry) -> bool:
+    def commit(
+        self, change: Change, head: LogEntry | None, message: str, author: str = ""
+    ) -> LogEntry | None:
+        """Append one entry after the newest.
+
+        Args:
+            change: Asked for every head that the entry could follow, so that a commit is rebased over those that come
+                first; raises CommitConflict where that cannot be.
+            head: The head as the caller knows it.
+            message: Why.
+            author: Who.
+
+        Returns:
+            The entry, durably in the log; None where `change` says that there is nothing to do.
+        """
+        txn = uuid.uuid4().hex
+        for attempt in range(_ATTEMPTS):
+            changed = change(head)
+            if changed is None:
+                return None
+            entry = self._entry_after(head, txn=txn, message=message, author=author, changed=changed)
+            if self._put(entry):
+                self._seen = max(self._seen, entry.n)
+                return entry
+            time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
+            head = self.head()
+        raise CommitConflict(
+            f"{self._store.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
+        )
+
+    def _put(self, entry: LogEntry) -> bool:
         """Put the entry; True when it is durably in the log, False when another commit has its number.
 
         After an error the entry is read back and known by its transaction id, never guessed at. Ours is put
         again: that it exists then also says that it is durable.
         """
-        name, data = entry_name(entry.n), entry.to_bytes()
         failure: StoreError | None = None
         found: LogEntry | None = None
         for _ in range(_PUT_ATTEMPTS):
             try:
-                if self._store.put_new(name, data):
-                    return self._landed(entry)
+                if self._store.put_new(entry_name(entry.n), entry.to_bytes()):
+                    return True
                 failure = None
             except StoreError as error:
                 failure = error
@@ -87,7 +130,7 @@ class CommitLog:
             if found is not None and found.txn != entry.txn:
                 return False
             if found is not None and failure is None:
-                return self._landed(entry)
+                return True
             if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
                 break  # asking again does not help
         if found is None and failure is not None:
@@ -96,10 +139,6 @@ class CommitLog:
             f"commit {entry.txn} to {self._store.url}: entry {entry.n} is there but may not survive a power cut; "
             f"look at the disk, then ask again: Repository.find_commit({entry.txn!r})"
         ) from failure
-
-    def _landed(self, entry: LogEntry) -> bool:
-        self._seen = max(self._seen, entry.n)
-        return True
 
     def _read_back(self, entry: LogEntry, failure: StoreError | None) -> LogEntry | None:
         try:
@@ -158,3 +197,38 @@ class CommitLog:
             return entry, data
 
         return read_checked(self._store, name, parse, max_bytes=MAX_ENTRY_BYTES)
+
+    def _entry_after(
+        self, head: LogEntry | None, *, txn: str, message: str, author: str, changed: Mapping[str, Any]
+    ) -> LogEntry:
+        entry = LogEntry(
+            n=head.n + 1 if head else 1,
+            repository=self._identity.id,
+            previous=sha256_digest(head.to_bytes() if head else self._identity.to_bytes()),
+            txn=txn,
+            time=utc_text(),
+            author=author,
+            message=message,
+            refs=head.refs if head else {},
+            tags=head.tags if head else {},
+            software=f"shardkit {_version()}",
+            withdrawn=head.withdrawn if head else {},
+            collected=head.collected if head else 0,
+            collecting=head.collecting if head else {},
+        )
+        entry = dataclasses.replace(entry, **changed)
+        try:
+            return LogEntry.from_bytes(
+                entry.to_bytes(), "this commit"
+            )  # nobody may write what nobody will read
+        except FormatError as error:
+            raise UsageError(f"the commit cannot be written: {error}") from error
+
+
+def _version() -> str:
+    import importlib.metadata  # takes as long as ten modules of ours, and is asked by writers only
+
+    try:
+        return importlib.metadata.version("shardkit")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -12,7 +12,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
-from shardkit.repository.repository import Repository
+from shardkit.repository.object_access import OpenedRoot
 from shardkit.stores.objects import Descriptor, object_name
 
 __all__ = ["Inventory", "shards_and_indexes", "take_inventory", "walk_versions"]
@@ -46,7 +46,7 @@ class Inventory:
         for digest, kind in self.unsized:
             yield object_name(digest, kind), None
 
-    def sized(self, repository: Repository) -> tuple[Descriptor, ...]:
+    def sized(self, repository: OpenedRoot) -> tuple[Descriptor, ...]:
         """`unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity.
 
         Raises:
@@ -57,7 +57,7 @@ class Inventory:
         )
 
 
-def _good_size(repository: Repository, digest: str, kind: str) -> int:
+def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
     """Bytes of an object; a checksum that the store keeps spares reading it."""
     stat = repository.store.head(object_name(digest, kind))
     if stat is not None and stat.sha256 is not None and f"sha256:{stat.sha256}" == digest:
@@ -65,7 +65,7 @@ def _good_size(repository: Repository, digest: str, kind: str) -> int:
     return len(repository.get_object(digest, kind))
 
 
-def take_inventory(repository: Repository, manifest_id: str) -> Inventory:
+def take_inventory(repository: OpenedRoot, manifest_id: str) -> Inventory:
     """Read a manifest and its pages, verified, and list what they name.
 
     Raises:
@@ -106,7 +106,7 @@ def take_inventory(repository: Repository, manifest_id: str) -> Inventory:
 
 
 def walk_versions(
-    repository: Repository, versions: Iterable[str], *, optional: bool = False
+    repository: OpenedRoot, versions: Iterable[str], *, optional: bool = False
 ) -> Iterator[tuple[str, Inventory]]:
     """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business.
 
@@ -136,7 +136,7 @@ def walk_versions(
         yield version, inventory
 
 
-def _is_here(repository: Repository, part: str) -> bool:
+def _is_here(repository: OpenedRoot, part: str) -> bool:
     """Whether a part lies in this root: its manifest is there, or a copy of the root has it."""
     name, store = object_name(part, "manifest"), repository.store
     if store.head(name) is not None:

@@ -15,6 +15,7 @@ from shardkit.errors import FormatError, IntegrityError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields
+from shardkit.repository.identity import FEATURES, Identity
 from shardkit.repository.sealed import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_succession",
     "entry_name",
     "entry_number",
+    "identity_named_by",
 ]
 
 LOG_PREFIX: Final = "log/"
@@ -141,6 +143,19 @@ def check_ref_name(name: str) -> None:
             "digit; "
             "use another name"
         )
+
+
+def identity_named_by(first: LogEntry) -> Identity | None:
+    """The identity that the first entry of a log follows.
+
+    The entry names the repository, and the SHA-256 of the identity's bytes: of the few identities that a repository of
+    that id may have, it is the one with this digest.
+    """
+    for features in ((), *((one,) for one in FEATURES)):
+        identity = Identity(first.repository, features)
+        if sha256_digest(identity.to_bytes()) == first.previous:
+            return identity
+    return None
 
 
 def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, where: str) -> None:

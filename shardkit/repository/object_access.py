@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Protocol
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.digest import sha256_digest
@@ -14,12 +14,30 @@ from shardkit.stores.objects import EXTENSIONS, Descriptor, object_name
 from shardkit.stores.staging import LocalStage
 from shardkit.stores.store import Stage, Store
 
-__all__ = ["MAX_OBJECT_BYTES", "ObjectAccess", "ObjectStage"]
+__all__ = ["MAX_OBJECT_BYTES", "ObjectAccess", "ObjectStage", "OpenedRoot"]
 
 MAX_OBJECT_BYTES: Final = 5 * 2**30
 """The largest single upload that object stores take, and so the largest object."""
 
 _PIECE_BYTES: Final = 8 * 2**20
+
+
+class OpenedRoot(Protocol):
+    """What readers of objects need of a `Repository`."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+    def get_object(
+        self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = ...
+    ) -> bytes:
+        """The bytes of an object, verified."""
 
 
 class ObjectStage:

@@ -8,21 +8,19 @@ from collections.abc import Sequence
 from shardkit.copies.policy.opening import others_of, own_name, read_mark, root_store
 from shardkit.copies.policy.table import read_table
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreReadOnlyError
-from shardkit.formats.digest import sha256_digest
 from shardkit.reading.documents import read_checked
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locating import ROOT_NAME, Locations, locate
 from shardkit.reading.locations import Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.identity import FEATURES, IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
-from shardkit.repository.log import MAX_ENTRY_BYTES, LogEntry, entry_name
+from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
+from shardkit.repository.log import MAX_ENTRY_BYTES, LogEntry, entry_name, identity_named_by
 from shardkit.stores.remote import ObjectStore
 from shardkit.stores.store import Store
 
 __all__ = [
     "first_identity",
     "for_one_writer",
-    "identity_named_by",
     "over_all",
     "read_identity",
     "recover_identity",
@@ -119,19 +117,6 @@ def recover_identity(store: Store) -> Identity | None:
     except ShardkitError:
         return None
     return identity_named_by(first)
-
-
-def identity_named_by(first: LogEntry) -> Identity | None:
-    """The identity that the first entry of a log follows.
-
-    The entry names the repository, and the SHA-256 of the identity's bytes: of the few identities that a repository of
-    that id may have, it is the one with this digest.
-    """
-    for features in ((), *((one,) for one in FEATURES)):
-        identity = Identity(first.repository, features)
-        if sha256_digest(identity.to_bytes()) == first.previous:
-            return identity
-    return None
 
 
 def over_all(

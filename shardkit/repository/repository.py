@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
 
 from shardkit.copies.policy.opening import recorded_locations
 from shardkit.errors import (
@@ -19,14 +20,15 @@ from shardkit.manifest.json_fields import DIGEST
 from shardkit.reading.locating import Locations, locate
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.changes import Changes
+from shardkit.repository.commit_hooks import commit_hooks
 from shardkit.repository.commit_log import CommitLog
-from shardkit.repository.commits import Commits
+from shardkit.repository.garbage_lists import check_not_collected
 from shardkit.repository.identity import IDENTITY_NAME, SINGLE_WRITER, Identity
 from shardkit.repository.log import LogEntry, check_ref_name
 from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
 from shardkit.repository.opening import first_identity, for_one_writer, over_all, read_identity, refuse_copy
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.objects import Descriptor, object_name
 from shardkit.stores.remote import check_writers
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
@@ -119,9 +121,7 @@ class Repository:
         if locations or read_only:
             recorded = [] if alone else recorded_locations(repository.store, repository.id, heal=heal)
             located = over_all(repository.store, locations, recorded, settings, heal=heal)
-            base, identity = repository._base, repository._identity  # noqa: SLF001 - an instance of this class
-            repository = cls(located, identity, read_only=read_only)
-            repository._base = base
+            repository = repository.with_store(located)
         return repository
 
     @classmethod
@@ -135,6 +135,12 @@ class Repository:
             with contextlib.suppress(ShardkitError):  # whoever reads the log says what is wrong with it
                 repository._base = repository.head()
         return repository
+
+    def with_store(self, store: Store) -> Repository:
+        """The same repository, read through another view of its store."""
+        view = Repository(store, self._identity, read_only=self._read_only)
+        view._base = self._base
+        return view
 
     @property
     def store(self) -> Store:
@@ -284,7 +290,48 @@ class Repository:
         changes = Changes(
             dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}), dict(withdraw or {})
         )
-        return self._commits().commit(changes, message, author)
+        base = self.head()
+        try:
+            self._check_manifests(changes.manifests)
+            follow_ups = [hook(self, sorted(changes.manifests)) for hook in commit_hooks()]
+        except ShardkitError as error:
+            self._check_not_collected(self.head(), changes.manifests, error)
+            raise
+
+        def change(head: LogEntry | None) -> Mapping[str, Any]:
+            tables = changes.apply(base, head)
+            self._check_not_collected(head, changes.manifests)
+            return tables
+
+        entry = self._log.commit(change, base, message, author)
+        assert entry is not None
+        for follow_up in follow_ups:
+            follow_up()
+        return entry
+
+    def _check_manifests(self, manifests: Collection[str]) -> None:
+        for manifest in sorted(manifests):
+            if self._store.head(object_name(manifest, "manifest")) is None:
+                raise NotFoundError(
+                    f"manifest {manifest} is not in {self.url}: expected its objects to be put before the commit"
+                )
+
+    def _check_not_collected(
+        self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
+    ) -> None:
+        """Refuse to name what is being deleted, or was since this root was opened; or say that this may be why."""
+        began = self._base.collected if self._base else 0
+        # A collection that was under way when the root was opened may have ended since.
+        under_way = set(self._base.collecting.values()) if self._base else set[str]()
+        if head is None or not manifests or not (head.collected != began or head.collecting or under_way):
+            return
+        since = under_way
+        for entry in self._log.newest_first() if head.collected != began else ():
+            if self._base is not None and entry.n <= self._base.n:
+                break
+            since |= set(entry.collecting.values())
+        going = set(head.collecting.values())
+        check_not_collected(self, manifests, going, since - going, problem)
 
     # Collections of garbage (SPEC.md, "Garbage")
 
@@ -302,7 +349,16 @@ class Repository:
             CommitUnknown, StoreError: It is not known, or known not, to have begun.
         """
         self._check_writable()
-        return self._commits().begin_collection(put_list)
+        identity = uuid.uuid4().hex
+
+        def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+            digest = put_list(head)
+            if digest is None:
+                return None
+            collecting = {**(head.collecting if head else {}), identity: digest}
+            return {"collected": (head.collected if head else 0) + 1, "collecting": collecting}
+
+        return identity if self._log.commit(change, self.head(), "garbage: deleting") else None
 
     def take_over_collection(self, identity: str) -> str | None:
         """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
@@ -314,7 +370,8 @@ class Repository:
             CommitUnknown, StoreError: It may be called again.
         """
         self._check_writable()
-        return self._commits().take_over_collection(identity)
+        taken = uuid.uuid4().hex
+        return taken if self._rename_collection(identity, taken, "garbage: taken over") else None
 
     def end_collection(self, identity: str) -> None:
         """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
@@ -323,10 +380,18 @@ class Repository:
             CommitUnknown, StoreError: It may be called again.
         """
         self._check_writable()
-        self._commits().end_collection(identity)
+        self._rename_collection(identity, None, "garbage: deleted")
 
-    def _commits(self) -> Commits:
-        return Commits(self, self._log, self._identity, self._base)
+    def _rename_collection(self, old: str, new: str | None, message: str) -> LogEntry | None:
+        """Give a collection that is under way another id, or none: it is over."""
+
+        def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+            if head is None or old not in head.collecting:
+                return None
+            ids = ((new if one == old else one, digest) for one, digest in head.collecting.items())
+            return {"collecting": {one: digest for one, digest in ids if one is not None}}
+
+        return self._log.commit(change, self.head(), message)
 
     def _check_writable(self) -> None:
         if self._read_only:

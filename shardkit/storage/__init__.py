@@ -21,6 +21,7 @@ from shardkit.repository.catalog import (
     put_manifest,
     put_selection,
 )
+from shardkit.repository.dataset_url import parse_dataset_url
 from shardkit.repository.log import LogEntry
 from shardkit.repository.part_locations import find_part, put_location
 from shardkit.repository.repository import DEFAULT_REF, Repository
@@ -28,7 +29,7 @@ from shardkit.stores.local import LocalStore
 from shardkit.stores.machine_memory import available_memory
 from shardkit.stores.objects import Descriptor, object_name, parse_object_name
 from shardkit.stores.store import ObjectStat, Stage, Store
-from shardkit.stores.urls import open_store, parse_dataset_url
+from shardkit.stores.urls import open_store
 
 __all__ = [
     "DEFAULT_REF",

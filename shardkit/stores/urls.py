@@ -1,4 +1,4 @@
-"""From what a user types to a store: ``data/cats``, ``data/cats@val``, ``file:///data/cats@sha256:…``."""
+"""From what a user types to a store: ``data/cats``, ``file:///data/cats``, ``s3://bucket/cats``."""
 
 from __future__ import annotations
 
@@ -8,41 +8,13 @@ from typing import Final
 from urllib.parse import unquote
 
 from shardkit.errors import UsageError
-from shardkit.manifest.json_fields import DIGEST
-from shardkit.repository.log import check_ref_name
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote import OBJECT_SCHEMES, FsspecStore, ObjectStore, parse_address
 from shardkit.stores.store import Store
 
-__all__ = ["open_store", "parse_dataset_url"]
+__all__ = ["open_store"]
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-
-
-def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """Split ``ROOT[@REF]``.
-
-    Only an ``@`` in the last component separates; a root whose own name holds one is written with a slash at
-    its end (``data/cats@home/``).
-
-    Returns:
-        The root, and the ref, tag or ``sha256:<hex>`` behind the ``@``, None where there is none.
-
-    Raises:
-        UsageError: What follows the ``@`` is neither a name nor a digest, or there is no root.
-    """
-    text = os.fspath(url)
-    folder, slash, last = text.rpartition("/")
-    name, at, ref = last.rpartition("@")
-    if not at:
-        root, found = text, None
-    else:
-        root, found = folder + slash + name, ref
-        if DIGEST.fullmatch(ref) is None:
-            check_ref_name(ref)
-    if not root:
-        raise UsageError(f"dataset {text!r} has no root: expected ROOT or ROOT@REF, such as data/cats@val")
-    return root, found
 
 
 def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:

@@ -26,7 +26,7 @@ from shardkit.manifest import Manifest
 from shardkit.reading.adopted_tars import read_tar_place
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
-from shardkit.repository.collecting.documents import list_seen, put_list, put_seen, read_list
+from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.identity import Identity
 from shardkit.repository.log import LogEntry
 from shardkit.repository.part_locations import Location, location_name

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.copies.collecting import collect
 from shardkit.copies.policy import LocationRecord, read_table
 from shardkit.copies.replicating import find_needed, place
 from shardkit.copies.replicating.placing import Change
 from shardkit.errors import CommitConflict
-from shardkit.repository.collecting import collect
 from shardkit.repository.inventory import take_inventory
 from shardkit.storage import Repository, put_manifest
 from tests.drills import DRILLS
@@ -171,7 +171,7 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     put_manifest(before, manifest, [])
     collector = Repository.open(root)
     names = sorted(name for name, _ in take_inventory(collector, version).names())
-    from shardkit.repository.collecting.documents import put_list
+    from shardkit.repository.garbage_lists import put_list
 
     identity = collector.begin_collection(lambda head: put_list(collector.store, 0, names))
     assert identity is not None
@@ -205,7 +205,7 @@ def test_a_killed_collection_is_finished_and_its_objects_are_refused_until_then(
     collector = Repository.open(root)
     names = sorted(name for name, _ in take_inventory(collector, version).names())
     from shardkit.errors import UsageError
-    from shardkit.repository.collecting.documents import put_list
+    from shardkit.repository.garbage_lists import put_list
 
     collector.begin_collection(lambda head: put_list(collector.store, 0, names))
     with pytest.raises(UsageError, match="--take-over"):
@@ -263,7 +263,7 @@ def test_one_that_begins_while_another_deletes_is_refused_by_the_log(tmp_path: P
 
     class Beaten(Repository):
         def begin_collection(self, put_list: Any) -> str | None:
-            from shardkit.repository.collecting.documents import put_list as put
+            from shardkit.repository.garbage_lists import put_list as put
 
             begun.append(first.begin_collection(lambda head: put(first.store, 0, names)))
             return super().begin_collection(put_list)
@@ -278,7 +278,7 @@ def test_a_collector_that_lives_stops_when_it_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its objects are put again and named after the other one has ended: it must not go on deleting them."""
-    from shardkit.repository.collecting import collecting
+    from shardkit.copies.collecting import collecting
 
     root = tmp_path / "root"
     names = _garbage(root)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import pickle
 import resource
 import struct
 import subprocess
@@ -367,6 +368,26 @@ def test_an_erasure_leaves_the_parity_that_another_shard_lives_by(tmp_path: Path
     resume_erasures(str(tmp_path))
     assert sorted(values(tmp_path)) == sorted(set(before) - {before[row]})
     assert not (tmp_path / erased.name).exists()
+
+
+def test_opening_a_version_changes_nothing(tmp_path: Path) -> None:
+    """A repository is what it was however often a version is loaded; each reader rebuilds what no location has."""
+    repository = make(tmp_path / "root")
+    encode_sets(repository, repository.resolve(), k=4)
+    (tmp_path / "copy").mkdir()
+    opened = Repository.open(tmp_path / "root", read_only=True, locations={"copy": str(tmp_path / "copy")})
+    version = opened.resolve()
+    before = pickle.dumps(opened)
+    parts = [load_manifest(opened, version).parts[0] for _ in range(3)]
+    assert pickle.dumps(opened) == before
+    table = load_manifest(opened, version).table
+    index = object_name(table.index_digest_text(0), "index")
+    good = (tmp_path / "root" / index).read_bytes()
+    (tmp_path / "root" / index).unlink()
+    for part in parts:
+        assert part.repository.store.get(index, max_bytes=2**20) == good
+    with pytest.raises(NotFoundError):
+        opened.store.get(index, max_bytes=2**20)
 
 
 def test_it_survives_pickling_and_forks(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.drills import drill_count
 WORKER = """
 import sys
 from shardkit.storage import Repository
-from shardkit.reading.parity import encode_sets
+from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.repairing import repair, scrub
 
 work, root = sys.argv[1:]

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from shardkit.copies.collecting import collect
 from shardkit.copies.policy import LocationRecord, Policy, read_table
 from shardkit.copies.replicating import find_needed, look, place, replicate
 from shardkit.copies.replicating.needed import live_versions
 from shardkit.copies.replicating.placing import Change
 from shardkit.errors import ShardkitError
-from shardkit.repository.collecting import collect
 from shardkit.repository.inventory import take_inventory
 from shardkit.storage import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
@@ -31,9 +31,9 @@ from tests.faults.faulty_operations import FaultyOperations
 DRIVER = """
 import json, sys
 import shardkit
-import shardkit.dataset.creating, shardkit.repository.collecting.commits, shardkit.copies.replicating.committing
+import shardkit.dataset.creating, shardkit.repository.garbage_lists, shardkit.copies.replicating.committing
 from shardkit.storage import Repository
-from shardkit.repository.collecting import collect
+from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.copies.policy import LocationRecord
 from shardkit.copies.replicating import place, replicate

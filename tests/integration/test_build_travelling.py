@@ -23,9 +23,9 @@ import pytest
 
 import shardkit
 import shardkit_tools
+from shardkit.copies.collecting.marking import objects_of_builds
 from shardkit.errors import RunError, ShardkitError, StoreError
 from shardkit.formats import canonical_json
-from shardkit.repository.collecting.marking import objects_of_builds
 from shardkit.storage import Repository, open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.engines import LocalEngine

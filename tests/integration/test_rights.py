@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import shardkit
+from shardkit.copies.collecting import collect
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.collecting import collect
 from shardkit.storage import Repository, open_store
 from shardkit_tools.main import run
 from tests.servers.fault_proxy import Fault, FaultProxy, Request

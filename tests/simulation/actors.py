@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 import shardkit
+from shardkit.copies.collecting.collecting import collect
 from shardkit.copies.policy import LocationRecord
 from shardkit.copies.repairing import repair, scrub
 from shardkit.copies.replicating.placing import Change, place
@@ -21,7 +22,6 @@ from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.cache import BlockCache, Supply
-from shardkit.repository.collecting.collecting import collect
 from shardkit.storage import Repository
 from tests.simulation.buckets import Bucket
 from tests.simulation.world import SCHEMA, SETTINGS, Violated, World, add_rows, check_rows

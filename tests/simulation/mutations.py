@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
+from shardkit.copies.collecting import collecting, marking
 from shardkit.copies.repairing import checking, healing, repairing
 from shardkit.copies.replicating import copying, dropping, needed, placing, replicating
 from shardkit.dataset import erasing, erasing_copies, removing, store_survey
@@ -21,8 +22,6 @@ from shardkit.formats import reading, sha256_digest
 from shardkit.reading import located_store, read_path
 from shardkit.repository import commit_log, inventory, object_access
 from shardkit.repository.changes import Changes
-from shardkit.repository.collecting import collecting, marking
-from shardkit.repository.commits import Commits
 from shardkit.repository.log import entry_name
 from shardkit.repository.repository import Repository
 from shardkit.stores import directories, file_operations, objects
@@ -148,7 +147,7 @@ def _delete_unsynced(self: Any, name: str) -> None:
 def _indexes_last() -> Iterator[None]:
     """A version is committed before the indexes of its shards are put."""
     late: list[tuple[Any, bytes, str]] = []
-    put, commit = object_access.ObjectAccess.put, Commits.commit
+    put, commit = object_access.ObjectAccess.put, Repository.commit
 
     def put_late(self: Any, data: bytes, extension: str) -> Any:
         if extension != "index":
@@ -156,15 +155,15 @@ def _indexes_last() -> Iterator[None]:
         late.append((self, data, extension))
         return objects.Descriptor(sha256_digest(data), len(data), extension)
 
-    def commit_first(self: Any, *given: Any) -> Any:
-        entry = commit(self, *given)
+    def commit_first(self: Any, *given: Any, **named: Any) -> Any:
+        entry = commit(self, *given, **named)
         while late:
             put(*late.pop())
         return entry
 
     with (
         mock.patch.object(object_access.ObjectAccess, "put", put_late),
-        mock.patch.object(Commits, "commit", commit_first),
+        mock.patch.object(Repository, "commit", commit_first),
     ):
         yield
 
@@ -268,15 +267,15 @@ def _moved_at_once(table: Any, found: Any, wanted: Any, copies: Any, pace: Any) 
 
 
 MUTATIONS: Final[dict[str, Patch]] = {
-    "a lost answer counts as a commit": _replaced(commit_log.CommitLog, "append", _answer_taken_for_granted),
-    "any entry counts as ours": _replaced(commit_log.CommitLog, "append", _any_entry_is_ours),
+    "a lost answer counts as a commit": _replaced(commit_log.CommitLog, "_put", _answer_taken_for_granted),
+    "any entry counts as ours": _replaced(commit_log.CommitLog, "_put", _any_entry_is_ours),
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(object_access.ObjectAccess, "get", _unchecked_get),
     "a copy is not checked": _both(copying, healing, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(placing, "drop_surplus", _moved_at_once),
-    "commits do not look at collections": _replaced(Commits, "_check_not_collected", _nothing),
+    "commits do not look at collections": _replaced(Repository, "_check_not_collected", _nothing),
     "collections are not announced": _replaced(Repository, "begin_collection", _unannounced),
     "only main is alive": _replaced(collecting, "mark_live", _marked_by_main),
     "selections are garbage": _marked(".selection"),

@@ -20,6 +20,7 @@ from shardkit.reading import blocks
 from shardkit.stores import file_operations, open_files, temporaries
 from shardkit.stores.remote import clients
 from shardkit.stores.remote.addresses import Address
+from shardkit.stores.remote.client import Client
 from shardkit.stores.remote.waiting import WAITS
 from tests.simulation.disk_operations import BlockFiles, DiskOperations
 from tests.simulation.scheduler import Scheduler
@@ -29,7 +30,7 @@ __all__ = ["simulated"]
 
 @contextlib.contextmanager
 def simulated(
-    scheduler: Scheduler, open_client: Callable[[Address], clients.Client], files: DiskOperations
+    scheduler: Scheduler, open_client: Callable[[Address], Client], files: DiskOperations
 ) -> Iterator[None]:
     """Run product code under `scheduler`."""
     chance = random.Random(scheduler.random.getrandbits(64))

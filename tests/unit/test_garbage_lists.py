@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from shardkit.copies.collecting import collect
 from shardkit.errors import NotFoundError
-from shardkit.repository.collecting import collect
-from shardkit.repository.collecting.documents import forget_lists, put_list, read_list
+from shardkit.repository.garbage_lists import forget_lists, put_list, read_list
 from shardkit.storage import LocalStore, Repository
 from shardkit.testing.memory_store import MemoryStore
 

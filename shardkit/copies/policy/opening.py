@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardkit.copies.policy.record import ROOT_NAME, LocationRecord, LocationTable
 from shardkit.copies.policy.table import read_table
@@ -16,11 +16,9 @@ from shardkit.reading.documents import read_checked
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import Location
 from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES
+from shardkit.repository.object_access import OpenedRoot
+from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
-
-if TYPE_CHECKING:
-    from shardkit.repository.repository import Repository
-    from shardkit.stores.store import Store
 
 __all__ = [
     "COPY_NAME",
@@ -92,7 +90,7 @@ def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = 
     return Location(name=record.name, store=store, domain=record.domain, rank=record.rank, heal=heal)
 
 
-def open_locations(repository: Repository, *, heal: bool = False, writable: bool = False) -> list[Location]:
+def open_locations(repository: OpenedRoot, *, heal: bool = False, writable: bool = False) -> list[Location]:
     """All locations of a repository: the one that it was opened at first, then the others in the table's order.
 
     Locations that cannot be opened on this machine (a client is not installed) are left out.

@@ -29,8 +29,14 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.documents import read_checked
 from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
-from shardkit.repository.log import LOG_PREFIX, MAX_ENTRY_BYTES, LogEntry, entry_name, entry_number
-from shardkit.repository.opening import identity_named_by
+from shardkit.repository.log import (
+    LOG_PREFIX,
+    MAX_ENTRY_BYTES,
+    LogEntry,
+    entry_name,
+    entry_number,
+    identity_named_by,
+)
 from shardkit.stores.store import Store
 
 __all__ = ["Documents", "look_at_documents"]

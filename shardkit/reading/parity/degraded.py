@@ -143,15 +143,13 @@ def with_parity(repository: Repository, manifest: Manifest, table: ShardTable) -
     if isinstance(store, LocatedStore):
         holders = [one.store for one in store.locations if one.holds == "objects"]
         holders[:1] = [_adopting(holders[0], manifest)]
-        store.add_rebuild(ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s))
-        return repository
+        reads = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)
+        return repository.with_store(store.with_parity(reads))
     if store.local_path(version_record_name(manifest.id)) is None:
         return repository
     reads = ParityReads([_adopting(store, manifest)], manifest, table)
     located = LocatedStore([Location(name="root", store=store, domain=store.url)])
-    located.add_rebuild(reads)
-    identity = repository._identity  # noqa: SLF001 - the same repository over another view of its store
-    return Repository(located, identity, read_only=repository.read_only)
+    return repository.with_store(located.with_parity(reads))
 
 
 def _adopting(root: Store, manifest: Manifest) -> Store:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.backoff import Patience
-from shardkit.stores.remote.clients import WRITE_ID, Buffer, Found
+from shardkit.stores.remote.client import WRITE_ID, Buffer, Found
 from shardkit.stores.remote.failures import Failure, classify
 
 __all__ = ["Boto3Client"]
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class Boto3Client:
-    """One bucket and prefix; implements `clients.Client`."""
+    """One bucket and prefix; implements `client.Client`."""
 
     def __init__(self, address: Address, patience: Patience) -> None:
         import boto3

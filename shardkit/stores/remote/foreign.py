@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
 from shardkit.stores.remote.backoff import Patience, pauses
-from shardkit.stores.remote.clients import Found
+from shardkit.stores.remote.client import Found
 from shardkit.stores.remote.failures import Failure
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore

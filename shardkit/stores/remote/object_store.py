@@ -17,7 +17,8 @@ from typing import Any, Final, NoReturn, TypeVar
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.backoff import Patience, pauses
-from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
+from shardkit.stores.remote.client import Buffer, Client, Found
+from shardkit.stores.remote.clients import open_client
 from shardkit.stores.remote.failures import Failure
 from shardkit.stores.remote.ranges import Range, check_ranges, coalesce
 from shardkit.stores.remote.spooled_stage import SpooledStage, spooled

@@ -34,7 +34,7 @@ from shardkit.errors import (
     SourceError,
     StoreError,
 )
-from shardkit_tools.building.engines import Report, Worker, run_here
+from shardkit_tools.building.engine import Report, Worker, run_here
 
 __all__ = ["RayEngine"]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.repository.dataset_url import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit.stores.urls import parse_dataset_url
 from shardkit_tools.console import JsonFlag, clean, print_json, print_line, print_table, short_id
 from shardkit_tools.versions import time_text
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.repository.dataset_url import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit.stores.urls import parse_dataset_url
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,

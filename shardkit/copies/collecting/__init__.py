@@ -3,7 +3,7 @@
 A collection marks in one round and deletes in a later one; a commit checks that nothing it names is being collected.
 """
 
-from shardkit.repository.collecting.collecting import Collection, collect
-from shardkit.repository.collecting.marking import mark_live
+from shardkit.copies.collecting.collecting import Collection, collect
+from shardkit.copies.collecting.marking import mark_live
 
 __all__ = ["Collection", "collect", "mark_live"]

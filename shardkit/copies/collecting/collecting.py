@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
+from shardkit.copies.collecting.marking import COLLECTED, Marker, mark_live
 from shardkit.copies.policy import ROOT_NAME, LocationRecord, read_table
 from shardkit.copies.policy.opening import root_store
 from shardkit.copies.policy.table import first_root
 from shardkit.copies.replicating.facts import Facts, open_all
 from shardkit.copies.replicating.mirroring import mirror_log
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.repository.collecting.documents import (
+from shardkit.repository.garbage_lists import (
     MAX_NAMES,
     forget_lists,
     list_seen,
@@ -23,7 +24,6 @@ from shardkit.repository.collecting.documents import (
     put_seen,
     read_list,
 )
-from shardkit.repository.collecting.marking import COLLECTED, Marker, mark_live
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import parse_object_name

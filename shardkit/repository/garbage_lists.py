@@ -1,4 +1,9 @@
-"""Documents of a collection below ``gc/``; numbers and names only, no data rests on them."""
+"""What collections of garbage leave below ``gc/``, and what a commit checks by it (SPEC.md, "Garbage").
+
+Numbers and names only, no data rests on them. A writer that finds an object in the root does not put it again; were
+that object collected meanwhile, the commit would dangle. Collections therefore stand in the log, and commits look
+there: no clock is involved.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import read_document
+from shardkit.repository.inventory import walk_versions
+from shardkit.repository.object_access import OpenedRoot
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.store import Store
 from shardkit.stores.utc import seconds_of, utc_text
@@ -19,6 +26,7 @@ from shardkit.stores.utc import seconds_of, utc_text
 __all__ = [
     "MAX_NAMES",
     "Seen",
+    "check_not_collected",
     "forget_lists",
     "list_seen",
     "put_list",
@@ -144,3 +152,50 @@ def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
     for name in names:
         parse_object_name(name)  # nothing but objects is ever deleted by such a list
     return seconds_of(fields.text("time", pattern=_TIME)), names
+
+
+def check_not_collected(
+    repository: OpenedRoot,
+    versions: Iterable[str],
+    going: Iterable[str],
+    gone: Iterable[str],
+    problem: ShardkitError | None = None,
+) -> None:
+    """Refuse a commit that names what is being collected, or what was collected since the writer began.
+
+    Args:
+        repository: that commits.
+        versions: manifest ids that it names.
+        going: digests of the lists of collections that are not finished.
+        gone: of those that began since the writer opened the root, and are finished.
+        problem: what the writer met that may come from that.
+
+    Raises:
+        CommitConflict: it does; the same work done again puts what is missing.
+    """
+    if problem is not None:
+        raise CommitConflict(
+            f"{repository.url}: garbage was collected while this was prepared, which may be why it failed ({problem}); "
+            "run the same command again"
+        ) from problem
+    try:
+        lost = {name for digest in sorted(going) for name in read_list(repository.store, digest)}
+        doubtful = {name for digest in sorted(gone) for name in read_list(repository.store, digest)} - lost
+        needed = _needed(repository, versions)
+    except ShardkitError as error:
+        raise CommitConflict(
+            f"{repository.url}: garbage was collected meanwhile, and what was cannot be compared ({error}); run the "
+            "same command again"
+        ) from error
+    names = sorted(lost & needed)
+    names += [name for name in sorted(doubtful & needed) if repository.store.head(name) is None]
+    if names:
+        raise CommitConflict(
+            f"{repository.url}: {len(names)} objects that this commit names, such as {names[0]}, are being collected "
+            "as garbage; run the same command again when that is done (a collection that was killed is finished by: "
+            f"shardkit gc {repository.url} --delete)"
+        )
+
+
+def _needed(repository: OpenedRoot, versions: Iterable[str]) -> set[str]:
+    return {name for _, inventory in walk_versions(repository, versions) for name, _ in inventory.names()}
