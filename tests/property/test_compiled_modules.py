@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats import digest
-from shardkit.loader import block_loading, gather
+from shardkit.loader import block_loading, gather, plain_rows
 
 block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
 
@@ -84,6 +85,24 @@ def test_what_is_wrong_or_cannot_be_read_is_told_apart(file: int) -> None:
     os.close(closed)
     one[0][0], one[1][0] = closed, 0
     assert block_rows.load_blocks(*one, hashes) == b"\2"
+
+
+def test_blocks_that_no_page_holds_are_read_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "cold"
+    path.write_bytes(BYTES.tobytes() * 64)
+    spans = [(len(BYTES) * n, len(BYTES)) for n in range(64)]
+    into = [np.zeros(size, np.uint8) for _, size in spans]
+    columns = [[first for first, _ in spans], list(map(_address, into)), [size for _, size in spans]]
+    hashes = np.full(64, xxhash.xxh3_64_intdigest(BYTES.data), np.uint64)
+    with path.open("rb") as file:
+        arrays = [np.array(column, np.int64) for column in ([file.fileno()] * 64, *columns)]
+        for rows in (block_rows, plain_rows):
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for one in into:
+                one[:] = 0
+            assert rows.load_blocks(*arrays, hashes) == bytes(64)
+            assert all((one == BYTES).all() for one in into)
 
 
 @settings(max_examples=60, deadline=None)
