@@ -237,10 +237,14 @@ def _unannounced(self: Any, put_list: Any) -> str | None:
     return None if put_list(self.head()) is None else "nobody"
 
 
-def _last_one_wins(self: Any, _base: Any, head: Any) -> tuple[dict[str, str], dict[str, str]]:
+def _last_one_wins(self: Any, _base: Any, head: Any) -> dict[str, Any]:
     """A commit moves its refs whatever became of them meanwhile."""
     refs = {**(head.refs if head else {}), **self.refs}
-    return {name: to for name, to in refs.items() if to}, {**(head.tags if head else {}), **self.tags}
+    return {
+        "refs": {name: to for name, to in refs.items() if to},
+        "tags": {**(head.tags if head else {}), **self.tags},
+        "withdrawn": self._withdrawn(head),
+    }
 
 
 @contextlib.contextmanager
@@ -320,8 +324,8 @@ FOUND_BY: Final[dict[str, int]] = {
     "a killed erasure is forgotten": 2,
     "tags may be moved": 19,
     "replication forgets pages": 14,
-    "repair passes over indexes": 1,
-    "what exists after a lost answer is ours": 68,
+    "repair passes over indexes": 9,
+    "what exists after a lost answer is ours": 1292,
 }
 """Mutation → the first seed that finds it."""
 
