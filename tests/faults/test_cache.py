@@ -276,7 +276,7 @@ FILLER = """
 import sys, random, hashlib
 from shardkit.formats.digest import xxh3
 from shardkit.reading.cache import BlockCache
-from shardkit.reading import BlockRequest
+from shardkit.reading.locations import BlockRequest
 cache = BlockCache(sys.argv[1], limit=1 << 20)
 seed = int(sys.argv[2])
 order = random.Random(seed)

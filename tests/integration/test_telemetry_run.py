@@ -74,8 +74,9 @@ def test_loading_is_told_by_lane(slowed_run: Path) -> None:
 def test_the_events_tell_the_finding_and_what_followed(slowed_run: Path) -> None:
     events = read_events(slowed_run)
     kinds = [event["event"] for event in events]
-    straggler = next(event for event in events if event["event"] == "anomaly")
-    assert (straggler["anomaly"], straggler["rank"], straggler["action"]) == ("straggler", 1, "rebalance")
+    # on a busy machine a slow rank may be seen as skew before it is known to be the straggler
+    straggler = next(event for event in events if event.get("anomaly") == "straggler")
+    assert (straggler["rank"], straggler["action"]) == (1, "rebalance")
     moved = next(event for event in events if event["event"] == "rebalance")
     assert moved["owner"].count(1) < 6
     assert kinds.index("start") < kinds.index("anomaly")
