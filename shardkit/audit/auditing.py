@@ -23,7 +23,7 @@ from shardkit.audit.record_checks import (
 from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.step_checks import check_coverage, check_pending, check_steps
-from shardkit.dataset.verify import Level, verify
+from shardkit.copies.verify import Level, verify
 from shardkit.errors import ShardkitError
 
 __all__ = ["audit_run"]

@@ -1,4 +1,5 @@
-"""Copies of a root's objects: the policy that asks for them, parity, replicating, checking and repairing.
+"""Copies of a root's objects: what there shall be, what there is, and how one becomes the other (SPEC.md).
 
-Everything here may be lost and made again from one good copy or enough parity.
+`inventory` says what versions need, `placement` where it belongs, `checking` whether it is there and good, `copying`
+puts it there. verify, replicate, scrub, repair, place and collections of garbage are uses of these.
 """

@@ -21,10 +21,7 @@ def copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callabl
     table = read_table(root_store(repository.store), repository.id)
     if table is None or not table.others:
         return lambda: None
-    from shardkit.copies.replicating.committing import (  # most roots have no copies
-        copy_before_commit,
-        copy_log,
-    )
+    from shardkit.copies.replicate import copy_before_commit, copy_log  # most roots have no copies
 
     copy_before_commit(repository, table, versions)
     return functools.partial(copy_log, repository, table)

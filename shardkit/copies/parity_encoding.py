@@ -72,8 +72,7 @@ def encode_sets(
     adopting = with_adopted(repository, inventory.manifest).store  # tars that lie outside are members as well
     sources = [adopting, *_copies(repository)]
     put_record(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
-    unsized = inventory.sized(repository)
-    chosen = sets_of(inventory, k, unsized)
+    chosen = sets_of(inventory, k, inventory.small(repository))
     done = Encoding(sets=len(chosen))
     with ThreadPoolExecutor(min(16, k + 2), thread_name_prefix="shardkit-parity") as pool:
         for one in chosen:

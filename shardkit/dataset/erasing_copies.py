@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardkit.copies.facts import open_all
 from shardkit.copies.policy import ROOT_NAME, read_table
 from shardkit.copies.policy.opening import root_store
-from shardkit.copies.replicating.facts import open_all
 from shardkit.errors import FormatError, ShardkitError, StoreError
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import parse_object_name

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardkit.copies.policy import read_table
-from shardkit.copies.policy.opening import root_store
-from shardkit.copies.policy.table import first_root
-from shardkit.copies.replicating.dropping import is_good_now
-from shardkit.copies.replicating.facts import open_all
-from shardkit.copies.replicating.needed import live_versions
-from shardkit.copies.replicating.pacing import Pace
+from shardkit.copies.checking import check_object
+from shardkit.copies.facts import open_recorded
+from shardkit.copies.placement import live_versions
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
 from shardkit.reading.parity import SetRecord, sets_that_hold
@@ -42,7 +38,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
     gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
     records = list(sets_that_hold(store, gone))
     versions = live_versions(repository) if records else []  # what no ref or tag names, nobody repairs
-    named = {name for _, one in walk_versions(repository, versions) for name, _ in one.names()}
+    named = {name for one in walk_versions(repository, versions) for name, _ in one.names()}
     if records:
         _check_others(repository, records, named)
     for record in records:
@@ -55,16 +51,16 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
 
 
 def _check_others(repository: Repository, records: Sequence[SetRecord], named: set[str]) -> None:
-    root = root_store(repository.store)
-    table = read_table(root, repository.id)
-    facts = open_all(repository, table.locations if table else (first_root(root),))
-    pace = Pace()
+    facts = open_recorded(repository)
     for record in records:
         members = (record.object_at(position).name for position in range(record.set.k + _MOST_LOST))
         lost = [
             name
             for name in members
-            if not any(is_good_now(location, name, pace) for location in facts.stores.values())
+            if not any(
+                check_object(location.store, name, None, "stored").is_good
+                for location in facts.stores.values()
+            )
         ]
         needed = [name for name in lost if name in named]
         if needed and len(lost) <= _MOST_LOST:

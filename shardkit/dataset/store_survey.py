@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NoReturn
 
-import numpy as np
-
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
-from shardkit.formats import extension
-from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
+from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, PageRef, ShardTable, unpack_page
+from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import object_name, parse_object_name
 
@@ -83,22 +81,7 @@ class StoreSurvey:
 
     def references(self, manifest: Manifest) -> Iterator[str]:
         """Names of all objects that a manifest needs, its own among them; those of its parts are the parts'."""
-        yield object_name(manifest.id, "manifest")
-        for digest, kind in ((manifest.sources, "sources"), (manifest.about, "about")):
-            if digest is not None:
-                yield object_name(digest, kind)
-        for lookup in manifest.lookups:
-            yield from (object_name(piece.digest, "lookup") for piece in lookup.pieces)
-        if manifest.parts or MIXED in (manifest.format, manifest.compression):
-            return
-        suffix = extension(manifest.format, manifest.compression)
-        for ref, table in zip(manifest.pages, self.pages(manifest), strict=True):
-            yield object_name(ref.digest, "page")
-            for shard in range(len(table)):
-                yield object_name(table.digest_text(shard), suffix)
-                yield object_name(table.index_digest_text(shard), "index")
-            for shard in np.flatnonzero(table.has_selection).tolist():
-                yield object_name(table.selection_digest_text(shard) or "", "selection")
+        return (name for name, _ in Inventory(manifest, tuple(self.pages(manifest))).names())
 
     def live(self, without: set[str]) -> set[str]:
         """Names that some manifest needs which is not in ``without`` (ids).

@@ -26,7 +26,15 @@ from shardkit.repository.part_locations import find_part as find_located
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import Descriptor
 
-__all__ = ["Part", "Version", "load_manifest", "load_selection", "put_manifest", "put_selection"]
+__all__ = [
+    "Part",
+    "Version",
+    "load_manifest",
+    "load_selection",
+    "load_shard_selection",
+    "put_manifest",
+    "put_selection",
+]
 
 _READERS: Final = 8
 
@@ -66,18 +74,7 @@ class Version:
             IntegrityError: Its bytes are not those that the page names.
             FormatError: It selects other numbers of rows than the page says, or the shard has none.
         """
-        digest = self.table.selection_digest_text(shard)
-        if digest is None:
-            raise FormatError(f"shard {shard} has no selection: all its rows are selected")
-        selection = load_selection(self.part_of(shard).repository, digest, int(self.table.rows[shard]))
-        first, last = self.table.segment_starts[shard], self.table.segment_starts[shard + 1]
-        borders = np.concatenate([[0], np.cumsum(self.table.segment_rows[first:last])])
-        if not np.array_equal(np.diff(selection.rank(borders)), self.table.segment_selected[first:last]):
-            raise FormatError(
-                f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do "
-                "not trust it"
-            )
-        return selection
+        return load_shard_selection(self.part_of(shard).repository, self.table, shard)
 
 
 def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPart | None = None) -> Version:
@@ -142,6 +139,22 @@ def load_selection(repository: Repository, digest: str, rows: int) -> Selection:
     """
     data = repository.get_object(digest, "selection", max_bytes=max_selection_bytes(rows))
     return Selection.from_bytes(data, rows)
+
+
+def load_shard_selection(repository: Repository, table: ShardTable, shard: int) -> Selection:
+    """The selection of a shard that has one; see `Version.load_selection`."""
+    digest = table.selection_digest_text(shard)
+    if digest is None:
+        raise FormatError(f"shard {shard} has no selection: all its rows are selected")
+    selection = load_selection(repository, digest, int(table.rows[shard]))
+    segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
+    borders = np.concatenate([[0], np.cumsum(table.segment_rows[segments])])
+    if not np.array_equal(np.diff(selection.rank(borders)), table.segment_selected[segments]):
+        raise FormatError(
+            f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do "
+            "not trust it"
+        )
+    return selection
 
 
 def put_selection(repository: Repository, selection: Selection) -> Descriptor:

@@ -198,4 +198,4 @@ def check_not_collected(
 
 
 def _needed(repository: OpenedRoot, versions: Iterable[str]) -> set[str]:
-    return {name for _, inventory in walk_versions(repository, versions) for name, _ in inventory.names()}
+    return {name for inventory in walk_versions(repository, versions) for name, _ in inventory.names()}

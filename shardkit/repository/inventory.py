@@ -1,10 +1,11 @@
-"""All objects that a version needs in its root, with their sizes: what copies, scrubs, repairs and parity go by."""
+"""All objects that a version needs in its root, with their sizes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.stores.objects import Descriptor, object_name
 
-__all__ = ["Inventory", "shards_and_indexes", "take_inventory", "walk_versions"]
+__all__ = ["Inventory", "Unreadable", "side_objects", "take_inventory", "walk_versions"]
+
+Unreadable = Callable[[str, str, ShardkitError], None]
+"""(object name, digest, error): told of a page that could not be read."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +28,58 @@ class Inventory:
 
     Attributes:
         manifest: the version.
-        shards: of this root; empty where the version was merged, whose parts' roots hold them.
-        indexes: likewise.
-        rest: pages, look-ups, the manifest: all that is small and of known size.
-        unsized: (digest, extension) of selections, sources and abouts, whose size no page says.
-        shard_rows: samples of each of `shards`.
+        tables: its pages; none where the version was merged: the roots of its parts hold the shards.
     """
 
     manifest: Manifest
-    shards: tuple[Descriptor, ...]
-    indexes: tuple[Descriptor, ...]
-    rest: tuple[Descriptor, ...]
-    unsized: tuple[tuple[str, str], ...]
-    shard_rows: tuple[int, ...] = ()
+    tables: tuple[ShardTable, ...]
+
+    @cached_property
+    def shards(self) -> tuple[Descriptor, ...]:
+        """Shards of this root."""
+        suffix = extension(self.manifest.format, self.manifest.compression) if self.tables else ""
+        return tuple(
+            Descriptor(table.digest_text(i), int(table.size[i]), suffix)
+            for table in self.tables
+            for i in range(len(table))
+        )
+
+    @cached_property
+    def indexes(self) -> tuple[Descriptor, ...]:
+        """The index of each shard."""
+        return tuple(
+            Descriptor(table.index_digest_text(i), int(table.index_size[i]), "index")
+            for table in self.tables
+            for i in range(len(table))
+        )
+
+    @property
+    def shard_rows(self) -> list[int]:
+        """Samples of each shard."""
+        return [rows for table in self.tables for rows in table.rows.tolist()]
+
+    @cached_property
+    def rest(self) -> tuple[Descriptor, ...]:
+        """The manifest, look-ups and pages: all that is small and of known size."""
+        manifest = self.manifest
+        return (
+            Descriptor(manifest.id, len(manifest.to_bytes()), "manifest"),
+            *(
+                Descriptor(digest, size, kind)
+                for digest, kind, size in side_objects(manifest)
+                if size is not None
+            ),
+            *(Descriptor(ref.digest, ref.size, "page") for ref in manifest.pages),
+        )
+
+    @cached_property
+    def unsized(self) -> tuple[tuple[str, str], ...]:
+        """(digest, extension) of sources, abouts and selections, whose size no page says."""
+        found = [(digest, kind) for digest, kind, size in side_objects(self.manifest) if size is None]
+        for table in self.tables:
+            selected = np.flatnonzero(table.has_selection).tolist()
+            found += [(table.selection_digest_text(i) or "", "selection") for i in selected]
+        return tuple(dict.fromkeys(found))
 
     def names(self) -> Iterator[tuple[str, int | None]]:
         """(object name, size where it is known) of everything."""
@@ -46,15 +89,27 @@ class Inventory:
         for digest, kind in self.unsized:
             yield object_name(digest, kind), None
 
-    def sized(self, repository: OpenedRoot) -> tuple[Descriptor, ...]:
-        """`unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity.
+    def small(self, repository: OpenedRoot) -> tuple[Descriptor, ...]:
+        """`rest` and `unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity.
 
         Raises:
             NotFoundError, IntegrityError: one is gone or damaged in all locations.
         """
-        return tuple(
+        sized = (
             Descriptor(digest, _good_size(repository, digest, kind), kind) for digest, kind in self.unsized
         )
+        return (*self.rest, *sized)
+
+
+def side_objects(manifest: Manifest) -> Iterator[tuple[str, str, int | None]]:
+    """(digest, extension, size where it is known) of what a manifest names beside its pages and shards."""
+    if manifest.sources is not None:
+        yield manifest.sources, "sources", None
+    if manifest.about is not None:
+        yield manifest.about, "about", None
+    for lookup in manifest.lookups:
+        for piece in lookup.pieces:
+            yield piece.digest, "lookup", piece.size
 
 
 def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
@@ -65,49 +120,42 @@ def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
     return len(repository.get_object(digest, kind))
 
 
-def take_inventory(repository: OpenedRoot, manifest_id: str) -> Inventory:
-    """Read a manifest and its pages, verified, and list what they name.
+def take_inventory(
+    repository: OpenedRoot, manifest_id: str, *, unreadable: Unreadable | None = None
+) -> Inventory:
+    """Read a manifest and its pages, verified.
+
+    Args:
+        repository: that holds it.
+        manifest_id: ``sha256:<hex>``.
+        unreadable: told of each page that cannot be read, which the inventory then lacks.
 
     Raises:
-        NotFoundError, IntegrityError, FormatError: the manifest or a page is gone or damaged.
+        NotFoundError, IntegrityError, FormatError: the manifest, or a page without `unreadable`, is gone or damaged.
     """
     data = repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES)
     manifest = Manifest.from_bytes(data)
-    shards: list[Descriptor] = []
-    indexes: list[Descriptor] = []
-    rows: list[int] = []
-    rest = [Descriptor(manifest_id, len(data), "manifest")]
-    unsized = [
-        (digest, kind)
-        for digest, kind in ((manifest.sources, "sources"), (manifest.about, "about"))
-        if digest
-    ]
-    rest += [
-        Descriptor(piece.digest, piece.size, "lookup")
-        for lookup in manifest.lookups
-        for piece in lookup.pieces
-    ]
-    if not manifest.parts and MIXED not in (manifest.format, manifest.compression):
-        for ref in manifest.pages:
+    if manifest.parts or MIXED in (manifest.format, manifest.compression):
+        if manifest.pages:
+            raise IntegrityError(
+                f"manifest {manifest_id} is merged and has pages of its own; do not trust it"
+            )
+        return Inventory(manifest, ())
+    tables: list[ShardTable] = []
+    for ref in manifest.pages:
+        try:
             page = repository.get_object(ref.digest, "page", ref.size)
-            rest.append(Descriptor(ref.digest, ref.size, "page"))
-            table = unpack_page(page, ref, strata=len(manifest.strata))
-            some_shards, some_indexes = shards_and_indexes(manifest, table)
-            shards += some_shards
-            rows += table.rows.tolist()
-            indexes += some_indexes
-            selected = np.flatnonzero(table.has_selection).tolist()
-            unsized += [(table.selection_digest_text(i) or "", "selection") for i in selected]
-    elif manifest.pages:
-        raise IntegrityError(f"manifest {manifest_id} is merged and has pages of its own; do not trust it")
-    return Inventory(
-        manifest, tuple(shards), tuple(indexes), tuple(rest), tuple(dict.fromkeys(unsized)), tuple(rows)
-    )
+            tables.append(unpack_page(page, ref, strata=len(manifest.strata)))
+        except ShardkitError as error:
+            if unreadable is None:
+                raise
+            unreadable(object_name(ref.digest, "page"), ref.digest, error)
+    return Inventory(manifest, tuple(tables))
 
 
 def walk_versions(
     repository: OpenedRoot, versions: Iterable[str], *, optional: bool = False
-) -> Iterator[tuple[str, Inventory]]:
+) -> Iterator[Inventory]:
     """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business.
 
     Args:
@@ -133,7 +181,7 @@ def walk_versions(
         waiting += [
             part for _, part in inventory.manifest.parts if part not in seen and _is_here(repository, part)
         ]
-        yield version, inventory
+        yield inventory
 
 
 def _is_here(repository: OpenedRoot, part: str) -> bool:
@@ -146,17 +194,3 @@ def _is_here(repository: OpenedRoot, part: str) -> bool:
             if location.holds == "objects" and location.store.head(name) is not None:
                 return True
     return False
-
-
-def shards_and_indexes(
-    manifest: Manifest, table: ShardTable
-) -> tuple[tuple[Descriptor, ...], tuple[Descriptor, ...]]:
-    """The shards of a page, or of a whole version that was not merged, and their indexes."""
-    suffix = extension(manifest.format, manifest.compression)
-    return (
-        tuple(Descriptor(table.digest_text(i), int(table.size[i]), suffix) for i in range(len(table))),
-        tuple(
-            Descriptor(table.index_digest_text(i), int(table.index_size[i]), "index")
-            for i in range(len(table))
-        ),
-    )

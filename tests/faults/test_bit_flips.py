@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.dataset.verify import verify
+from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.storage import Repository
 from tests.drills import drill_count

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.dataset.verify import verify
+from shardkit.copies.verify import verify
 from shardkit.storage import Repository
 from shardkit.stores.file_operations import substituted
 from shardkit_tools.main import run

@@ -18,7 +18,7 @@ from shardkit.audit.checkpoint_records import read_checkpoints
 from shardkit.audit.run_record import load_run
 from shardkit.copies.policy.opening import CopyMark
 from shardkit.copies.policy.record import LocationTable
-from shardkit.copies.repairing import read_looks
+from shardkit.copies.records import read_looks
 from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps

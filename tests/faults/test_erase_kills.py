@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase
-from shardkit.dataset.verify import verify
 from shardkit.storage import LocalStore, Repository
 from tests.drills import drill_count
 

@@ -15,9 +15,9 @@ import pytest
 
 import shardkit
 from shardkit.copies.collecting import collect
+from shardkit.copies.place import Change, place
+from shardkit.copies.placement import find_needed
 from shardkit.copies.policy import LocationRecord, read_table
-from shardkit.copies.replicating import find_needed, place
-from shardkit.copies.replicating.placing import Change
 from shardkit.errors import CommitConflict
 from shardkit.repository.inventory import take_inventory
 from shardkit.storage import Repository, put_manifest

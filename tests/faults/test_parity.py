@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.copies.parity_encoding import encode_set, encode_sets
-from shardkit.copies.repairing import repair
+from shardkit.copies.repair import repair
 from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.reading.parity import find_records, parity_names, rebuild_range, restore
 from shardkit.reading.parity.galois import recover, sums
 from shardkit.reading.parity.sets import ParitySet, SetRecord, form_sets, parse_header
+from shardkit.repository.inventory import take_inventory
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.objects import Descriptor, object_name
 from shardkit.testing.memory_store import MemoryStore
@@ -302,11 +303,13 @@ def test_a_version_is_encoded_once_and_an_append_adds_its_own(tmp_path: Path) ->
     assert more.kept >= 2 * (len(load_manifest(repository, manifest).table) // 4), (
         "full sets stay as they are"
     )
-    names = parity_names(repository, manifest)
+    names = parity_names(repository, take_inventory(repository, manifest))
     there = {name for name in repository.store.list_after("objects/") if name.endswith(".parity")}
     assert {name for name in names if name.endswith(".parity")} < there
     assert there == {
-        name for name in names | parity_names(repository, repository.resolve()) if name.endswith(".parity")
+        name
+        for name in names | parity_names(repository, take_inventory(repository, repository.resolve()))
+        if name.endswith(".parity")
     }
     assert len(list(find_records([repository.store]))) == done.sets + more.encoded
 

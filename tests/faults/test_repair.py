@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.copies.checking import check_object
 from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.policy import LocationRecord
-from shardkit.copies.repairing import Records, check_copy, read_looks, repair, scrub
-from shardkit.copies.replicating.pacing import Pace
+from shardkit.copies.records import Records, read_looks
+from shardkit.copies.repair import repair
+from shardkit.copies.scrub import scrub
+from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase
-from shardkit.dataset.verify import verify
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.reading.attestations import Attestation
@@ -397,11 +399,11 @@ class TestScrub:
 
         store = NoBytes()
         store.put_new(name, b"test")
-        assert check_copy(store, name, 4, "stored", Pace())[:3] == ("good", "stored", 0)
+        assert check_object(store, name, 4, "stored")[:3] == ("good", "stored", 0)
         store.objects[name] = b"tess"
-        assert check_copy(store, name, 4, "stored", Pace()).result == "wrong"
-        assert check_copy(store, name, 5, "list", Pace()).result == "wrong"
-        assert check_copy(store, name.replace("9f86", "9f87"), 4, "list", Pace()).result == "missing"
+        assert check_object(store, name, 4, "stored").result == "wrong"
+        assert check_object(store, name, 5, "list").result == "wrong"
+        assert check_object(store, name.replace("9f86", "9f87"), 4, "list").result == "missing"
 
     def test_verify_believes_what_is_recorded_for_as_long_as_the_policy_says(self, tmp_path: Path) -> None:
         make(tmp_path, parity=4)
@@ -424,7 +426,7 @@ class TestScrub:
 
 AT_WORK = """
 import os, sys
-from shardkit.copies.replicating.pacing import Pace
+from shardkit.copies.pacing import Pace
 from shardkit_tools.main import run
 
 take = Pace.take

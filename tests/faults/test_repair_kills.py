@@ -14,7 +14,9 @@ import pytest
 
 import shardkit
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.repairing import read_looks, repair, scrub
+from shardkit.copies.records import read_looks
+from shardkit.copies.repair import repair
+from shardkit.copies.scrub import scrub
 from shardkit.errors import FormatError
 from shardkit.reading.parity import find_records
 from shardkit.storage import Repository, parse_object_name
@@ -24,7 +26,8 @@ WORKER = """
 import sys
 from shardkit.storage import Repository
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.repairing import repair, scrub
+from shardkit.copies.repair import repair
+from shardkit.copies.scrub import scrub
 
 work, root = sys.argv[1:]
 print("begun", flush=True)

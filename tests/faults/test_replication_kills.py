@@ -16,10 +16,11 @@ import pytest
 
 import shardkit
 from shardkit.copies.collecting import collect
+from shardkit.copies.facts import look
+from shardkit.copies.place import Change, place
+from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.policy import LocationRecord, Policy, read_table
-from shardkit.copies.replicating import find_needed, look, place, replicate
-from shardkit.copies.replicating.needed import live_versions
-from shardkit.copies.replicating.placing import Change
+from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.repository.inventory import take_inventory
 from shardkit.storage import Repository
@@ -31,13 +32,13 @@ from tests.faults.faulty_operations import FaultyOperations
 DRIVER = """
 import json, sys
 import shardkit
-import shardkit.dataset.creating, shardkit.repository.garbage_lists, shardkit.copies.replicating.committing
+import shardkit.dataset.creating, shardkit.repository.garbage_lists, shardkit.copies.replicate
 from shardkit.storage import Repository
 from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.copies.policy import LocationRecord
-from shardkit.copies.replicating import place, replicate
-from shardkit.copies.replicating.placing import Change
+from shardkit.copies.place import Change, place
+from shardkit.copies.replicate import replicate
 from tests.faults.killed_operations import KilledOperations, run_in_child
 
 def build(root, folder):

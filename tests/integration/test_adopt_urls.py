@@ -18,7 +18,7 @@ import fsspec
 import pytest
 
 import shardkit
-from shardkit.dataset.verify import verify
+from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import open_store

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.copies.repairing import read_looks
+from shardkit.copies.records import read_looks
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import open_store
 from shardkit_tools.main import run

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.copies.place import Change, place
 from shardkit.copies.policy import LocationRecord
-from shardkit.copies.replicating import place
-from shardkit.copies.replicating.placing import Change
-from shardkit.dataset.verify import verify
+from shardkit.copies.verify import verify
 from shardkit.reading.cache import Supply
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import Repository

@@ -11,8 +11,9 @@ from typing import Any, Self
 import pytest
 
 import shardkit
-from shardkit.copies.repairing import repair, scrub
-from shardkit.copies.replicating import replicate
+from shardkit.copies.repair import repair
+from shardkit.copies.replicate import replicate
+from shardkit.copies.scrub import scrub
 from shardkit.errors import ConfigurationError
 from shardkit.storage import Repository
 from shardkit_tools.main import run

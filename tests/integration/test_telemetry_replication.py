@@ -6,10 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import shardkit
+from shardkit.copies.lag import ReplicationLag
+from shardkit.copies.place import Change, place
 from shardkit.copies.policy import LocationRecord
-from shardkit.copies.replicating import place
-from shardkit.copies.replicating.lag import ReplicationLag
-from shardkit.copies.replicating.placing import Change
 from shardkit.storage import Repository
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from tests.unit.telemetry_series import made_series

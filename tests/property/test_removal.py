@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import shardkit
 import shardkit_tools.building.rebuilding as rebuilding
+from shardkit.copies.place import Change, place
 from shardkit.copies.policy import LocationRecord, Policy
-from shardkit.copies.replicating.placing import Change, place
+from shardkit.copies.verify import verify
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected
-from shardkit.dataset.verify import verify
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
 from shardkit.storage import Repository, object_name
 

@@ -14,10 +14,11 @@ import numpy as np
 
 import shardkit
 from shardkit.copies.collecting.collecting import collect
+from shardkit.copies.place import Change, place
 from shardkit.copies.policy import LocationRecord
-from shardkit.copies.repairing import repair, scrub
-from shardkit.copies.replicating.placing import Change, place
-from shardkit.copies.replicating.replicating import replicate
+from shardkit.copies.repair import repair
+from shardkit.copies.replicate import replicate
+from shardkit.copies.scrub import scrub
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
+from shardkit.copies import checking, copying, place, placement, repair, replicate
 from shardkit.copies.collecting import collecting, marking
-from shardkit.copies.repairing import checking, healing, repairing
-from shardkit.copies.replicating import copying, dropping, needed, placing, replicating
 from shardkit.dataset import erasing, erasing_copies, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
@@ -77,15 +76,15 @@ def _unchecked_get(self: Any, digest: str, extension: str, size: int | None, max
 
 
 def _unchecked_copy(
-    name: str, sources: Any, target: Any, *, pace: Any, moved: Any = None, bad_copy: Any = None
-) -> int:
+    name: str, sources: Any, target: Any, *, pace: Any = None, moved: Any = None, bad_copy: Any = None
+) -> tuple[str, int]:
     """A copy gets its name without a look at its bytes."""
     for source in sources:
         if source.name != target.name:
             data = source.store.get(name, max_bytes=object_access.MAX_OBJECT_BYTES)
             if not target.store.put_new(name, data):
                 target.store.replace(name, data)
-            return len(data)
+            return source.name, len(data)
     raise StoreError(name)
 
 
@@ -168,18 +167,15 @@ def _indexes_last() -> Iterator[None]:
         yield
 
 
-def _mark_refs(repository: Any, log: Any, since: float, marker: Any) -> Any:
+def _mark_refs(repository: Any, log: Any, since: float) -> Any:
     """What only tags name is not alive."""
     untagged = (dataclasses.replace(entry, tags={}) for entry in log)
-    return marking.mark_live(repository, untagged, since, marker)
+    return marking.mark_live(repository, untagged, since)
 
 
-def _looked_at(store: Any, name: str, size: int | None, _depth: Any, pace: Any) -> Any:
+def _listed(store: Any, name: str, size: int | None, _depth: Any, pace: Any = None) -> Any:
     """That an object is there is enough."""
-    return _CHECK(store, name, size, "list", pace)
-
-
-_CHECK: Final = checking.check_copy
+    return checking.check_object(store, name, size, "list", pace)
 
 
 def _move_tags(self: Any, tags: dict[str, str]) -> None:
@@ -211,24 +207,24 @@ def _marked(kind: str) -> Patch:
 def _marked_by_main(*given: Any) -> set[str]:
     """Only what main needs is alive."""
     main = given[0].resolve("main")
-    return {name for _, one in inventory.walk_versions(given[0], [main]) for name, _ in one.names()}
+    return {name for one in inventory.walk_versions(given[0], [main]) for name, _ in one.names()}
 
 
 def _needs(kind: str) -> Patch:
     """Replication forgets a kind of objects."""
 
     def find_needed(*given: Any, **named: Any) -> dict[str, Any]:
-        found = needed.find_needed(*given, **named)
+        found = placement.find_needed(*given, **named)
         return {name: one for name, one in found.items() if not name.endswith(kind)}
 
-    return _replaced(replicating, "find_needed", find_needed)
+    return _replaced(replicate, "find_needed", find_needed)
 
 
 def _placed(kind: str) -> Patch:
     """Repair does not look at a kind of objects."""
-    real = repairing.placed
+    real = repair.Repairer.placed
     return _replaced(
-        repairing, "placed", lambda *given: (one for one in real(*given) if not one[1].endswith(kind))
+        repair.Repairer, "placed", lambda self: (one for one in real(self) if not one.name.endswith(kind))
     )
 
 
@@ -263,7 +259,7 @@ def _blocks_unchecked() -> Iterator[None]:
 
 def _moved_at_once(table: Any, found: Any, wanted: Any, copies: Any, pace: Any) -> Any:
     """Surplus copies go without a look at those that stay."""
-    done = dropping.Drops()
+    done = place.Drops()
     for location, name in copies:
         found.stores[location].store.delete(name)
         done.objects += 1
@@ -276,9 +272,9 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(object_access.ObjectAccess, "get", _unchecked_get),
-    "a copy is not checked": _both(copying, healing, "copy_object", _unchecked_copy),
+    "a copy is not checked": _both(copying, repair, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
-    "surplus goes without a look at what stays": _replaced(placing, "drop_surplus", _moved_at_once),
+    "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
     "commits do not look at collections": _replaced(Repository, "_check_not_collected", _nothing),
     "collections are not announced": _replaced(Repository, "begin_collection", _unannounced),
     "only main is alive": _replaced(collecting, "mark_live", _marked_by_main),
@@ -296,7 +292,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "the last commit wins": _replaced(Changes, "apply", _last_one_wins),
     "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
     "tags may be moved": _replaced(Changes, "_add_tags", _move_tags),
-    "repair believes what is there": _replaced(checking, "check_copy", _looked_at),
+    "repair believes what is there": _replaced(repair, "check_object", _listed),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(Journal, "begin", _nothing),
     "erasing leaves the parity": _replaced(erasing, "delete_parity", _nothing),
@@ -320,11 +316,11 @@ FOUND_BY: Final[dict[str, int]] = {
     "a version is committed before its indexes are there": 1,
     "the last commit wins": 2,
     "marking ignores tags": 9,
-    "repair believes what is there": 2,
-    "a killed erasure is forgotten": 2,
+    "repair believes what is there": 34,
+    "a killed erasure is forgotten": 7,
     "tags may be moved": 19,
-    "replication forgets pages": 14,
-    "repair passes over indexes": 9,
+    "replication forgets pages": 7,
+    "repair passes over indexes": 52,
     "what exists after a lost answer is ours": 1292,
 }
 """Mutation → the first seed that finds it."""

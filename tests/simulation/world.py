@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import shardkit
+from shardkit.copies.place import Change, place
 from shardkit.copies.policy import LocationRecord, Parity, Policy
-from shardkit.copies.replicating.placing import Change, place
 from shardkit.errors import ShardkitError
 from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.identity import IDENTITY_NAME, Identity
@@ -176,7 +176,7 @@ class World:
             try:
                 found = {
                     name
-                    for _, inventory in walk_versions(repository, [manifest])
+                    for inventory in walk_versions(repository, [manifest])
                     for name, _ in inventory.names()
                 }
             except ShardkitError as error:

@@ -9,20 +9,13 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from shardkit.copies.copying import copy_object
+from shardkit.copies.facts import look
+from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
+from shardkit.copies.place import Change, place, promote, undo
+from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.policy import LocationRecord, Policy, read_table
-from shardkit.copies.replicating import (
-    Hours,
-    Pace,
-    copy_object,
-    find_needed,
-    look,
-    parse_bandwidth,
-    place,
-    promote,
-    replicate,
-)
-from shardkit.copies.replicating.needed import live_versions
-from shardkit.copies.replicating.placing import Change, undo
+from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.locations import Location
 from shardkit.storage import LocalStore, Repository
@@ -123,7 +116,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     assert target.store.head(name) is None
     told: list[tuple[str, str]] = []
     moved: list[int] = []
-    size = copy_object(
+    source, size = copy_object(
         name,
         [bad, good],
         target,
@@ -131,7 +124,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
         moved=moved.append,
         bad_copy=lambda at, _, how: told.append((at.name, how)),
     )
-    assert size == len(data)
+    assert (source, size) == ("good", len(data))
     assert target.store.get(name, max_bytes=size) == data
     assert told == [("bad", "wrong")]
     assert sum(moved) == 2 * len(data)

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 import shardkit
+from shardkit.copies.place import Change, place
 from shardkit.copies.policy import LocationRecord
-from shardkit.copies.replicating import place, replicate
-from shardkit.copies.replicating.placing import Change
+from shardkit.copies.replicate import replicate
 from shardkit.ranges import parse_size
 from shardkit.repository.repository import Repository
 from tests.servers.object_stores import localstack, s3_environment

@@ -25,10 +25,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import shardkit
+from shardkit.copies.verify import verify
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.removing import erase, remove
-from shardkit.dataset.verify import verify
 
 SCHEMA = {"url": "str", "body": "bytes", "n": "int64"}
 SETTINGS = {"format": "arrow", "shard_size": "16MiB", "stratify": "lang"}

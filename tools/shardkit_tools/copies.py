@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardkit.copies.pacing import Pace
+from shardkit.copies.place import Change, place
+from shardkit.copies.placement import live_versions, unknown_strata
 from shardkit.copies.policy import LocationRecord, Policy, read_table
 from shardkit.copies.policy.opening import root_store
-from shardkit.copies.replicating import Pace, Replication, place, replicate
-from shardkit.copies.replicating.needed import live_versions, unknown_strata
-from shardkit.copies.replicating.placing import Change
-from shardkit.copies.replicating.protecting import encode_parity
+from shardkit.copies.replicate import Replication, encode_parity, replicate
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.repository.repository import Repository

@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardkit.copies.repairing.checking import CheckAll, Checked, CopyCheck, check_copy
-from shardkit.copies.replicating.copying import CopyAll, CopyTask, copy_task
-from shardkit.copies.replicating.pacing import Hours, Pace, parse_bandwidth
+from shardkit.copies.checking import CheckResult, check_object
+from shardkit.copies.copying import CopyAll, CopyTask, copy_task
+from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
+from shardkit.copies.repair import CheckAll, CopyCheck
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError
 from shardkit.repository.identity import IDENTITY_NAME
 from shardkit.stores.store import Store
@@ -133,15 +134,15 @@ class CheckWorker:
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def work(self, item: _Checks, report: Report) -> tuple[int, list[Checked]]:
+    def work(self, item: _Checks, report: Report) -> tuple[int, list[CheckResult]]:
         """What was found, in order, and the number of the first."""
         found = []
         for check in item.checks:
             problem = self._locations.problem(check.store)
             if problem:
-                found.append(Checked("unreadable", "list", 0, problem))
+                found.append(CheckResult("unreadable", "list", got=problem))
             else:
-                found.append(check_copy(check.store, check.name, check.size, check.depth, Pace()))
+                found.append(check_object(*check))
             report(1, found[-1].num_bytes)
         return item.first, found
 
@@ -173,8 +174,8 @@ def spread_checks(engine: Engine | None) -> CheckAll | None:
     if engine is None:
         return None
 
-    def check_all(checks: Sequence[CopyCheck]) -> Iterator[Checked]:
-        waiting: dict[int, list[Checked]] = {}
+    def check_all(checks: Sequence[CopyCheck]) -> Iterator[CheckResult]:
+        waiting: dict[int, list[CheckResult]] = {}
         wanted = 0
         for first, found in engine.run(CheckWorker, _check_tasks(checks), _ignore):
             waiting[first] = found

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
-from shardkit.copies.collecting.marking import COLLECTED, Marker, mark_live
-from shardkit.copies.policy import ROOT_NAME, LocationRecord, read_table
+from shardkit.copies.collecting.marking import COLLECTED, mark_live
+from shardkit.copies.documents import mirror_log
+from shardkit.copies.facts import Facts, open_recorded
+from shardkit.copies.policy import ROOT_NAME
 from shardkit.copies.policy.opening import root_store
-from shardkit.copies.policy.table import first_root
-from shardkit.copies.replicating.facts import Facts, open_all
-from shardkit.copies.replicating.mirroring import mirror_log
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.repository.garbage_lists import (
     MAX_NAMES,
@@ -119,15 +118,14 @@ def collect(
     done = Collection()
     store = root_store(repository.store)
     _check_no_erasure(repository, store)
-    facts = _open(repository)
+    facts = open_recorded(repository)
     done.unreachable = dict(facts.problems)
     if delete:
         done.finished = _finish_killed(repository, facts, done, report, clock, take_over_s, settle_s)
     before = _begun_ever(repository.head())
     reading = Repository.open(repository.url, read_only=True)
     since = clock() - history_s
-    marker = Marker(reading)
-    live = mark_live(reading, repository.newest_commits(), since, marker)
+    live = mark_live(reading, repository.newest_commits(), since)
     listed = _list(facts, done)
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
@@ -140,7 +138,7 @@ def collect(
         chosen = set(sorted(due)[:MAX_NAMES])
 
         def still_due() -> list[str]:
-            return sorted(chosen - mark_live(reading, repository.newest_commits(), since, marker))
+            return sorted(chosen - mark_live(reading, repository.newest_commits(), since))
 
         _collect(repository, facts, before, still_due, int(clock()), done, report)
     _forget_old_lists(repository, store, int(clock()))
@@ -283,13 +281,6 @@ def _sweep(
             if report is not None:
                 report(gone, total)
     return True
-
-
-def _open(repository: Repository) -> Facts:
-    store = root_store(repository.store)
-    table = read_table(store, repository.id)
-    records: Iterable[LocationRecord] = table.locations if table else (first_root(store),)
-    return open_all(repository, records)
 
 
 def _list(facts: Facts, done: Collection) -> set[str]:

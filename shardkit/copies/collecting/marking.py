@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from shardkit.copies.policy.opening import root_store
 from shardkit.errors import IntegrityError, NotFoundError
 from shardkit.reading.parity.catalogue import parity_names
-from shardkit.repository.inventory import Inventory, walk_versions
+from shardkit.repository.inventory import walk_versions
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
@@ -21,7 +20,7 @@ from shardkit.stores.store import Store
 from shardkit.stores.temporaries import FOLDER
 from shardkit.stores.utc import seconds_of
 
-__all__ = ["COLLECTED", "Marker", "mark_live", "objects_of_builds", "versions_of"]
+__all__ = ["COLLECTED", "mark_live", "objects_of_builds", "versions_of"]
 
 COLLECTED: Final = frozenset(EXTENSIONS) - {"tensor", "checkpoint"}
 """Extensions that a collection may take: checkpoints belong to runs, which remove their own."""
@@ -48,50 +47,27 @@ def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[st
     return now or set(), recent - (now or set())
 
 
-@dataclass
-class Marker:
-    """Marks versions, each once, however often it is asked.
+def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> set[str]:
+    """Names of all objects that refs, tags and the history since `since` need, and builds under way have put.
 
     Args:
         repository: reads over all locations.
-    """
-
-    repository: Repository
-
-    def __post_init__(self) -> None:
-        self._marked: dict[str, frozenset[str]] = {}
-
-    def mark(self, versions: Iterable[str], *, optional: bool = False) -> set[str]:
-        """Names of all objects that versions need, their parts in this root and their parity included.
-
-        Args:
-            versions: manifest ids.
-            optional: versions of the past may be gone; what is left of them is no reason to stop.
-
-        Raises:
-            NotFoundError, IntegrityError, FormatError: a version cannot be read: nothing may be collected.
-        """
-        found: set[str] = set()
-        for version, inventory in walk_versions(self.repository, versions, optional=optional):
-            found |= self._names(version, inventory)
-        return found
-
-    def _names(self, version: str, inventory: Inventory) -> frozenset[str]:
-        names = self._marked.get(version)
-        if names is None or parity_names(self.repository, version) - names:
-            own = {name for name, _ in inventory.names()}
-            names = self._marked[version] = frozenset(own | parity_names(self.repository, version))
-        return names
-
-
-def mark_live(repository: Repository, log: Iterable[LogEntry], since: float, marker: Marker) -> set[str]:
-    """Names of all objects that refs, tags and the history since `since` need, and builds under way have put.
+        log: newest first.
+        since: seconds since 1970.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a version cannot be read: nothing may be collected.
     """
     now, past = versions_of(log, since)
-    return marker.mark(now) | marker.mark(past, optional=True) | objects_of_builds(repository)
+    # Versions of the past may be gone; what is left of them is no reason to stop.
+    return _mark(repository, now) | _mark(repository, past, optional=True) | objects_of_builds(repository)
+
+
+def _mark(repository: Repository, versions: Iterable[str], *, optional: bool = False) -> set[str]:
+    found: set[str] = set()
+    for inventory in walk_versions(repository, versions, optional=optional):
+        found |= {name for name, _ in inventory.names()} | parity_names(repository, inventory)
+    return found
 
 
 def objects_of_builds(repository: Repository) -> set[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -25,7 +25,6 @@ MAX_COPIES: Final = 16
 _MAX_CRITICAL: Final = 100
 _MAX_MEMBERS: Final = 128
 _PARITY: Final = re.compile(r"([0-9]{1,3})\+([0-9])")
-_KEYS: Final = ("copies", "critical", "parity", "mode", "max_scrub_age")
 _JSON: Final = ("copies", "critical", "parity", "mode", "max_scrub_age_s")
 
 
@@ -118,30 +117,6 @@ class Policy:
         """Whether a shard holds rows of a critical stratum."""
         return any(one.stratum in strata for one in self.critical)
 
-    # As people write it
-
-    @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> Policy:
-        """Read the table ``[policy]`` of a TOML file, or the same as a mapping.
-
-        Raises:
-            ConfigurationError: an unknown key (with the nearest known one), or a value out of range.
-        """
-        for key in table:
-            if key not in _KEYS:
-                close = difflib.get_close_matches(str(key), _KEYS, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(_KEYS)}"
-                raise ConfigurationError(f"policy: unknown key {str(key)[:40]!r}; {hint}")
-        given = table.get("critical", ())
-        tables = [given] if isinstance(given, Mapping) else list(given)
-        return cls(
-            copies=_integer(table.get("copies", 1), "copies"),
-            critical=tuple(_critical(one) for one in tables),
-            parity=Parity.parse(str(table.get("parity", "none"))),
-            mode=table.get("mode", "hybrid"),
-            max_scrub_age_s=parse_duration(str(table.get("max_scrub_age", "30d")), "max_scrub_age"),
-        )
-
     def changed(
         self,
         *,
@@ -163,15 +138,18 @@ class Policy:
         Raises:
             ConfigurationError: a value out of range.
         """
-        table = self.to_table()
-        new = {"copies": copies, "parity": parity, "mode": mode, "max_scrub_age": max_scrub_age}
-        table |= {name: value for name, value in new.items() if value is not None}
+        new: dict[str, Any] = {"copies": copies, "mode": mode}
         if critical is not None:
-            table["critical"] = [_parse_critical(text) for text in critical]
-        return Policy.from_table(table)
+            new["critical"] = tuple(map(_parse_critical, critical))
+        if max_scrub_age is not None:
+            new["max_scrub_age_s"] = parse_duration(max_scrub_age, "max_scrub_age")
+        new = {name: value for name, value in new.items() if value is not None}
+        if parity is not None:
+            new["parity"] = Parity.parse(parity)
+        return dataclasses.replace(self, **new)
 
     def to_table(self) -> dict[str, Any]:
-        """What `from_table` reads back."""
+        """As people write it."""
         return {
             "copies": self.copies,
             "critical": [{"stratum": one.stratum, "copies": one.copies} for one in self.critical],
@@ -219,26 +197,11 @@ class Policy:
         )
 
 
-def _critical(value: object) -> Critical:
-    if not isinstance(value, Mapping) or set(value) != {"stratum", "copies"}:
-        raise ConfigurationError(
-            f"critical {str(value)[:80]}: expected a stratum and its copies, such as "
-            '{stratum = "gold", copies = 3}'
-        )
-    return Critical(str(value["stratum"]), _integer(value["copies"], "critical copies"))
-
-
-def _parse_critical(text: str) -> dict[str, object]:
+def _parse_critical(text: str) -> Critical:
     stratum, equals, copies = text.rpartition("=")
     if not equals or not (copies.isascii() and copies.isdecimal()):
         raise ConfigurationError(f"critical {text[:80]!r}: expected a stratum and its copies, such as gold=3")
-    return {"stratum": stratum, "copies": int(copies)}
-
-
-def _integer(value: object, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigurationError(f"{what} {str(value)[:40]!r}: expected a whole number")
-    return value
+    return Critical(stratum, int(copies))
 
 
 def _check_copies(copies: int, what: str) -> None:

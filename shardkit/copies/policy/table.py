@@ -33,7 +33,7 @@ from shardkit.stores.utc import utc_text
 if TYPE_CHECKING:
     from shardkit.stores.store import Store
 
-__all__ = ["commit_table", "first_root", "read_table", "read_tables"]
+__all__ = ["commit_table", "draft_table", "first_root", "read_table", "read_tables"]
 
 _ATTEMPTS: Final = 3
 _MOST: Final = 10**6
@@ -130,6 +130,23 @@ def commit_table(
 def first_root(store: Store, *, domain: str = ROOT_NAME) -> LocationRecord:
     """How a root is recorded that has no table yet."""
     return LocationRecord(name=ROOT_NAME, url=absolute_url(store.url), domain=domain, rank=0)
+
+
+def draft_table(
+    repository_id: str, base: LocationTable | None, policy: Policy, locations: Sequence[LocationRecord]
+) -> LocationTable:
+    """The table after `base` as it would be committed: to place by, not to write."""
+    return LocationTable(
+        n=base.n + 1 if base else 1,
+        repository=repository_id,
+        previous="",
+        txn="0" * 32,
+        time="1970-01-01T00:00:00Z",
+        author="",
+        message="",
+        policy=policy,
+        locations=tuple(locations),
+    )
 
 
 def _put(store: Store, table: LocationTable) -> None:

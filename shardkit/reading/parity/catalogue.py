@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.documents import read_checked
@@ -19,13 +18,14 @@ from shardkit.reading.parity.sets import (
     parse_header,
     version_record_name,
 )
-from shardkit.repository.inventory import Inventory, take_inventory
+from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import Descriptor, object_name, parse_object_name
 from shardkit.stores.store import Store
 
 __all__ = [
     "find_records",
+    "first_good",
     "known_sets",
     "parity_names",
     "put_record",
@@ -38,17 +38,19 @@ __all__ = [
 SETS: Final = "parity/sets/"
 VERSIONS: Final = "parity/versions/"
 
+_Found = TypeVar("_Found")
 
-def sets_of(inventory: Inventory, k: int, unsized: Iterable[Descriptor] = ()) -> list[ParitySet]:
+
+def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> list[ParitySet]:
     """All sets of a version (SPEC.md §2).
 
     Args:
         inventory: of the version.
         k: members of a full set.
-        unsized: `Inventory.sized`; without them the sets of shards and indexes are the same, those of the rest are not.
+        small: `Inventory.small`; without them, the sets of shards and indexes.
     """
-    rest = sorted((*inventory.rest, *unsized), key=lambda member: member.digest)
-    return [found for row in (inventory.shards, inventory.indexes, rest) for found in form_sets(row, k)]
+    rows = (inventory.shards, inventory.indexes, sorted(small, key=lambda member: member.digest))
+    return [found for row in rows for found in form_sets(row, k)]
 
 
 def known_sets(
@@ -65,12 +67,13 @@ def known_sets(
         stores: where parity objects may lie.
     """
     try:
-        return sets_of(inventory, k, inventory.sized(repository))
+        return sets_of(inventory, k, inventory.small(repository))
     except (NotFoundError, IntegrityError):
         members = {one.digest for one in inventory.rest} | {digest for digest, _ in inventory.unsized}
-    certain = sets_of(dataclasses.replace(inventory, rest=()), k)
     told = (record.set for record in find_records(stores))
-    return certain + [one for one in told if any(member.digest in members for member in one.members)]
+    return sets_of(inventory, k) + [
+        one for one in told if any(member.digest in members for member in one.members)
+    ]
 
 
 def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
@@ -112,6 +115,16 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
         return None
 
 
+def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
+    """What the first store says that says anything good."""
+    for store in stores:
+        with contextlib.suppress(ShardkitError):
+            found = ask(store)
+            if found is not None:
+                return found
+    return None
+
+
 def put_record(store: Store, name: str, data: bytes) -> None:
     """Write a document, over one that says something else."""
     if not store.put_new(name, data):
@@ -124,7 +137,7 @@ def put_record(store: Store, name: str, data: bytes) -> None:
 
 
 def parity_names(
-    repository: Repository, manifest_id: str, *, stores: Sequence[Store] | None = None
+    repository: Repository, inventory: Inventory, *, stores: Sequence[Store] | None = None
 ) -> set[str]:
     """Names of everything that the parity of a version consists of: documents and parity objects.
 
@@ -133,20 +146,22 @@ def parity_names(
 
     Args:
         repository: that holds the version.
-        manifest_id: of the version.
+        inventory: of the version.
         stores: where parity objects may lie; given, what is lost or damaged is done without: for repairs.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: the version or a document is damaged: nothing may be collected.
     """
-    version = read_version_record(repository.store, manifest_id)
+    version = read_version_record(repository.store, inventory.manifest.id)
     if version is None:
         return set()
-    inventory = take_inventory(repository, manifest_id)
-    found = {version.name}
-    k = version.members_per_set
-    sets = known_sets(repository, inventory, k, stores) if stores else None
-    for one in sets_of(inventory, k, inventory.sized(repository)) if sets is None else sets:
+    found, k = {version.name}, version.members_per_set
+    sets = (
+        known_sets(repository, inventory, k, stores)
+        if stores
+        else sets_of(inventory, k, inventory.small(repository))
+    )
+    for one in sets:
         try:
             record = read_record(repository.store, one)
         except (FormatError, IntegrityError):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from shardkit.errors import NotFoundError, ShardkitError
 from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location
-from shardkit.reading.parity.catalogue import read_record, read_version_record, sets_of
+from shardkit.reading.parity.catalogue import first_good, read_record, read_version_record, sets_of
 from shardkit.reading.parity.rebuilding import rebuild_range
 from shardkit.reading.parity.sets import ParitySet, SetRecord, version_record_name
-from shardkit.repository.inventory import Inventory, shards_and_indexes
+from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.remote import ObjectStore
@@ -23,8 +23,6 @@ from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.store import Store
 
 __all__ = ["ParityReads", "with_parity"]
-
-_Found = TypeVar("_Found")
 
 
 class ParityReads:
@@ -104,7 +102,9 @@ class ParityReads:
         one = sets.get(digest)
         if one is None:
             return None
-        found = self._records.get(one.id) or _first(self._stores, functools.partial(read_record, wanted=one))
+        found = self._records.get(one.id) or first_good(
+            self._stores, functools.partial(read_record, wanted=one)
+        )
         if found is not None:
             self._records[one.id] = found
         return found
@@ -112,24 +112,11 @@ class ParityReads:
     def _cut(self) -> dict[str, ParitySet]:
         """Member → set, for shards and indexes."""
         manifest = self._manifest
-        version = _first(self._stores, functools.partial(read_version_record, manifest_id=manifest.id))
+        version = first_good(self._stores, functools.partial(read_version_record, manifest_id=manifest.id))
         if version is None:
             return {}
-        shards, indexes = shards_and_indexes(manifest, self._table)
-        sets = sets_of(Inventory(manifest, shards, indexes, (), ()), version.members_per_set)
+        sets = sets_of(Inventory(manifest, (self._table,)), version.members_per_set)
         return {member.digest: one for one in sets for member in one.members}
-
-
-def _first(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
-    """What the first store says that says anything."""
-    for store in stores:
-        try:
-            found = ask(store)
-        except ShardkitError:
-            continue
-        if found is not None:
-            return found
-    return None
 
 
 def with_parity(repository: Repository, manifest: Manifest, table: ShardTable) -> Repository:

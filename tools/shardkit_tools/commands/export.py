@@ -18,9 +18,9 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
-from shardkit.dataset.object_checks import side_objects
 from shardkit.formats import extension, parse_digest
 from shardkit.manifest import ADOPTED
+from shardkit.repository.inventory import side_objects
 from shardkit.storage import Repository, adopted_place, object_name, with_adopted
 from shardkit_tools.console import new_file
 
@@ -77,8 +77,6 @@ def object_names(dataset: Dataset) -> Iterator[tuple[Repository, str, str]]:
     for repository, manifest in roots:
         digests = [(manifest.id, "manifest"), *((page.digest, "page") for page in manifest.pages)]
         digests += [(digest, kind) for digest, kind, _ in side_objects(manifest)]
-        digests += [(manifest.about, "about")] if manifest.about is not None else []
-        digests += [(piece.digest, "lookup") for lookup in manifest.lookups for piece in lookup.pieces]
         for digest, kind in digests:
             yield repository, digest, object_name(digest, kind)
     for shard in range(len(dataset.table)):

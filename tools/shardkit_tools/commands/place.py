@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.copies.place import GRACE_S, Change, Placing, promote, undo
+from shardkit.copies.place import place as place_root
 from shardkit.copies.policy import LocationRecord
 from shardkit.copies.policy.durations import duration_text as short_duration
 from shardkit.copies.policy.durations import parse_duration
-from shardkit.copies.replicating import Placing, promote, undo
-from shardkit.copies.replicating import place as place_root
-from shardkit.copies.replicating.placing import GRACE_S, Change
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import options

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardkit.copies.replicating import replicate as replicate_root
+from shardkit.copies.replicate import replicate as replicate_root
 from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.commands.repair import print_unchecked

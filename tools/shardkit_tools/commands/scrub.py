@@ -10,8 +10,8 @@ import typer
 
 from shardkit.copies.policy import LocationRecord
 from shardkit.copies.policy.durations import parse_duration
-from shardkit.copies.repairing import Scrub
-from shardkit.copies.repairing import scrub as scrub_root
+from shardkit.copies.scrub import Scrub
+from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
 from shardkit_tools import options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document

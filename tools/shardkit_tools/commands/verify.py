@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.dataset.verify import Finding, Verification
-from shardkit.dataset.verify import verify as verify_dataset
+from shardkit.copies.verify import Finding, Verification
+from shardkit.copies.verify import verify as verify_dataset
 from shardkit.errors import UsageError
 from shardkit_tools.console import (
     JsonFlag,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from shardkit.copies.replicating.pacing import Pace
+from shardkit.copies.checking import PIECE_BYTES
+from shardkit.copies.pacing import Pace
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.reading.locations import Location
 from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectAccess
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.store import Stage
 
-__all__ = ["PIECE_BYTES", "CopyAll", "CopyTask", "copy_object", "copy_task"]
-
-PIECE_BYTES: Final = 8 * 2**20
-"""Read and written at a time."""
+__all__ = ["CopyAll", "CopyTask", "copy_object", "copy_task"]
 
 
 def copy_object(
@@ -23,10 +21,10 @@ def copy_object(
     sources: Sequence[Location],
     target: Location,
     *,
-    pace: Pace,
+    pace: Pace | None = None,
     moved: Callable[[int], None] | None = None,
     bad_copy: Callable[[Location, str, str], None] | None = None,
-) -> int:
+) -> tuple[str, int]:
     """Make good bytes of an object durable in a location.
 
     Args:
@@ -38,7 +36,7 @@ def copy_object(
         bad_copy: told of (source, name, "wrong" or "missing").
 
     Returns:
-        Bytes of the object.
+        (name of the source that was good, bytes of the object).
 
     Raises:
         IntegrityError: no source has good bytes.
@@ -59,13 +57,11 @@ def copy_object(
                 bad[source.name] = "missing"
             except IntegrityError:
                 bad[source.name] = "wrong"
-            except StoreError as error:
-                silent = error
+            except ShardkitError as error:
+                silent = error if isinstance(error, StoreError) else StoreError(str(error))
             else:
                 if f"sha256:{stage.digest}" == digest:
-                    size = stage.size
-                    ObjectAccess(target.store).publish(stage, extension)
-                    return size
+                    return source.name, ObjectAccess(target.store).publish(stage, extension).size
                 bad[source.name] = "wrong"
         if bad_copy is not None and source.name in bad:
             bad_copy(source, name, bad[source.name])
@@ -94,7 +90,7 @@ def copy_task(
 ) -> int | IntegrityError | StoreError:
     """Make a copy: its bytes, or why there is none."""
     try:
-        return copy_object(task.name, task.sources, task.target, pace=pace, moved=moved)
+        return copy_object(task.name, task.sources, task.target, pace=pace, moved=moved)[1]
     except (IntegrityError, StoreError) as error:
         return error
 
@@ -107,7 +103,9 @@ class _TargetFailed(Exception):
         self.error = error
 
 
-def _fill(stage: Stage, source: Location, name: str, pace: Pace, moved: Callable[[int], None] | None) -> None:
+def _fill(
+    stage: Stage, source: Location, name: str, pace: Pace | None, moved: Callable[[int], None] | None
+) -> None:
     stat = source.store.head(name)
     if stat is None:
         raise NotFoundError(f"{name} is not in {source.store.url}")
@@ -115,7 +113,8 @@ def _fill(stage: Stage, source: Location, name: str, pace: Pace, moved: Callable
         raise IntegrityError(f"{name} in {source.store.url}: {stat.size} bytes, no object is that large")
     for offset in range(0, stat.size, PIECE_BYTES):
         length = min(PIECE_BYTES, stat.size - offset)
-        pace.take(length)
+        if pace is not None:
+            pace.take(length)
         data = source.store.get_range(name, offset, length)
         try:
             stage.write(data)

@@ -5,18 +5,32 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from shardkit.copies.policy import LocationTable, Placed, placement
-from shardkit.manifest import MIXED, Manifest, unpack_page
+from shardkit.manifest import Manifest
 from shardkit.reading.parity.catalogue import parity_names
 from shardkit.repository.inventory import Inventory, walk_versions
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.store import Store
 
-__all__ = ["Needed", "find_needed", "live_versions", "strata_of", "there_are", "unknown_strata"]
+__all__ = [
+    "LARGE",
+    "Needed",
+    "add_needed",
+    "find_needed",
+    "live_versions",
+    "needed_of",
+    "strata_of",
+    "there_are",
+    "unknown_strata",
+]
+
+LARGE: Final = ("tar", "tar.zst", "arrow", "parity")
+"""Extensions of objects that are not metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +76,31 @@ def find_needed(
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
     found: dict[str, Needed] = {}
-    for version, inventory in walk_versions(repository, versions):
-        for one in _of_version(repository, table, version, inventory, stores):
-            found.setdefault(one.name, one)
-            if len(one.where) > len(found[one.name].where):
-                found[one.name] = one  # one version may know a shard as critical, another not
+    for inventory in walk_versions(repository, versions):
+        add_needed(found, needed_of(repository, table, inventory, stores))
     return found
+
+
+def add_needed(found: dict[str, Needed], more: Iterable[Needed]) -> None:
+    """Note what another version needs; one version may know a shard as critical, another not."""
+    for one in more:
+        if one.name not in found or len(found[one.name].where) < len(one.where):
+            found[one.name] = one
+
+
+def needed_of(
+    repository: Repository, table: LocationTable, inventory: Inventory, stores: Sequence[Store] | None = None
+) -> Iterator[Needed]:
+    """What one version needs; see `find_needed`."""
+    strata = _strata_of_shards(inventory) if table.policy.critical else {}
+    sizes = dict(inventory.names())
+    sizes |= dict.fromkeys(sorted(parity_names(repository, inventory, stores=stores) - sizes.keys()))
+    for name, size in sizes.items():
+        if name.startswith("objects/"):
+            digest, extension = parse_object_name(name)
+            held = strata.get(digest, frozenset())
+            where = placement(table.policy, table.locations, Placed(digest, extension, held))
+            yield Needed(name, size, where, extension not in LARGE or table.policy.is_critical(held))
 
 
 def strata_of(repository: Repository, versions: Iterable[str]) -> set[str]:
@@ -77,7 +110,7 @@ def strata_of(repository: Repository, versions: Iterable[str]) -> set[str]:
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
     found: set[str] = set()
-    for _, inventory in walk_versions(repository, versions):
+    for inventory in walk_versions(repository, versions):
         found.update(*_names_of_strata(inventory.manifest))
     return found
 
@@ -106,39 +139,15 @@ def there_are(name: str, known: Iterable[str]) -> str:
     return f"there are {', '.join(map(repr, names[:10]))}{more}"
 
 
-def _of_version(
-    repository: Repository,
-    table: LocationTable,
-    version: str,
-    inventory: Inventory,
-    stores: Sequence[Store] | None,
-) -> Iterator[Needed]:
-    strata = _strata_of_shards(repository, inventory.manifest) if table.policy.critical else {}
-    sizes = dict(inventory.names())
-    sizes |= dict.fromkeys(sorted(parity_names(repository, version, stores=stores) - sizes.keys()))
-    for name, size in sizes.items():
-        if name.startswith("objects/"):
-            digest, extension = parse_object_name(name)
-            held = strata.get(digest, frozenset())
-            where = placement(table.policy, table.locations, Placed(digest, extension, held))
-            is_large = extension in ("tar", "tar.zst", "arrow", "parity")
-            yield Needed(name, size, where, not is_large or table.policy.is_critical(held))
-
-
-def _strata_of_shards(repository: Repository, manifest: Manifest) -> dict[str, frozenset[str]]:
+def _strata_of_shards(inventory: Inventory) -> dict[str, frozenset[str]]:
     """Digest of each shard → names of the strata of which it holds rows."""
-    if manifest.parts or MIXED in (manifest.format, manifest.compression):
-        return {}
     found: dict[str, frozenset[str]] = {}
-    names = _names_of_strata(manifest)
-    for ref in manifest.pages:
-        page = unpack_page(
-            repository.get_object(ref.digest, "page", ref.size), ref, strata=len(manifest.strata)
-        )
-        borders = page.segment_starts
-        for shard in range(len(page)):
-            numbers = np.unique(page.segment_stratum[borders[shard] : borders[shard + 1]])
-            found[page.digest_text(shard)] = frozenset().union(*(names[i] for i in numbers.tolist()))
+    names = _names_of_strata(inventory.manifest)
+    for table in inventory.tables:
+        borders = table.segment_starts
+        for shard in range(len(table)):
+            numbers = np.unique(table.segment_stratum[borders[shard] : borders[shard + 1]])
+            found[table.digest_text(shard)] = frozenset().union(*(names[i] for i in numbers.tolist()))
     return found
 
 

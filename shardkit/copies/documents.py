@@ -1,8 +1,8 @@
-"""Documents that no manifest names, made good again in the root and its copies: identity, marks, log, tables.
+"""Documents that no manifest names, made good again in the root and its copies, and brought to them.
 
-Each says by itself whether it is as it was written, and entries and tables name their predecessors: so a good one can
-be told wherever it lies. Damaged ones in the root are put right before anything else is read; those of copies last,
-after the objects, so that a copy never shows a state of which it lacks the objects.
+Identity, marks, log and tables say by themselves whether they are as they were written, and entries and tables name
+their predecessors: so a good one can be told wherever it lies. Damaged ones in the root are repaired before anything
+else is read; those of copies last, after the objects, so that a copy never shows a state of which it lacks the objects.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
+from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
 from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable
 from shardkit.copies.policy.opening import COPY_NAME, CopyMark, location_of, read_mark
 from shardkit.copies.policy.record import (
@@ -24,10 +25,11 @@ from shardkit.copies.policy.record import (
     table_name,
     table_number,
 )
-from shardkit.copies.repairing.results import BadCopy, Healed, Lost, Unchecked
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import loads
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.documents import read_checked
+from shardkit.reading.locations import Location
 from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.log import (
     LOG_PREFIX,
@@ -39,16 +41,17 @@ from shardkit.repository.log import (
 )
 from shardkit.stores.store import Store
 
-__all__ = ["Documents", "look_at_documents"]
+__all__ = ["Documents", "check_documents", "mirror_documents", "mirror_log"]
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 _AT_ONCE: Final = 16
+_MAX_BYTES: Final = 2**30
+_MIRRORED: Final = ("locations/", "parity/", "erasures/")
+"""Folders of small documents; those in the root hold, and are put over others, as long as they are not damaged."""
 _FOREIGN: Final = (
     "the root has another one or none, and it does not follow what the root has: the copy was committed to, or the "
     "root was put back to an earlier state; look at both logs (shardkit log) before anything is copied"
 )
-
-_Parsed = TypeVar("_Parsed", bound="LogEntry | LocationTable")
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,16 @@ class Documents:
 
     Attributes:
         newest: the newest good log entry.
+        locations: name → those beside the root that hold this repository.
+        absent: name → why: those that do not, or do not answer.
         lost: documents that are good nowhere.
         unchecked: what a copy has and should not have.
         puts: what is to be put where.
     """
 
     newest: LogEntry | None = None
+    locations: dict[str, Location] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     unchecked: list[Unchecked] = field(default_factory=list)
     puts: list[_Put] = field(default_factory=list)
@@ -163,13 +170,12 @@ def _put(one: _Put) -> Iterator[Healed]:
         yield Healed(one.location, one.name, one.was, one.source, len(one.data))
 
 
-def look_at_documents(root: Store, more: Sequence[LocationRecord], *, writable: bool) -> Documents:
-    """Look at the documents of a root and of its copies; nothing is written.
+def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
+    """Check the documents of a root and of its copies; nothing is written.
 
     Args:
         root: its own store.
         more: locations beside those that its tables name.
-        writable: whether copies are going to be written.
 
     Raises:
         StoreError: the root does not answer.
@@ -178,23 +184,32 @@ def look_at_documents(root: Store, more: Sequence[LocationRecord], *, writable: 
     repository = _repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
         return found  # whoever opens it says what is wrong with it
-    spares = _held(ROOT_NAME, root, _SPARES, repository)
-    tables = [_held(ROOT_NAME, root, _TABLES, repository), spares]
+    tables = [_held(ROOT_NAME, root, row, repository) for row in (_TABLES, _SPARES)]
+    logs = [_held(ROOT_NAME, root, _LOG, repository)]
     known = _chosen(tables)
     newest = known[max(known)].said if known else None
-    records = newest.others if isinstance(newest, LocationTable) else ()
-    copies = {}
-    for record in (*records, *more):
-        with contextlib.suppress(ShardkitError):  # whoever opens the locations says why one is left out
-            store = location_of(record, writable=writable).store
-            newest_table = max(known, default=0)
-            if (
-                _is_copy(store, root, record, repository, newest_table, found)
-                if record in records
-                else _is_known(store, repository)
-            ):
-                copies[record.name] = store
-    logs = [_held(ROOT_NAME, root, _LOG, repository)]
+    recorded = newest.others if isinstance(newest, LocationTable) else ()
+    copies: dict[str, Store] = {}
+    for record in (*recorded, *more):
+        copies.pop(record.name, None)
+        try:
+            location = location_of(record, writable=True)
+            if record in recorded:
+                is_copy, why = _is_copy(location.store, root, record, repository, max(known), found)
+            else:
+                is_copy, why = _is_ours(location.store, repository, root)
+        except MissingDependency:
+            continue  # it cannot be opened on this machine
+        except ShardkitError as error:
+            is_copy, why = False, str(error)
+        if is_copy:
+            copies[record.name] = location.store
+        if why:
+            found.absent[record.name] = why
+            found.locations.pop(record.name, None)
+        else:
+            found.locations[record.name] = location
+            found.absent.pop(record.name, None)
     for name, store in copies.items():
         with contextlib.suppress(ShardkitError):
             tables.append(_held(name, store, _TABLES, repository))
@@ -293,40 +308,55 @@ def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Docum
         ]
 
 
-def _is_known(store: Store, repository: str) -> bool:
-    """Whether a place that no table names holds this repository: nothing is put into one that does not."""
-    with contextlib.suppress(*_DAMAGED):
-        return _identity(store).id == repository
-    return False
+def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = False) -> tuple[bool, str]:
+    """Whether a place holds this repository, else why not: a disk that is not mounted looks like an empty folder.
+
+    Args:
+        store: of the place.
+        repository: id.
+        root: for the message.
+        is_marked: it bears the mark of a copy, so that an identity that is damaged or gone is put there again.
+    """
+    try:
+        if _identity(store).id == repository:
+            return True, ""
+    except _DAMAGED as error:
+        if is_marked:
+            return True, ""
+        if isinstance(error, NotFoundError):
+            refill = f"shardkit place {root.url} --refill NAME"
+            return False, f"{store.url} is empty, or its disk is not mounted; to fill it anew: {refill}"
+    except ShardkitError as error:
+        return False, str(error)
+    return False, f"{store.url} holds another repository; give this location another place"
 
 
 def _is_copy(
     store: Store, root: Store, record: LocationRecord, repository: str, table: int, found: Documents
-) -> bool:
-    """Whether a location is the copy that the table says; a mark that is damaged or gone is noted to be put again.
+) -> tuple[bool, str]:
+    """Whether a location is the copy that the table says, and why it holds nothing of this repository.
 
-    A copy that has lost its mark still has the identity; a folder over which no disk is mounted has neither. One that
-    is ahead of the root has become a root itself and bears no mark.
+    A mark that is damaged or gone is noted to be put again: a copy that has lost its mark still has the identity; a
+    folder over which no disk is mounted has neither. One that is ahead of the root has become a root itself and bears
+    no mark: its objects are good for others, its documents are its own.
     """
-    wanted = CopyMark(record.name, repository)
+    wanted, was = CopyMark(record.name, repository), "wrong"
     try:
         mark = read_mark(store)
-    except (IntegrityError, FormatError):
-        mark, was = None, "wrong"
-    else:
         was = "missing" if mark is None else "wrong"
-    if mark == wanted:
-        return True
-    try:
-        is_ours = _identity(store).id == repository
-    except _DAMAGED:
-        return False
+    except (IntegrityError, FormatError):
+        mark = None
+    except ShardkitError as error:
+        return False, str(error)
+    is_ours, why = _is_ours(store, repository, root, is_marked=mark == wanted)
+    if not is_ours or mark == wanted:
+        return is_ours, why
     is_ahead = store.head(table_name(table + 1)) is not None
     is_another = mark is not None and mark.repository == repository and mark.location != record.name
-    if not is_ours or is_ahead or is_another or store.url == root.url:
-        return False
+    if is_ahead or is_another or store.url == root.url:
+        return False, ""
     found.puts.append(_Put(record.name, store, COPY_NAME, wanted.to_bytes(), was, ROOT_NAME))
-    return True
+    return True, ""
 
 
 def _identities(
@@ -353,3 +383,69 @@ def _identities(
                 was = "missing" if store.head(IDENTITY_NAME) is None else "wrong"
                 data = good.to_bytes()
                 found.puts.append(_Put(name, store, IDENTITY_NAME, data, was, source or ROOT_NAME))
+
+
+def mirror_log(root: Store, copy: Store) -> int:
+    """Copy the entries that a copy lacks; how many.
+
+    Raises:
+        IntegrityError: the copy has an entry that the root has not, or another one of the same number.
+        StoreError: one of the two failed.
+    """
+    entries = list(root.list_after(LOG_PREFIX))
+    held = set(copy.list_after(LOG_PREFIX))
+    foreign = sorted(held - set(entries))
+    if foreign:
+        raise IntegrityError(
+            f"{copy.url} has {foreign[0]}, which {root.url} has not: it was committed to, or the root was put back to "
+            "an earlier state; look at both logs (shardkit log) before anything is copied"
+        )
+    last = max(held, default="")
+    if last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
+        raise IntegrityError(f"{last} in {copy.url} is another one than in {root.url}; look at both logs")
+    missing = sorted(set(entries) - held)
+    for name in missing:
+        data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
+        LogEntry.from_bytes(data, f"{name} in {root.url}")  # a copy gets nothing damaged
+        if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
+            raise IntegrityError(f"{name} in {copy.url} is another one than in {root.url}; look at both logs")
+    return len(missing)
+
+
+def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
+    """Copy the documents that a copy lacks or has otherwise.
+
+    Returns:
+        (name, "missing" or "wrong") of each.
+
+    Raises:
+        StoreError: one of the two failed.
+    """
+    done: list[tuple[str, str]] = []
+    for folder in _MIRRORED:
+        held = set(copy.list_after(folder))
+        for name in root.list_after(folder):
+            if name.startswith(SPARES) or (name in held and table_number(name) is not None):
+                continue  # spares are the root's; tables never change
+            try:
+                data = root.get(name, max_bytes=_MAX_BYTES)
+            except NotFoundError:
+                continue  # removed since it was listed
+            if name not in held and copy.put_new(name, data):
+                done.append((name, "missing"))
+            elif (other := copy.get(name, max_bytes=_MAX_BYTES)) != data:
+                if not _is_sound(data) and _is_sound(other):
+                    root.replace(name, other)
+                    continue
+                copy.replace(name, data)
+                done.append((name, "wrong"))
+    return done
+
+
+def _is_sound(data: bytes) -> bool:
+    """Whether a document is one that shardkit writes: what is torn or cut short is not."""
+    try:
+        loads(data, _MAX_BYTES)
+    except FormatError:
+        return False
+    return True

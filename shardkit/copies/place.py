@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from shardkit.copies.checking import check_object
+from shardkit.copies.facts import Facts, look
+from shardkit.copies.pacing import Pace
+from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
 from shardkit.copies.policy import (
     ROOT_NAME,
     LocationRecord,
@@ -18,27 +23,34 @@ from shardkit.copies.policy import (
     read_table,
     read_tables,
 )
-from shardkit.copies.policy.opening import prepare_copy, root_store
-from shardkit.copies.policy.table import first_root
-from shardkit.copies.replicating.dropping import Drops, drop_surplus, surplus
-from shardkit.copies.replicating.facts import Facts, look
-from shardkit.copies.replicating.needed import Needed, find_needed, live_versions, strata_of, there_are
-from shardkit.copies.replicating.pacing import Pace
-from shardkit.copies.replicating.protecting import encode_parity
-from shardkit.copies.replicating.replicating import (
+from shardkit.copies.policy.opening import COPY_NAME, prepare_copy, read_mark, root_store
+from shardkit.copies.policy.record import absolute_url
+from shardkit.copies.policy.table import draft_table, first_root
+from shardkit.copies.replicate import (
+    Copying,
     Replication,
     Report,
-    begun,
-    copy_missing,
-    finished,
-    mirror,
+    encode_parity,
     over_all,
 )
-from shardkit.errors import ConfigurationError, StoreError, UsageError
+from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
+from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.repository import Repository
+from shardkit.stores.store import Store
+from shardkit.stores.urls import open_store
 from shardkit.stores.utc import seconds_of
 
-__all__ = ["GRACE_S", "Change", "Placing", "changed_table", "place", "prepare", "undo"]
+__all__ = [
+    "GRACE_S",
+    "Change",
+    "Drops",
+    "Placing",
+    "changed_table",
+    "drop_surplus",
+    "place",
+    "promote",
+    "undo",
+]
 
 GRACE_S: Final = 7 * 86_400
 """How long surplus copies stay after a table was committed: until then it can be undone without a copy being made."""
@@ -63,6 +75,22 @@ class Change:
     refill: tuple[str, ...] = ()
     policy: Callable[[Policy], Policy] | None = None
     is_undo: bool = False
+
+
+@dataclass(slots=True)
+class Drops:
+    """What was taken away.
+
+    Attributes:
+        objects: copies deleted. bytes: their bytes.
+        kept: surplus copies that stay because too few good ones were found elsewhere: (location, name).
+        problems: what locations said.
+    """
+
+    objects: int = 0
+    bytes: int = 0
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -194,20 +222,21 @@ def place(
         encode_parity(repository, table, live_versions(repository), pace)
     needed = find_needed(over_all(repository), table, live_versions(repository))
     facts = look(repository, table, needed)
-    placing.copies = begun(table, facts)
+    copying = Copying(repository, table, facts)
+    placing.copies = copying.finished()
     if dry_run:
         _mark_new(placing.copies, base)
         placing.table = table
     else:
         if table is not base or change.refill:
-            _copy(repository, facts, placing.copies, pace, report)
+            copying.copy_missing(pace, report=report)
+            _check_copied(repository, facts, placing.copies)
         if table is not base:
             placing.table = _commit(repository, base, table, message, author)
             placing.committed = True
-    finished(facts, placing.copies)
     _delete_due(placing, facts, needed, pace, grace_s, clock, dry_run=dry_run)
     if not dry_run:
-        mirror(repository, facts, placing.copies)
+        copying.mirror()
     return placing
 
 
@@ -220,7 +249,7 @@ def _table_after(repository: Repository, base: LocationTable | None, change: Cha
         return None
     if not change.is_undo:
         _check_strata(repository, base, policy)
-    return _draft(repository, base, policy, records)
+    return draft_table(repository.id, base, policy, records)
 
 
 def _check_strata(repository: Repository, base: LocationTable | None, policy: Policy) -> None:
@@ -277,23 +306,6 @@ def undo(repository: Repository, **options: Any) -> Placing:
     return place(repository, change, **{"message": f"undo of placement {now.n}", **options})
 
 
-def _draft(
-    repository: Repository, base: LocationTable | None, policy: Policy, records: Sequence[LocationRecord]
-) -> LocationTable:
-    """The table as it would be committed, to place by."""
-    return LocationTable(
-        n=base.n + 1 if base else 1,
-        repository=repository.id,
-        previous="",
-        txn="0" * 32,
-        time="1970-01-01T00:00:00Z",
-        author="",
-        message="",
-        policy=policy,
-        locations=tuple(records),
-    )
-
-
 def _mark_new(copies: Replication, base: LocationTable | None) -> None:
     """What is not there yet because nothing was done is no problem."""
     for one in copies.locations:
@@ -301,11 +313,7 @@ def _mark_new(copies: Replication, base: LocationTable | None) -> None:
             one.state, one.problem = "new", ""
 
 
-def _copy(
-    repository: Repository, facts: Facts, copies: Replication, pace: Pace, report: Report | None
-) -> None:
-    copy_missing(repository, facts, copies, pace, report=report)
-    finished(facts, copies)
+def _check_copied(repository: Repository, facts: Facts, copies: Replication) -> None:
     if facts.missing:
         bad = [one for one in copies.locations if one.lag]
         told = "; ".join(f"{one.name}: {one.problem or one.state}" for one in bad)
@@ -348,3 +356,107 @@ def _told(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
         if name in before and before[name].weight and not one.weight
     ]
     return ", ".join(parts) or "changed the policy"
+
+
+def surplus(facts: Facts, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
+    """(location, object) of copies that belong to some version and not there; what nothing needs is for `gc`."""
+    return [
+        (location, name)
+        for location in facts.stores
+        if location != ROOT_NAME
+        for name in sorted(facts.held[location])
+        if name in needed and location not in needed[name].where
+    ]
+
+
+def drop_surplus(
+    table: LocationTable,
+    facts: Facts,
+    needed: Mapping[str, Needed],
+    copies: Iterable[tuple[str, str]],
+    pace: Pace,
+) -> Drops:
+    """Delete surplus copies, each only if all copies that the policy asks for are there and good, now.
+
+    "Good" is what the store's own checksum says, freshly asked, or a read of every byte. A listing proves nothing, nor
+    does an old attestation.
+
+    Raises:
+        KeyboardInterrupt: the pace was stopped.
+    """
+    done = Drops()
+    domains = {one.name: one.domain for one in table.locations}
+    for location, name in copies:
+        one = needed[name]
+        good = {
+            domains[other] for other in one.where if other != location and _is_good(facts, other, name, pace)
+        }
+        if len(good) < len({domains[other] for other in one.where}):
+            done.kept.append((location, name))
+            continue
+        store = facts.stores[location].store
+        try:
+            stat = store.head(name)
+            store.delete(name)
+        except ShardkitError as error:
+            done.problems.append(f"{location}: {error}")
+            continue
+        facts.held[location].discard(name)
+        done.objects += 1
+        done.bytes += stat.size if stat else 0
+    return done
+
+
+def _is_good(facts: Facts, location: str, name: str, pace: Pace) -> bool:
+    store = facts.stores[location].store if location in facts.stores else None
+    return store is not None and check_object(store, name, None, "stored", pace.take).is_good
+
+
+def promote(
+    url: str | os.PathLike[str], *, copies: int | None = None, message: str = "", author: str = ""
+) -> LocationTable:
+    """Make a copy the root: commits go there from now on, and `replicate` brings it what it lacks.
+
+    What was committed after the log was last copied is lost with the old root. May be killed and called again.
+
+    Args:
+        url: of the copy.
+        copies: of the new policy, where the old one needs more failure domains than are left.
+        message: why.
+        author: who.
+
+    Raises:
+        UsageError: it is no copy, or the root answers.
+        ConfigurationError: the policy cannot be met without the old root; give fewer copies.
+        StoreError: the copy cannot be written.
+    """
+    store = open_store(url)
+    mark = read_mark(store)
+    identity = Identity.from_bytes(store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES), store.url)
+    table = read_table(store, identity.id)
+    if mark is None or table is None:
+        raise UsageError(f"{store.url} is no copy of a root; there is nothing to promote")
+    if table.root.url != absolute_url(store.url):
+        _check_lost(table, store, identity.id)
+        own = table.find(mark.location)
+        root = dataclasses.replace(
+            table.root, url=absolute_url(store.url), domain=own.domain if own else table.root.domain
+        )
+        others = [one for one in table.others if one.name != mark.location]
+        policy: Policy = table.policy if copies is None else table.policy.changed(copies=copies)
+        told = message or f"{mark.location} is the root now"
+        table = commit_table(store, identity.id, table, policy, [root, *others], message=told, author=author)
+    store.delete(COPY_NAME)  # last: until then nobody commits here
+    return table
+
+
+def _check_lost(table: LocationTable, store: Store, repository_id: str) -> None:
+    """Two roots of one repository would each have a log of their own."""
+    try:
+        root = Repository.open(table.root.url, read_only=True)
+    except (NotFoundError, ShardkitError):
+        return
+    if root.id == repository_id and root.url != store.url:
+        raise UsageError(
+            f"the {ROOT_NAME} at {root.url} answers: it must be gone before a copy takes its place; take it away first"
+        )

@@ -8,14 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable, location_of
+from shardkit.copies.placement import Needed
+from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable, location_of, read_table
 from shardkit.copies.policy.opening import is_prepared, root_store
-from shardkit.copies.replicating.needed import Needed
+from shardkit.copies.policy.table import first_root
 from shardkit.errors import IntegrityError, ShardkitError
+from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.locations import Location
 from shardkit.repository.repository import Repository
 
-__all__ = ["Facts", "Missing", "State", "look", "open_all"]
+__all__ = ["Facts", "Missing", "State", "look", "open_all", "open_recorded"]
 
 State = Literal["ok", "unreachable", "unprepared", "foreign"]
 """Of a location: fit; does not answer; not set up yet; of another repository."""
@@ -74,6 +76,13 @@ def open_all(repository: Repository, records: Iterable[LocationRecord]) -> Facts
     return facts
 
 
+def open_recorded(repository: Repository) -> Facts:
+    """`open_all` for the table of a root; the root alone where it has none."""
+    root = root_store(repository.store)
+    table = read_table(root, repository.id)
+    return open_all(repository, table.locations if table else (first_root(root),))
+
+
 def look(
     repository: Repository, table: LocationTable, needed: Mapping[str, Needed], *, listing: bool = True
 ) -> Facts:
@@ -115,10 +124,7 @@ def look(
 
 def _is_lost(repository: Repository, name: str) -> bool:
     """Whether the root lacks an object that it does not list: an adopted tar lies elsewhere and counts as there."""
-    from shardkit.reading.adopted import AdoptedStore
-
-    store = AdoptedStore(root_store(repository.store))
-    return store.head(name) is None
+    return AdoptedStore(root_store(repository.store)).head(name) is None
 
 
 def _open(repository: Repository, record: LocationRecord, facts: Facts) -> None:

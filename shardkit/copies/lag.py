@@ -10,7 +10,7 @@ from typing import Final
 
 from shardkit.copies.policy import read_table
 from shardkit.copies.policy.opening import root_store
-from shardkit.copies.replicating import replicate
+from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.repository.repository import Repository
 from shardkit.telemetry import Record

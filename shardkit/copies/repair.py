@@ -1,0 +1,448 @@
+"""`repair`: what is bad or missing is made good again, from another copy, else from parity (SPEC.md, "Repair")."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from shardkit.copies.checking import (
+    DEPTHS,
+    BadCopy,
+    CheckResult,
+    Depth,
+    Healed,
+    Lost,
+    Unchecked,
+    check_object,
+)
+from shardkit.copies.copying import copy_object
+from shardkit.copies.documents import mirror_documents
+from shardkit.copies.pacing import Pace
+from shardkit.copies.parity_encoding import encode_set
+from shardkit.copies.policy import ROOT_NAME, LocationRecord
+from shardkit.copies.policy.opening import root_store
+from shardkit.copies.records import Look, Records, merge_looks, read_looks
+from shardkit.copies.survey import Survey, open_holders
+from shardkit.errors import (
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UsageError,
+)
+from shardkit.exit_codes import ExitCode
+from shardkit.reading.parity.catalogue import put_record, read_record
+from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import Store
+
+__all__ = ["CheckAll", "CopyCheck", "Repair", "Repairer", "Report", "repair", "repair_listed"]
+
+_JOBS: Final = 4
+
+Report = Callable[[str, int, int], None]
+"""(what is done, how many are done, of how many)."""
+
+
+class CopyCheck(NamedTuple):
+    """A check to be made; see `check_object`."""
+
+    store: Store
+    name: str
+    size: int | None
+    depth: Depth
+
+
+CheckAll = Callable[[Sequence[CopyCheck]], Iterator[CheckResult]]
+"""Checks many copies and yields what was found, in their order: by threads, or by other machines."""
+
+
+class Placed(NamedTuple):
+    """A copy that should be there."""
+
+    location: str
+    name: str
+    size: int | None
+
+
+@dataclass
+class Repair:
+    """What was found and done.
+
+    Attributes:
+        url: of the root.
+        level: how deep every copy was checked; "attested" where only what was attested as bad.
+        versions: manifest ids.
+        copies: that were checked.
+        read_bytes: for it.
+        healed: copies that are good again, and log entries.
+        lost: objects of which no good bytes are left.
+        unchecked: copies of which nothing is known, or that may not be written.
+        encoded: parity sets that had no parity and got it.
+    """
+
+    url: str
+    level: str
+    versions: list[str] = field(default_factory=list)
+    copies: int = 0
+    read_bytes: int = 0
+    healed: list[Healed] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
+    encoded: int = 0
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What is healed is done; what is lost comes before what could not be checked."""
+        return ExitCode.DAMAGED if self.lost else ExitCode.UNCHECKED if self.unchecked else ExitCode.DONE
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.lost:
+            return "data is lost"
+        if self.unchecked:
+            return "could not check or heal everything"
+        return "repaired" if self.healed else "clean"
+
+
+def repair(
+    url: str,
+    *,
+    level: str = "read",
+    from_runs: Sequence[str] = (),
+    locations: Sequence[LocationRecord] = (),
+    pace: Pace | None = None,
+    jobs: int = _JOBS,
+    check_all: CheckAll | None = None,
+    report: Report | None = None,
+) -> Repair:
+    """Make good what is bad. May be interrupted and called again at any time.
+
+    Args:
+        url: of the root.
+        level: how deep every copy is checked: "list", "stored" or "read"; "attested": only those that somebody
+            found bad.
+        from_runs: run directories with attestations of readers that have no right to write the root.
+        locations: where further copies lie, beside those of the root's table.
+        pace: how fast, and when.
+        jobs: copies checked at once.
+        check_all: checks copies in place of threads here.
+        report: told of progress.
+
+    Raises:
+        NotFoundError: there is no repository, or no such run directory.
+        UsageError: an unknown level.
+        StoreError: the root does not answer, or cannot be written.
+    """
+    if level != "attested" and level not in DEPTHS:
+        raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
+    with Repairer(url, "repair", level, locations, pace, jobs, check_all, report) as work:
+        looks = merge_looks([read_looks(work.holders.root), *map(_run_looks, from_runs)])
+        bad = list(work.check_attested(looks))
+        if level != "attested":
+            known = {(one.location, one.name) for one in bad}
+            wanted = [one for one in work.placed() if one[:2] not in known]
+            bad += work.check_copies(wanted, lambda _: level)  # type: ignore[arg-type, return-value]
+        work.repair_copies(bad)
+        work.finish()
+    return work.done
+
+
+def repair_listed(
+    url: str, *, level: Depth, pace: Pace, jobs: int = _JOBS, check_all: CheckAll | None = None
+) -> Repair:
+    """Make good what the root lacks and what is wrong anywhere; copies that are not there are left to `replicate`.
+
+    Nothing is recorded: whoever replicates need not have the right to write attestations. `level` is that of shards
+    and parity; metadata is read. See `repair`.
+    """
+    if level not in DEPTHS:
+        raise UsageError(f"level {level!r}: expected {', '.join(DEPTHS)}")
+    with Repairer(url, None, level, (), pace, jobs, check_all) as work:
+        bad = work.check_copies(
+            list(work.placed()), lambda one: level if one.name.endswith(_LARGE) else "read"
+        )
+        work.repair_copies([one for one in bad if one.location == ROOT_NAME or one.was != "missing"])
+        work.finish(is_lag_left=True)
+    return work.done
+
+
+_LARGE: Final = (".tar", ".tar.zst", ".arrow", ".parity")
+
+
+def _run_looks(run: str) -> dict[str, dict[str, Look]]:
+    """What the readers of a run attested."""
+    if not os.path.isdir(run):
+        raise NotFoundError(
+            f"run directory {run} is not there; give the directory that the loader was given as run="
+        )
+    return read_looks(LocalStore(run, read_only=True))
+
+
+class _Failed(Exception):
+    """A copy could not be repaired this way.
+
+    Attributes:
+        is_sure: nobody has it; else somebody who did not answer may, or the place of the bad copy cannot be written.
+    """
+
+    def __init__(self, why: str, *, is_sure: bool) -> None:
+        super().__init__(why)
+        self.is_sure = is_sure
+
+
+class Repairer:
+    """One call of `repair`, `replicate` or `scrub`: checks copies, and puts good bytes in the place of bad ones.
+
+    Opening it repairs the root's documents and metadata, without which the rest cannot be known.
+
+    Args:
+        url: see `repair`, as are the others.
+        by: who attests what is found; None: nobody does.
+        mend: False: nothing is repaired.
+
+    Attributes:
+        holders: the root and its locations.
+        found: what is needed.
+        done: what was found and done.
+        records: what is attested.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        by: str | None,
+        level: str,
+        locations: Sequence[LocationRecord],
+        pace: Pace | None,
+        jobs: int,
+        check_all: CheckAll | None,
+        report: Report | None = None,
+        *,
+        mend: bool = True,
+    ) -> None:
+        self._pace, self._check_all, self._report = pace or Pace(), check_all, report
+        self.holders = open_holders(url, locations, mend=mend)
+        self.found = Survey(self.holders, self._pace, mend=mend)
+        self.done = Repair(self.holders.repository.url, level, self.found.versions)
+        self.done.unchecked += [Unchecked(name, "", why) for name, why in self.holders.absent.items()]
+        self.done.healed += self.holders.healed
+        self.done.healed += [Healed(ROOT_NAME, name, "missing", "parity", 0) for name in self.found.restored]
+        self.done.lost += [Lost(name, 0, why) for name, why in self.found.lost.items()]
+        self.done.unchecked += [Unchecked(ROOT_NAME, name, why) for name, why in self.found.unknown.items()]
+        self.records = Records(None if by is None else self.holders.root, by or "")
+        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-check")
+
+    def __enter__(self) -> Repairer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._pace.stop()  # what the other threads are at ends soon
+        self._pool.shutdown()
+        self.records.__exit__(kind, error, trace)
+
+    def placed(self) -> Iterator[Placed]:
+        """Every copy that should be there, the smallest kinds of objects first."""
+        for one in self.found.needed.values():
+            for location in one.where:
+                if location in self.holders.locations:
+                    yield Placed(location, one.name, one.size)
+
+    # Checking
+
+    def check_each(
+        self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]
+    ) -> Iterator[tuple[Placed, CheckResult]]:
+        """Check copies, in order."""
+        checks = [
+            CopyCheck(self.holders.locations[one.location].store, one.name, one.size, depth(one))
+            for one in wanted
+        ]
+        results = (
+            self._check_all(checks) if self._check_all is not None else self._pool.map(self._check, checks)
+        )
+        return zip(wanted, results, strict=True)
+
+    def _check(self, one: CopyCheck) -> CheckResult:
+        return check_object(one.store, one.name, one.size, one.depth, self._pace.take)
+
+    def check_copies(self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]) -> list[BadCopy]:
+        """Check copies; the bad ones."""
+        bad: list[BadCopy] = []
+        for number, (one, result) in enumerate(self.check_each(wanted, depth), 1):
+            bad += self._noted(one.location, one.name, result)
+            if self._report is not None:
+                self._report("checked", number, len(wanted))
+        return bad
+
+    def check_attested(self, looks: dict[str, dict[str, Look]]) -> Iterator[BadCopy]:
+        """Copies that somebody found bad, and that are bad now."""
+        holders = self.holders
+        for location, names in sorted(looks.items()):
+            for name, look in sorted(names.items()):
+                needed = self.found.needed.get(name)
+                if not look.is_bad or needed is None or location in holders.absent:
+                    continue  # an absent location is told of once
+                if location not in holders.locations:
+                    why = f"attested {look.result} by {look.by} at {look.time}, in a location that is not known here"
+                    why += f"; name it: --location {location}=URL"
+                    self.done.unchecked.append(Unchecked(location, name, why))
+                    continue
+                if look.result == "missing" and location not in needed.where and holders.table.others:
+                    continue  # the policy wants no copy there
+                store = holders.locations[location].store
+                result = check_object(store, name, needed.size, "read", self._pace.take)
+                if result.is_good:  # said so that it outweighs what was said before
+                    result = result._replace(result="healed")
+                yield from self._noted(location, name, result)
+
+    def _noted(self, location: str, name: str, result: CheckResult) -> Iterator[BadCopy]:
+        self.done.copies += 1
+        self.done.read_bytes += result.num_bytes
+        if result.result == "unreadable":
+            self.done.unchecked.append(Unchecked(location, name, result.got))
+            return
+        self.records.add(location, name, result.result, result.level)
+        if result.result not in ("good", "healed"):
+            yield BadCopy(location, name, result.result)
+
+    # Repairing
+
+    def repair_copies(self, bad: Iterable[BadCopy]) -> None:
+        """Put good bytes in the place of bad ones; what is possible is done, the rest is told in `done`.
+
+        All that other copies can give comes first: parity then has more to go by. What parity has given may be what it
+        lacked for another one, so it is asked again as long as that helps.
+        """
+        left = sorted(set(bad))
+        total, healed = len(left), 0
+        why: dict[BadCopy, list[_Failed]] = {one: [] for one in left}
+
+        def turn(attempt: Callable[[BadCopy], Healed]) -> list[BadCopy]:
+            nonlocal healed
+            still: list[BadCopy] = []
+            for one in left:
+                try:
+                    self.done.healed.append(attempt(one))
+                except _Failed as failed:
+                    why[one].append(failed)
+                    still.append(one)
+                    continue
+                healed += 1
+                self.records.add(one.location, one.name, "healed", "read")
+                if self._report is not None:
+                    self._report("healed", healed, total)
+            return still
+
+        left = turn(self._from_copies)
+        while left:
+            known = tuple(left)
+            for one in left:
+                del why[one][1:]
+            still = turn(lambda one, known=known: self._from_parity(one, known))  # type: ignore[misc]
+            if len(still) == len(left):
+                break
+            left = still
+        for one in left:
+            self._give_up(one, why[one])
+
+    def _from_copies(self, bad: BadCopy) -> Healed:
+        """From another location."""
+        told: list[str] = []
+        absent = [f"{name} does not answer" for name in self.holders.absent]
+        try:
+            source, size = copy_object(
+                bad.name,
+                list(self.holders.locations.values()),
+                self.holders.locations[bad.location],
+                pace=self._pace,
+                bad_copy=lambda one, _name, result: told.append(f"{one.name}: {result}"),
+            )
+        except (StoreFullError, StoreReadOnlyError) as error:
+            raise _Failed(str(error), is_sure=False) from None  # the place cannot be written: no source helps
+        except IntegrityError:
+            silent = absent
+        except ShardkitError as error:
+            silent = [str(error), *absent]
+        else:
+            return Healed(bad.location, bad.name, bad.was, source, size)
+        why = "; ".join([*told, *silent]) or "there is no other location"
+        raise _Failed(f"no other copy is good ({why})", is_sure=not silent)
+
+    def _from_parity(self, bad: BadCopy, left: Iterable[BadCopy]) -> Healed:
+        """From the others of its set, those that are known to be bad left out."""
+        record = self.found.record(parse_object_name(bad.name)[0])
+        if record is None:
+            raise _Failed("it has no parity", is_sure=True)
+        locations = self.holders.locations
+        known = {
+            (record.position(parse_object_name(one.name)[0]), locations[one.location].store.url)
+            for one in left
+        }
+        try:
+            size = self.found.restore(record, bad.name, locations[bad.location].store, known)
+        except ShardkitError as error:
+            raise _Failed(str(error), is_sure=isinstance(error, IntegrityError)) from None
+        return Healed(bad.location, bad.name, bad.was, "parity", size)
+
+    def _give_up(self, bad: BadCopy, why: list[_Failed]) -> None:
+        told = ", and ".join(map(str, why))
+        if not all(one.is_sure for one in why):
+            self.done.unchecked.append(Unchecked(bad.location, bad.name, f"it could not be healed: {told}"))
+        elif all(lost.name != bad.name for lost in self.done.lost):
+            self.done.lost.append(Lost(bad.name, self.found.rows.get(bad.name, 0), told))
+
+    # Documents
+
+    def finish(self, *, is_lag_left: bool = False) -> None:
+        """What comes after the objects: documents of parity, then all documents of the copies."""
+        self._mend_parity()
+        done, documents = self.done, self.holders.documents
+        done.healed += documents.heal_copies(is_lag_left=is_lag_left)
+        for name, location in self.holders.locations.items():
+            if name != ROOT_NAME:
+                try:
+                    mirrored = mirror_documents(root_store(self.holders.root), location.store)
+                except ShardkitError as error:
+                    done.unchecked.append(Unchecked(name, "", str(error)))
+                else:
+                    done.healed += [
+                        Healed(name, one, was, ROOT_NAME, 0) for one, was in mirrored if was == "wrong"
+                    ]
+        done.lost += documents.lost
+        done.unchecked += documents.unchecked
+
+    def _mend_parity(self) -> None:
+        """Sets whose document is gone get it again; those whose parity is known of nowhere are encoded again."""
+        root, done = self.holders.root, self.done
+        lost = {one.name for one in done.lost}
+        for one in {one.id: one for one in self.found.sets.values()}.values():
+            try:
+                if read_record(root, one) is not None:
+                    continue
+            except FormatError:
+                pass
+            record = self.found.record(one.members[0].digest)
+            if record is not None and record.set == one:
+                data = record.to_bytes()
+                put_record(root, one.record_name, data)
+                done.healed.append(Healed(ROOT_NAME, one.record_name, "missing", "parity", len(data)))
+            elif not any(member.name in lost for member in one.members):
+                with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
+                    try:
+                        encode_set(root, one, self.holders.stores, pool=pool, pace=self._pace.take)
+                    except ShardkitError as error:
+                        why = f"it has no parity: {error}"
+                        done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))
+                    else:
+                        done.encoded += 1

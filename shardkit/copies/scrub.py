@@ -1,0 +1,217 @@
+"""`scrub`: copies are checked, those first that nobody has checked for longest (SPEC.md, "Scrubs")."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from shardkit.copies.checking import BadCopy, CheckResult, Depth, Unchecked
+from shardkit.copies.pacing import Pace
+from shardkit.copies.policy import LocationRecord
+from shardkit.copies.records import Look, read_looks
+from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
+from shardkit.errors import UsageError
+from shardkit.exit_codes import ExitCode
+from shardkit.stores.utc import utc_text
+
+__all__ = ["Scrub", "ScrubbedLocation", "scrub"]
+
+_JOBS: Final = 4
+_AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end
+
+
+class _Due(NamedTuple):
+    """A copy to check."""
+
+    last: str
+    """When it was last checked; "" for never, which comes first."""
+    name: str
+    copy: Placed
+
+
+@dataclass
+class ScrubbedLocation:
+    """What was found in one location.
+
+    Attributes:
+        copies: that belong there.
+        checked: by this call.
+        stored: of these, by the store's own checksum, without reading a byte.
+        read_bytes: of the others.
+        bad: object name → "wrong" or "missing".
+        not_due: that somebody checked lately.
+        oldest: when the copy was checked that now waits longest; "" where one never was, None where there is none.
+    """
+
+    copies: int = 0
+    checked: int = 0
+    stored: int = 0
+    read_bytes: int = 0
+    bad: dict[str, str] = field(default_factory=dict)
+    not_due: int = 0
+    oldest: str | None = None
+
+    def waits_since(self, when: str) -> None:
+        """A copy was not checked by this call."""
+        self.oldest = when if self.oldest is None else min(self.oldest, when)
+
+
+@dataclass
+class Scrub:
+    """What was found.
+
+    Attributes:
+        url: of the root.
+        locations: name → what was found there.
+        remaining: copies that are due and were not checked, because the time was up.
+        unchecked: copies of which nothing is known.
+        repair: what was done about the bad ones; None where that was not asked for.
+        lost: manifests and pages that are nowhere.
+    """
+
+    url: str
+    locations: dict[str, ScrubbedLocation] = field(default_factory=dict)
+    remaining: int = 0
+    unchecked: list[Unchecked] = field(default_factory=list)
+    repair: Repair | None = None
+    lost: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bad(self) -> int:
+        """Bad copies that were met."""
+        return sum(len(one.bad) for one in self.locations.values())
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Bad copies that are left come before what could not be checked."""
+        if self.repair is not None:
+            return self.repair.exit_code
+        if self.num_bad or self.lost:
+            return ExitCode.DAMAGED
+        return ExitCode.UNCHECKED if self.unchecked else ExitCode.DONE
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.repair is not None:
+            return self.repair.verdict
+        words = {ExitCode.DAMAGED: "bad copies", ExitCode.UNCHECKED: "could not check everything"}
+        return words.get(self.exit_code, "clean")
+
+
+def scrub(
+    url: str,
+    *,
+    depth: Depth = "stored",
+    older_than_s: int | None = None,
+    time_box_s: float | None = None,
+    only: Sequence[str] = (),
+    heal: bool = False,
+    locations: Sequence[LocationRecord] = (),
+    pace: Pace | None = None,
+    jobs: int = _JOBS,
+    check_all: CheckAll | None = None,
+    report: Report | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scrub:
+    """Check copies that are due, longest waiting first; results go to ``attest/``, as they come.
+
+    May be interrupted at any time: the next call begins with what this one did not reach.
+
+    Args:
+        url: of the root.
+        depth: "stored": by the store's own checksums where it keeps some, else by reading; "read": by reading.
+        older_than_s: what was checked less long ago is not due; None: everything is due.
+        time_box_s: stop after so long; None: check all that is due.
+        only: names of locations; all by default.
+        heal: repair what is bad, at once.
+        locations: see `repair`.
+        pace: likewise.
+        jobs: likewise.
+        check_all: likewise.
+        report: likewise.
+        clock: seconds.
+
+    Raises:
+        NotFoundError: there is no repository.
+        UsageError: no location of a name in `only`.
+        StoreError: the root does not answer, or cannot be written.
+    """
+    started = clock()
+    with Repairer(url, "scrub", depth, locations, pace, jobs, check_all, report, mend=heal) as work:
+        holders, fixed = work.holders, work.done
+        unknown = sorted(set(only) - holders.locations.keys() - holders.absent.keys())
+        if unknown:
+            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(holders.locations)}")
+        done = Scrub(fixed.url)
+        done.unchecked += [
+            one
+            for one in fixed.unchecked
+            if not only or one.location in only or one.location in holders.locations
+        ]
+        done.lost = {one.name: one.why for one in (*fixed.lost, *holders.documents.lost)}
+        due = _due(work, read_looks(holders.root), only, older_than_s, done)
+        until = None if time_box_s is None else started + time_box_s
+        bad: list[BadCopy] = []
+        number = 0
+        while number < len(due) and (until is None or clock() < until):
+            group = [one.copy for one in due[number : number + jobs * _AHEAD]]
+            for copy, result in work.check_each(group, lambda _: depth):
+                number += 1
+                bad += _noted(copy, result, work, done)
+                if report is not None:
+                    report("checked", number, len(due))
+        done.remaining = len(due) - number
+        for one in due[number:]:
+            done.locations[one.copy.location].waits_since(one.last)
+        if heal:
+            done.repair = fixed
+            fixed.unchecked = [*done.unchecked]
+            work.repair_copies(bad)
+            work.finish()
+    for document in () if heal else holders.documents.bad:
+        done.locations.setdefault(document.location, ScrubbedLocation()).bad[document.name] = document.was
+    return done
+
+
+def _due(
+    work: Repairer,
+    looks: dict[str, dict[str, Look]],
+    only: Sequence[str],
+    older_than_s: int | None,
+    done: Scrub,
+) -> list[_Due]:
+    """Copies to check, in order."""
+    border = "9" if older_than_s is None else utc_text(time.time() - older_than_s)
+    due: list[_Due] = []
+    for one in work.placed():
+        if only and one.location not in only:
+            continue
+        there = done.locations.setdefault(one.location, ScrubbedLocation())
+        there.copies += 1
+        look = looks.get(one.location, {}).get(one.name)
+        if look is None or look.is_bad:  # what was bad is checked again first
+            due.append(_Due("", one.name, one))
+        elif look.time <= border:
+            due.append(_Due(look.time, one.name, one))
+        else:
+            there.not_due += 1
+            there.waits_since(look.time)
+    return sorted(due)
+
+
+def _noted(copy: Placed, result: CheckResult, work: Repairer, done: Scrub) -> list[BadCopy]:
+    there = done.locations[copy.location]
+    if result.result == "unreadable":
+        done.unchecked.append(Unchecked(copy.location, copy.name, result.got))
+        return []
+    there.checked += 1
+    there.stored += result.level == "stored"
+    there.read_bytes += result.num_bytes
+    work.records.add(copy.location, copy.name, result.result, result.level)
+    if result.is_good:
+        return []
+    there.bad[copy.name] = result.result
+    return [BadCopy(copy.location, copy.name, result.result)]

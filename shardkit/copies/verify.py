@@ -1,0 +1,487 @@
+"""Whether a repository still holds what was written: the log, and every object that its versions name.
+
+Results, not messages: each thing that is wrong is a `Finding`. Levels, each with all that the ones before it
+see:
+
+    list       every object exists and has its size
+    attested   and somebody read it and found it good, within the policy's age
+    stored     and the checksums that the store keeps are those of the names: no byte is fetched. Files of this machine
+               keep none, and are read; a store behind a network that keeps none leaves it open (exit code 3)
+    read       and every byte is what was written
+    decode     and every sample decodes
+
+The log, manifests and pages are read at every level; they are small, and nothing else can be found without
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+import numpy as np
+
+from shardkit.copies.checking import CheckResult, Depth, check_object
+from shardkit.copies.policy import Policy, read_table
+from shardkit.copies.policy.durations import duration_text
+from shardkit.copies.policy.opening import own_name, root_store
+from shardkit.copies.records import read_looks
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
+from shardkit.exit_codes import ExitCode
+from shardkit.formats import ShardIndex, read_block, verify_block
+from shardkit.formats.digest import sha256_digest
+from shardkit.manifest import Manifest, ShardTable, check_against
+from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
+from shardkit.repository.catalog import load_shard_selection
+from shardkit.repository.dataset_url import parse_dataset_url
+from shardkit.repository.identity import IDENTITY_NAME
+from shardkit.repository.inventory import Inventory, side_objects, take_inventory
+from shardkit.repository.log import (
+    LOG_PREFIX,
+    MAX_ENTRY_BYTES,
+    LogEntry,
+    check_succession,
+    entry_name,
+    entry_number,
+)
+from shardkit.repository.part_locations import find_part
+from shardkit.repository.repository import Repository
+from shardkit.stores.objects import object_name, parse_object_name
+from shardkit.stores.store import Store
+from shardkit.stores.utc import utc_text
+
+__all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
+
+Level = Literal["list", "attested", "stored", "read", "decode"]
+"""How deep to check; `LEVELS` from the least to the most."""
+
+LEVELS: tuple[Level, ...] = ("list", "attested", "stored", "read", "decode")
+"""Listed; vouched for by a scrub; the checksum that the store keeps; every byte; every sample decoded."""
+
+_RESTORE = "run: shardkit repair (another copy, or parity), or build again: it rewrites objects whose bytes are wrong"
+_RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
+_RESTORE_LOG = (
+    "restore it from a copy of the root; without one, its objects are still named by the good entries"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, or that could not be checked.
+
+    Attributes:
+        name: of the object in its store.
+        expected: what the manifest, page or log says.
+        got: what was found instead.
+        action: what to do next.
+        blocks: damaged blocks of a shard, where they could be told apart.
+        rows: samples of the shard that are lost with it; 0 for other objects.
+        is_damage: False where the store did not answer: nothing is known about the object then.
+    """
+
+    name: str
+    expected: str
+    got: str
+    action: str
+    blocks: tuple[int, ...] = ()
+    rows: int = 0
+    is_damage: bool = True
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` saw.
+
+    Attributes:
+        url: of the repository.
+        level: that was asked for.
+        versions: name (ref or tag, or the id itself) → manifest id, of every version that was checked.
+        entries: log entries that were read.
+        objects: number of manifests, pages, shards, indexes and selections that were checked.
+        shards_seen: of `shards` different ones, how many were checked (all, without sampling).
+        stored_bytes: bytes of the shards that were read.
+        seed: of the sample of shards; the same seed picks the same ones again.
+        damaged: what is not as it was written.
+        unknown: what could not be checked.
+    """
+
+    url: str
+    level: Level
+    versions: dict[str, str]
+    entries: int
+    objects: int
+    shards: int
+    shards_seen: int
+    stored_bytes: int
+    seed: str
+    damaged: tuple[Finding, ...]
+    unknown: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Damage comes before what could not be checked."""
+        return ExitCode.DAMAGED if self.damaged else ExitCode.UNCHECKED if self.unknown else ExitCode.DONE
+
+
+@dataclass
+class _Survey:
+    """What the metadata names, and what was wrong with it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    entries: int = 0
+    metadata: int = 0
+    shards: dict[tuple[str, str], _Shard] = field(default_factory=dict)
+
+    def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
+        self.findings.append(_failed(name, expected, error, rows=rows))
+
+
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    level: Level = "read",
+    sample: Fraction | float | str = 1,
+    seed: str | None = None,
+    jobs: int | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Verify a dataset where it lies. Nothing is written.
+
+    Args:
+        url: ``ROOT`` for all refs and tags, ``ROOT@REF`` for one version.
+        level: how deep; see above.
+        sample: which share of the shards is checked, above 0, at most 1; all metadata always is.
+        seed: of the sample; by default a new one each time, so that repeated samples see different shards.
+        jobs: how many shards are read at once; by default one per processor.
+        report: called with (shards done, shards in all).
+
+    Raises:
+        NotFoundError: there is no repository, or no such version.
+        UsageError: an unknown level, or a share out of range.
+    """
+    share = Fraction(str(sample))
+    if level not in LEVELS or not 0 < share <= 1:
+        raise UsageError(
+            f"level={level!r}, sample={sample}: expected one of {', '.join(LEVELS)} and a share in (0, 1]"
+        )
+    root, ref = parse_dataset_url(url)
+    survey, seed = _Survey(), seed if seed is not None else secrets.token_hex(4)
+    versions: dict[str, str] = {}
+    chosen: list[_Shard] = []
+    try:
+        repository = Repository.open(root, read_only=True, alone=True)
+    except (IntegrityError, FormatError) as error:
+        survey.failed(IDENTITY_NAME, "the identity of the repository", error)
+    else:
+        root = repository.url
+        versions = _versions(repository, _check_log(repository, survey), ref)
+        seen: set[str] = set()
+        for manifest in versions.values():
+            _survey_version(repository, manifest, survey, seen)
+        chosen = _choose(list(survey.shards.values()), share, seed)
+        if level == "attested":
+            survey.findings += _attested(repository, chosen)
+        survey.findings += _check_shards(chosen, level, jobs or os.cpu_count() or 1, report)
+    unique = list(dict.fromkeys(survey.findings))
+    return Verification(
+        url=root,
+        level=level,
+        versions=versions,
+        entries=survey.entries,
+        objects=survey.metadata + 2 * len(chosen),
+        shards=len(survey.shards),
+        shards_seen=len(chosen),
+        stored_bytes=sum(shard.size for shard in chosen if shard.is_read(level)),
+        seed=seed,
+        damaged=tuple(finding for finding in unique if finding.is_damage),
+        unknown=tuple(finding for finding in unique if not finding.is_damage),
+    )
+
+
+def _check_log(repository: Repository, survey: _Survey) -> LogEntry | None:
+    """Check every entry and the chain; the newest good entry."""
+    store = repository.store
+    numbers = sorted(n for n in map(entry_number, store.list_after(LOG_PREFIX)) if n is not None)
+    newest: LogEntry | None = None
+    earlier: tuple[LogEntry, bytes] | None = None
+    for number in range(1, (numbers[-1] if numbers else 0) + 1):
+        name = entry_name(number)
+        try:
+            data = store.get(name, max_bytes=MAX_ENTRY_BYTES)
+            entry = LogEntry.from_bytes(data, name)
+            _check_place(store, entry, number, repository.id, earlier)
+        except ShardkitError as error:
+            finding = _failed(name, f"log entry {number}", error)
+            survey.findings.append(dataclasses.replace(finding, action=_RESTORE_LOG))
+            earlier = None
+            continue
+        survey.entries += 1
+        newest, earlier = entry, (entry, data)
+    return newest
+
+
+def _check_place(
+    store: Store, entry: LogEntry, number: int, repository: str, earlier: tuple[LogEntry, bytes] | None
+) -> None:
+    if entry.n != number or entry.repository != repository:
+        raise IntegrityError(f"it is entry {entry.n} of repository {entry.repository}")
+    if earlier is not None:
+        check_succession(*earlier, entry, entry_name(number))
+    if number == 1 and entry.previous != sha256_digest(store.get(IDENTITY_NAME, max_bytes=MAX_ENTRY_BYTES)):
+        raise IntegrityError(f"it follows another {IDENTITY_NAME}")
+
+
+def _versions(repository: Repository, head: LogEntry | None, ref: str | None) -> dict[str, str]:
+    names = {**head.tags, **head.refs} if head else {}
+    if ref is None:
+        return dict(sorted(names.items()))
+    if ref.startswith("sha256:"):
+        return {ref: ref}
+    if ref not in names:
+        shown = ", ".join(sorted(names)[:10]) or "none"
+        raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
+    return {ref: names[ref]}
+
+
+def _survey_version(repository: Repository, manifest_id: str, survey: _Survey, seen: set[str]) -> None:
+    """Read the metadata of a version and its parts, and add its shards to the survey."""
+    if manifest_id in seen:
+        return
+    seen.add(manifest_id)
+    survey.metadata += 1
+    name = object_name(manifest_id, "manifest")
+    try:
+        inventory = take_inventory(repository, manifest_id, unreadable=survey.failed)
+    except ShardkitError as error:
+        survey.failed(name, manifest_id, error)
+        return
+    manifest = inventory.manifest
+    survey.metadata += len(manifest.pages)
+    for digest, kind, size in side_objects(manifest):
+        survey.metadata += 1
+        try:
+            repository.get_object(digest, kind, size)
+        except ShardkitError as error:
+            survey.failed(object_name(digest, kind), digest, error)
+    for part_name, part in manifest.parts:
+        try:
+            holder = find_part(repository, part_name, part)
+        except ShardkitError as error:
+            name, expected = object_name(part, "manifest"), f"part {part_name!r} of {manifest_id}"
+            action = "put the part back, or merge again with the place where it is now"
+            survey.findings.append(Finding(name, expected, str(error), action, is_damage=False))
+            continue
+        _survey_version(holder, part, survey, seen)
+    holder = with_adopted(repository, manifest)
+    for shard in _shards(holder, inventory):
+        survey.shards.setdefault((shard.name, shard.index_name), shard)
+    for table in inventory.tables:
+        _check_selections(repository, table, survey)
+    if len(inventory.tables) == len(manifest.pages) and not manifest.parts:
+        try:
+            check_against(manifest, ShardTable.concatenate(inventory.tables))
+        except ShardkitError as error:
+            survey.failed(name, "totals equal to those of its pages", error)
+
+
+def _check_selections(repository: Repository, table: ShardTable, survey: _Survey) -> None:
+    for shard in np.flatnonzero(table.has_selection).tolist():
+        survey.metadata += 1
+        try:
+            load_shard_selection(repository, table, shard)
+        except ShardkitError as error:
+            digest = table.selection_digest_text(shard) or ""
+            survey.failed(object_name(digest, "selection"), digest, error, rows=int(table.rows[shard]))
+
+
+def _choose(shards: list[_Shard], share: Fraction, seed: str) -> list[_Shard]:
+    """The share of the shards whose names, hashed with the seed, come first."""
+    wanted = ceil(len(shards) * share)
+    if wanted == len(shards):
+        return shards
+    draws = {one.name: hashlib.sha256(f"{seed} {one.name}".encode()).digest() for one in shards}
+    chosen = set(sorted(draws, key=draws.__getitem__)[:wanted])
+    return [one for one in shards if one.name in chosen]
+
+
+def _check_shards(
+    shards: list[_Shard], level: Level, jobs: int, report: Callable[[int, int], None] | None
+) -> list[Finding]:
+    found: list[Finding] = []
+    with ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-verify") as pool:
+        for done, findings in enumerate(pool.map(lambda shard: shard.check(level), shards), 1):
+            found += findings
+            if report is not None:
+                report(done, len(shards))
+    return found
+
+
+def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
+    """What nobody has checked within the policy's age, and what was bad when somebody did."""
+    store = root_store(repository.store)
+    looks = read_looks(store).get(own_name(store), {})
+    if not looks:
+        got = "none: no scrub has been recorded here"
+        action = f"run: shardkit scrub {repository.url}"
+        return [Finding("attest/", "records of scrubs", got, action, is_damage=False)]
+    table = read_table(store, repository.id)
+    age_s = (table.policy if table else Policy()).max_scrub_age_s
+    border = utc_text(time.time() - age_s)
+    found: list[Finding] = []
+    for name in (name for shard in shards for name in (shard.name, shard.index_name)):
+        look = looks.get(name)
+        if look is None or look.time < border:
+            got = "never" if look is None else f"last at {look.time}"
+            wanted = f"looked at within {duration_text(age_s)}"
+            found.append(Finding(name, wanted, got, f"run: shardkit scrub {repository.url}", is_damage=False))
+        elif look.is_bad:
+            got = f"{look.result} at {look.time} ({look.by}, level {look.level})"
+            found.append(Finding(name, "a good copy", got, f"run: shardkit repair {repository.url}"))
+    return found
+
+
+def _shards(repository: Repository, inventory: Inventory) -> Iterator[_Shard]:
+    rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
+    for shard, index, count in rows:
+        yield _Shard(repository, inventory.manifest, shard.name, shard.size, index.name, index.size, count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What a page says of one shard, and where it lies."""
+
+    repository: Repository
+    manifest: Manifest
+    name: str
+    size: int
+    index_name: str
+    index_size: int
+    rows: int
+
+    def is_read(self, level: Level) -> bool:
+        """Whether every byte is read at a level: at "stored", files of this machine are."""
+        return level in ("read", "decode") or (level == "stored" and self._is_file(self.name))
+
+    def _is_file(self, name: str) -> bool:
+        try:
+            return self.repository.store.local_path(name) is not None
+        except ShardkitError:
+            return False
+
+    def check(self, level: Level) -> list[Finding]:
+        """What is wrong with the shard and its index."""
+        if self.is_read(level):
+            index, found = self._index()
+            found += self._placed(self._bytes(index))
+            if level == "decode" and not found and index is not None:
+                found = self._placed(self._samples(index))
+            return found
+        if level == "stored":
+            found = self._placed(self._check(self.name, None, "stored"))
+            found += self._check(self.index_name, None, "stored")
+            if found:
+                return found
+        found = self._placed(self._check(self.name, self.size, "list"))
+        return found + self._check(self.index_name, self.index_size, "list")
+
+    def _check(self, name: str, size: int | None, depth: Depth) -> list[Finding]:
+        store = self.repository.store
+        found = check_object(store, name, size, depth, may_read=self._is_file(name))
+        if found.is_good:
+            return []
+        if found.result == "unreadable" and found.error is None:
+            got = store.rewritten(name) if isinstance(store, AdoptedStore) else None
+            got = got or f"{self.repository.url} keeps no checksums of its objects"
+            return [Finding(name, found.expected, got, "check with --level read", is_damage=False)]
+        return [
+            _finding(name, found if depth == "list" else found._replace(expected=parse_object_name(name)[0]))
+        ]
+
+    def _placed(self, findings: list[Finding]) -> list[Finding]:
+        """What was found of an adopted tar, by the name that its owner knows it by."""
+        place = adopted_place(self.repository.store, self.name)
+        if place is None:
+            return findings
+        return [
+            dataclasses.replace(
+                found, name=place, action=_RESTORE_ADOPTED if found.is_damage else found.action
+            )
+            for found in findings
+        ]
+
+    def _index(self) -> tuple[ShardIndex | None, list[Finding]]:
+        digest, _ = parse_object_name(self.index_name)
+        try:
+            index = ShardIndex.from_bytes(self.repository.get_object(digest, "index", self.index_size))
+            facts = (index.rows, index.shard_size, index.format, index.compression)
+            expected = (self.rows, self.size, self.manifest.format, self.manifest.compression)
+            if facts != expected:
+                raise FormatError(f"it describes another shard: {facts}, the page says {expected}")
+        except ShardkitError as error:
+            expected_of = f"the index of {self.name}, {digest}"
+            return None, [_failed(self.index_name, expected_of, error, rows=self.rows)]
+        return index, []
+
+    def _bytes(self, index: ShardIndex | None) -> list[Finding]:
+        found = check_object(self.repository.store, self.name, self.size, "read")
+        if found.is_good:
+            return []
+        if found.error is not None or found.result == "missing" or index is None:
+            return [_finding(self.name, found, rows=self.rows)]
+        blocks = self._damaged_blocks(index)
+        rows = sum(int(index.block_start[b + 1] - index.block_start[b]) for b in blocks)
+        return [_finding(self.name, found, blocks=blocks, rows=rows)]
+
+    def _damaged_blocks(self, index: ShardIndex) -> tuple[int, ...]:
+        damaged = []
+        for block in range(index.blocks):
+            try:
+                verify_block(self._stored_block(index, block), index, block, verify="strong")
+            except ShardkitError:
+                damaged.append(block)
+        return tuple(damaged)
+
+    def _stored_block(self, index: ShardIndex, block: int) -> bytes:
+        offset, size = int(index.block_offset[block]), int(index.block_size[block])
+        return self.repository.store.get_range(self.name, offset, size)
+
+    def _samples(self, index: ShardIndex) -> list[Finding]:
+        found = []
+        for block in range(index.blocks):
+            rows = int(index.block_start[block + 1] - index.block_start[block])
+            row = 0
+            try:
+                decoded = read_block(self._stored_block(index, block), index, block, verify="strong")
+                for row in range(rows):
+                    decoded.sample(row)
+            except ShardkitError as error:
+                key = index.key(int(index.block_start[block]) + row)
+                expected = f"samples that decode (block {block}, sample {key!r})"
+                found.append(_failed(self.name, expected, error, blocks=(block,), rows=rows))
+        return found
+
+
+def _finding(name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), rows: int = 0) -> Finding:
+    if found.error is not None:
+        return _failed(name, found.expected, found.error, rows=rows)
+    return Finding(name, found.expected, found.got, _RESTORE, blocks, rows)
+
+
+def _failed(
+    name: str, expected: str, error: ShardkitError, *, blocks: tuple[int, ...] = (), rows: int = 0
+) -> Finding:
+    """The finding that an error amounts to: damage, or a store that does not answer."""
+    if isinstance(error, NotFoundError):
+        return Finding(name, expected, "nothing of that name", _RESTORE, blocks, rows)
+    if isinstance(error, (IntegrityError, FormatError)):
+        return Finding(name, expected, str(error), _RESTORE, blocks, rows)
+    return Finding(name, expected, str(error), "look at the disk, then verify again", is_damage=False)
