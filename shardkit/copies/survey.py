@@ -158,8 +158,10 @@ class Survey:
         while True:
             try:
                 if documents_left and self._lacks_its_document(version):
-                    documents_left = False
                     self._mend_documents(version)
+                    documents_left = (
+                        False  # not before: without its manifest a version's documents are unknown
+                    )
                 for inventory in walk_versions(self._holders.reader, [version]):
                     self._add_inventory(inventory, stores)
                 return
@@ -207,7 +209,14 @@ class Survey:
         if k is None:
             scanned = {one.set.id: one.set.k for one in find_records(holders.stores)}
             likely = sorted(set(scanned.values()), reverse=True)
-            k = next((k for k in likely if any(one.id in scanned for one in sets_of(inventory, k))), None)
+            k = next(
+                (
+                    k
+                    for k in likely
+                    if any(one.id in scanned for one in sets_of(inventory, k, inventory.rest))
+                ),
+                None,
+            )
         if k is None:
             holders.root.delete(version_record_name(version))
             return
