@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -109,12 +109,6 @@ class Journal:
             digests.append(_sha256(data[first:last]).digest()[:16])
             first = last
         self._append(step, CELLS, b"".join(digests))
-
-    def record(self, step: int, cells: Iterable[tuple[int, NDArray[np.int64]]]) -> None:
-        """Append one step: (lane, samples as gathered, without empty slots) per cell; see `record_step`."""
-        pairs = list(cells)
-        samples = np.concatenate([one for _, one in pairs]) if pairs else np.empty(0, dtype=np.int64)
-        self.record_step(step, [lane for lane, _ in pairs], [len(one) for _, one in pairs], samples)
 
     def event(self, step: int, kind: str, **details: Any) -> None:
         """Append an event: what happened at a step that somebody who checks the run should know.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import NotFoundError
+from shardkit.telemetry.json_lines import read_documents, read_lines
 from shardkit.telemetry.recorder import telemetry_directory
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record, parse_record
 
-__all__ = ["RunTelemetry", "check_run", "read_events", "read_lines", "read_run"]
+__all__ = ["RunTelemetry", "check_run", "read_events", "read_run"]
 
 _NAME: Final = re.compile(r"rank-([0-9]{5,7})(?:\.worker-([0-9]{3,4}))?\.jsonl")
 _TAIL_BYTES: Final = 256 << 10
@@ -115,40 +116,15 @@ def _read_records(path: Path, rank: int, worker: int, tail_bytes: int) -> tuple[
     return found, len(lines) - len(found)
 
 
-def read_lines(path: Path, tail_bytes: int) -> list[bytes]:
-    """The whole lines among the last `tail_bytes` of a file; none where there is no such regular file."""
-    if tail_bytes <= 0:
-        return []
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return []
-    with open(descriptor, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = max(0, size - tail_bytes)
-        file.seek(start)
-        data = file.read(tail_bytes)
-    lines = data.split(b"\n")
-    if start:
-        lines = lines[1:]  # begun before
-    return [line for line in lines[:-1] if line]  # what has no newline yet is torn or under way
-
-
 def read_events(run: Path, *, since: float = 0.0, tail_bytes: int = 4 << 20) -> list[dict[str, Any]]:
     """Events of a run in file order, those since a time; anything that is no event is left out."""
-    events = []
-    for line in read_lines(run / "events.jsonl", tail_bytes):
-        if len(line) > MAX_LINE_BYTES:
-            continue
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict) and isinstance(found.get("event"), str):
-            time: Any = found.get("time")
-            if type(time) in (int, float) and time >= since:
-                events.append(found)
-    return events
+    lines = read_documents(run / "events.jsonl", tail_bytes, most_bytes=MAX_LINE_BYTES)
+    return [one for one in lines if isinstance(one.get("event"), str) and _time(one) >= since]
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    time: Any = event.get("time")
+    return float(time) if type(time) in (int, float) else -math.inf
 
 
 def _size(path: Path) -> int:

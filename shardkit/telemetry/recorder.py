@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 
 from shardkit.errors import StoreError
 from shardkit.ranges import Range
+from shardkit.telemetry.json_lines import append_document, append_line
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record
 
 __all__ = [
@@ -198,29 +198,17 @@ class Recorder:
 
     def _record(self, state: str) -> Record:
         record = self._telemetry.read(state=state, interval_s=self._settings.interval_s)
+        line = record.to_line()
+        if len(line) > MAX_LINE_BYTES:
+            self._failures += 1
+            return record
         try:
             with self._write_lock:
-                self._append(record.to_line())
+                if append_line(self._path, line) > self._settings.most_bytes:
+                    self._path.replace(self._path.with_name(self._path.name + ".1"))
         except OSError:
             self._failures += 1  # a full disk stops the telemetry, not the training
         return record
-
-    def _append(self, line: bytes) -> None:
-        """One write; opened each time, because others may move or delete the file of a run."""
-        if len(line) > MAX_LINE_BYTES:
-            self._failures += 1
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a kill has torn the last one
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
-        if size + len(line) > self._settings.most_bytes:
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
 
 
 def stacks_text() -> str:
@@ -281,28 +269,29 @@ class StackWriter:
 
 
 class EventLog:
-    """Appends to `events.jsonl`; made on the first event. One write per line, so that ranks may share the file."""
+    """Appends to `events.jsonl`, which the ranks of a run share; made on the first event.
 
-    def __init__(self, directory: Path | None, rank: int) -> None:
+    Args:
+        directory: of the run; None where a loader has none: nothing is recorded.
+        rank: that each event is of; None: of the whole run.
+    """
+
+    def __init__(self, directory: Path | None, rank: int | None) -> None:
         self._directory, self._rank = directory, rank
 
     def record(self, kind: str, **details: object) -> None:
-        """Append one event; nothing where the loader has no run directory.
+        """Append one event.
 
         Raises:
             StoreError: the run directory cannot be written.
         """
         if self._directory is None:
             return
-        line = {"time": round(time.time(), 3), "event": kind, "rank": self._rank, **details}
+        line: dict[str, object] = {"time": round(time.time(), 3), "event": kind}
+        if self._rank is not None:
+            line["rank"] = self._rank
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            descriptor = os.open(self._directory / "events.jsonl", flags, 0o644)
-            try:
-                os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            finally:
-                os.close(descriptor)
+            append_document(self._directory / "events.jsonl", line | details)
         except OSError as error:
             raise StoreError(
                 f"events in {self._directory} cannot be written: {error.strerror}; make room and resume"

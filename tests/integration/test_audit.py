@@ -21,6 +21,7 @@ from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
 from shardkit.ledger.records import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
 from shardkit.storage import object_name, open_store
 from shardkit_tools.main import run as shardkit_command
+from tests.journal_cells import record_cells
 
 BATCH, LANES, STEPS = 20, 4, 60
 SETTINGS = {"global_batch": BATCH, "lanes": LANES, "seed": 5}
@@ -249,7 +250,7 @@ def test_a_ledger_forged_throughout_contradicts_checkpoints_and_plan(home: Path,
                  meta={"history": plan.history(), "dataset": [str(home / "data")]}) as journal:  # fmt: skip
         for step in range(STEPS):
             cells = plan.step(step) if step != 12 else plan.step(13)
-            journal.record(step, list(enumerate(cells)))
+            record_cells(journal, step, list(enumerate(cells)))
     ledger_head(run)
     audit = audit_run(run, level=None)
     named(audit, "step 12", "consumed other samples")
@@ -375,7 +376,7 @@ def test_substitutions_are_listed_with_their_reasons(home: Path, tmp_path: Path)
                 cells[2, 1] = 7
             if step == 4:
                 cells[0, 0] = 8  # and nobody says so
-            journal.record(step, list(enumerate(cells)))
+            record_cells(journal, step, list(enumerate(cells)))
     audit = audit_run(run, level=None)
     named(audit, "step 4", "consumed other samples")
     explained = [one for one in audit.findings if one.severity == "explained"]
@@ -395,7 +396,7 @@ def test_only_explained_deviations_end_with_0(home: Path, tmp_path: Path) -> Non
             0, "substituted", lane=0, slot=0, sample=int(cells[0, 0]), by=7, field="value", reason="torn"
         )
         cells[0, 0] = 7
-        journal.record(0, list(enumerate(cells)))
+        record_cells(journal, 0, list(enumerate(cells)))
     named(audit_run(run, level=None), "replaced by 7", code=0)
 
 
@@ -764,7 +765,7 @@ def journal_says(run: Path, dataset: shardkit.Dataset, plan: Any, step: int, *, 
     cells[0, 0] = changed
     with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=plan.lanes,
                  meta={"history": plan.history(), "dataset": [dataset.repository.url]}) as journal:  # fmt: skip
-        journal.record(step, [(lane, cell[cell >= 0]) for lane, cell in enumerate(cells)])
+        record_cells(journal, step, [(lane, cell[cell >= 0]) for lane, cell in enumerate(cells)])
 
 
 # ---- events

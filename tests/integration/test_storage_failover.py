@@ -19,9 +19,9 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger
+from shardkit.telemetry.json_lines import read_documents
 from shardkit_tools.main import run as command
 from shardkit_trainer import load_configuration
-from shardkit_trainer.run_directory import read_lines
 from shardkit_trainer.training import train
 
 ROWS, STEPS = 120, 8
@@ -193,7 +193,9 @@ def trained(
     with patch.context() as inner:
         inner.setattr(task_kind, "prepare", prepared)
         done = train(load_configuration(None, [f"{key}={value}" for key, value in settings.items()]))
-    losses = [line["loss"] for line in read_lines(directory / "metrics" / "train.jsonl") if "loss" in line]
+    losses = [
+        line["loss"] for line in read_documents(directory / "metrics" / "train.jsonl") if "loss" in line
+    ]
     return done.parameters_sha256, losses
 
 

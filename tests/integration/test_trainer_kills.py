@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
+from shardkit.telemetry.json_lines import read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names
-from shardkit_trainer.run_directory import read_lines
 from tests.drills import drill_count
 
 STEPS, BATCH, LANES, EVERY = 40, 24, 6, 3
@@ -86,7 +86,7 @@ def test_killed_at_random_and_resumed_elsewhere(tmp_path: Path, numbers: str, la
             assert "Traceback" not in result.stderr, result.stderr
             assert result.returncode == 0 or killed(result), result.stderr
         np.testing.assert_allclose(histogram(run).numpy(), expected, rtol=0, atol=1e-6)
-        ends = [event for event in read_lines(run / "events.jsonl") if event["event"] == "end"]
+        ends = [event for event in read_documents(run / "events.jsonl") if event["event"] == "end"]
         hashes.add(ends[-1]["parameters_sha256"])
     assert len(hashes) == 1, "exact mode: every run ends with the same bits, wherever it was killed"
     record({"kills": kills.total(), "of them survived in process or followed there": kills["in-process"],

@@ -14,9 +14,9 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import ConfigurationError
+from shardkit.telemetry.json_lines import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
-from shardkit_trainer.run_directory import read_lines
 from shardkit_trainer.training import Summary, train
 
 
@@ -56,7 +56,7 @@ def test_half_precision_computes_and_reduces_in_single(tmp_path: Path, texts: st
     for precision in ("fp32", "bf16", "fp16"):
         more = {"parallel.precision": precision, "parallel.strategy": strategy}
         losses[precision] = run(tmp_path / precision, texts, **more).loss
-        ends = [e for e in read_lines(tmp_path / precision / "events.jsonl") if e["event"] == "end"]
+        ends = [e for e in read_documents(tmp_path / precision / "events.jsonl") if e["event"] == "end"]
         held = ends[-1]["bytes_held"]
         assert held["gradients"] == held["parameters"], "gradients are float32"
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.02)
@@ -114,7 +114,7 @@ def test_the_batch_grows_by_stages_and_a_resume_goes_on(tmp_path: Path, texts: s
         "run.steps": 14,
     }
     whole = run(tmp_path / "whole", texts, **more)
-    lines = read_lines(tmp_path / "whole" / "metrics" / "train.jsonl")
+    lines = read_documents(tmp_path / "whole" / "metrics" / "train.jsonl")
     assert [line["samples"] for line in lines] == [24] * 3 + [48] * 11
     audit = audit_run(tmp_path / "whole")
     assert audit.exit_code == 0, audit.findings
@@ -183,7 +183,7 @@ def test_checkpoints_are_copied_and_read_from_a_replica(tmp_path: Path, texts: s
     again = run(tmp_path / "run", texts, **more, **{"run.steps": 8})
     assert again.step == 8
     events = [
-        e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"].startswith("checkpoint-")
+        e for e in read_documents(tmp_path / "run" / "events.jsonl") if e["event"].startswith("checkpoint-")
     ]
     assert [(e["event"], e["name"]) for e in events] == [
         ("checkpoint-damaged", "step-000000000006"), ("checkpoint-replica", "step-000000000006"),
@@ -192,7 +192,7 @@ def test_checkpoints_are_copied_and_read_from_a_replica(tmp_path: Path, texts: s
     (tmp_path / "file").write_text("no folder")
     more["checkpoint.replicas"] = [str(tmp_path / "file")]
     assert run(tmp_path / "run2", texts, **more, **{"run.steps": 2}).finished
-    assert "replica-failed" in {e["event"] for e in read_lines(tmp_path / "run2" / "events.jsonl")}
+    assert "replica-failed" in {e["event"] for e in read_documents(tmp_path / "run2" / "events.jsonl")}
 
 
 def test_cost_adds_up_over_restarts(tmp_path: Path, texts: str) -> None:
@@ -204,8 +204,8 @@ def test_cost_adds_up_over_restarts(tmp_path: Path, texts: str) -> None:
     }
     for steps in (4, 6):
         run(tmp_path / "run", texts, **more, **{"run.steps": steps})
-    lines = read_lines(tmp_path / "run" / "metrics" / "train.jsonl")
-    cost = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "end"][-1]["cost"]
+    lines = read_documents(tmp_path / "run" / "metrics" / "train.jsonl")
+    cost = [e for e in read_documents(tmp_path / "run" / "events.jsonl") if e["event"] == "end"][-1]["cost"]
     assert cost["samples"] == 6 * 24
     assert cost["rank_seconds"] >= sum(line["step_s"] for line in lines)
     assert cost["dollars"] == pytest.approx(0.01 * cost["rank_seconds"], rel=1e-5)
@@ -219,7 +219,7 @@ def test_profile_and_share_of_the_peak(tmp_path: Path, texts: str) -> None:
     run(tmp_path / "run", texts, **{"log.profile_steps": 2, "log.profile_from": 1, "log.peak_flops": 0.0})
     trace = json.loads((tmp_path / "run" / "metrics" / "trace.json").read_text())
     assert any("addmm" in str(event.get("name")) for event in trace["traceEvents"])
-    lines = read_lines(tmp_path / "run" / "metrics" / "train.jsonl")
+    lines = read_documents(tmp_path / "run" / "metrics" / "train.jsonl")
     assert all(0 < line["flops_share"] < 1 for line in lines)
     assert np.isfinite(lines[-1]["flops_per_s"])
 

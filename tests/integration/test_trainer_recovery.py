@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
+from shardkit.telemetry.json_lines import read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
-from shardkit_trainer.run_directory import read_lines
 from tests.drills import drill_cases
 
 STEPS, BATCH = 30, 24
@@ -49,7 +49,9 @@ def expected(dataset: str) -> np.ndarray:
 
 def starts(directory: Path) -> list[tuple[int, int]]:
     """(step, ranks) of every group that has formed."""
-    return [(e["step"], e["ranks"]) for e in read_lines(directory / "events.jsonl") if e["event"] == "start"]
+    return [
+        (e["step"], e["ranks"]) for e in read_documents(directory / "events.jsonl") if e["event"] == "start"
+    ]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -124,7 +126,7 @@ def test_the_command_hands_a_signal_on_and_all_ranks_save_and_end(
     result = launch_trainer(nproc, settings(run, numbers, **endless), until="step 3/", asked=asked)
     assert result.returncode == 130, result.stdout
     assert "Traceback" not in result.stdout
-    stops = [event for event in read_lines(run / "events.jsonl") if event["event"] in {"stop", "end"}]
+    stops = [event for event in read_documents(run / "events.jsonl") if event["event"] in {"stop", "end"}]
     assert [event["event"] for event in stops] == ["stop"]
     assert checkpoint_names(run) == [f"step-{stops[0]['step']:012d}"]
     assert stops[0]["step"] >= 3

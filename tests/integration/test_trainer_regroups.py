@@ -18,10 +18,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardkit.audit import audit_run
+from shardkit.telemetry.json_lines import read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer import supervisor
 from shardkit_trainer.configuration import load_configuration
-from shardkit_trainer.run_directory import read_lines, read_steps
+from shardkit_trainer.run_directory import read_steps
 from tests.drills import DRILLS, drill_cases
 
 STEPS, BATCH, LANES = 16, 24, 8
@@ -91,7 +92,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 def groups(directory: Path) -> list[int]:
     """Ranks of every group that has formed."""
-    return [e["ranks"] for e in read_lines(directory / "events.jsonl") if e["event"] == "start"]
+    return [e["ranks"] for e in read_documents(directory / "events.jsonl") if e["event"] == "start"]
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +139,7 @@ def test_a_rank_of_three_dies_and_is_replaced(
     found = take(run, kind, ranks, script, restarts=1, **{"checkpoint.asynchronous": False})
     check(run, kind, found, expected(kind))
     assert groups(run) == [ranks, ranks - 1, ranks]
-    events = read_lines(run / "events.jsonl")
+    events = read_documents(run / "events.jsonl")
     # where a part of the state was on that rank alone, the steps since the checkpoint are taken again; it is said
     whole = kind.endswith("ddp") or kind == "hybrid"
     rewinds = [(e["step"], e["reached"]) for e in events if e["event"] == "rewind"]
@@ -180,7 +181,7 @@ def test_the_record_of_a_step_outlives_the_rank_that_writes_it(
     run = tmp_path / "run"
     found = take(run, kind, 2, {"die": [[0, "prune", 2]]}, **{"checkpoint.asynchronous": False})
     check(run, kind, found, expected(kind))
-    assert [e["step"] for e in read_lines(run / "events.jsonl") if e["event"] == "start"] == [0, 10]
+    assert [e["step"] for e in read_documents(run / "events.jsonl") if e["event"] == "start"] == [0, 10]
 
 
 SHRINK_AND_GROW = {"die": [[1, "compute", 7]], "late": [[3, 1, 9]], "wait": [[10, 2]]}
@@ -209,7 +210,7 @@ def test_lanes_move_in_every_group_and_leave_no_trace(
     script = {**SHRINK_AND_GROW, "cost": [[0, 40], *([process, 10] for process in (1, 2, 3))]}
     check(run, kind, take(run, kind, 3, script, restarts=1, **moving), expected(kind))
     assert groups(run) == [3, 2, 3]
-    events = [e for e in read_lines(run / "events.jsonl") if e["event"] in {"start", "rebalance"}]
+    events = [e for e in read_documents(run / "events.jsonl") if e["event"] in {"start", "rebalance"}]
     assert [one for one, _ in groupby(e["event"] for e in events)] == ["start", "rebalance"] * 3, events
 
 
@@ -229,7 +230,7 @@ def test_what_a_replica_has_learned_alone_is_not_passed_over(tmp_path: Path, tak
     script = {"die": [[1, "compute", 5]], "late": [[3, 1, 7]], "wait": [[9, 2]]}
     take(run, "ddp", 3, script, restarts=1, **alone)
     assert groups(run) == [3, 2, 3]
-    events = read_lines(run / "events.jsonl")
+    events = read_documents(run / "events.jsonl")
     assert [(e["step"], e["reached"]) for e in events if e["event"] == "rewind"] == [(3, 5)]
     assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 9]
 
@@ -253,7 +254,9 @@ def test_a_step_that_is_skipped_leaves_no_trace_in_what_is_not_sent(tmp_path: Pa
     compressed = {"parallel.reduction": "int8", "optimizer.skip_nonfinite": 1}
     found = take(tmp_path / "run", "ddp", 2, {"nan": [[3, 1]]}, **compressed)
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
-    skipped = [e["step"] for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "nonfinite"]
+    skipped = [
+        e["step"] for e in read_documents(tmp_path / "run" / "events.jsonl") if e["event"] == "nonfinite"
+    ]
     assert skipped == [3]
 
 

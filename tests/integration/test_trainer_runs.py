@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import RunError, StateError
+from shardkit.telemetry.json_lines import append_document, read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names
 from shardkit_trainer import load_configuration
-from shardkit_trainer.run_directory import RunDirectory, read_lines
+from shardkit_trainer.run_directory import RunDirectory
 from shardkit_trainer.training import train
 from tests.drills import drill_cases
 
@@ -29,7 +30,7 @@ STEPS, BATCH = 30, 24
 
 def ending(run: Path) -> dict[str, Any]:
     """How a run ended: of the readers' threads one may still have something to tell after it."""
-    return [event for event in read_lines(run / "events.jsonl") if event["event"] in ("end", "stop")][-1]
+    return [event for event in read_documents(run / "events.jsonl") if event["event"] in ("end", "stop")][-1]
 
 
 def histogram_settings(directory: Path, dataset: str) -> dict[str, object]:
@@ -85,10 +86,10 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     assert record["plan"] == opened.plan(global_batch=BATCH, lanes=6, seed=5).digest
     assert record["configuration"]["optimizer"]["name"] == "sgd"
     assert record["software"]["torch"] == torch.__version__
-    events = [event["event"] for event in read_lines(run / "events.jsonl")]
+    events = [event["event"] for event in read_documents(run / "events.jsonl")]
     assert events.count("start") == 3
     assert ending(run)["event"] == "end"
-    steps = [line["step"] for line in read_lines(run / "metrics" / "train.jsonl")]
+    steps = [line["step"] for line in read_documents(run / "metrics" / "train.jsonl")]
     assert sorted(set(steps)) == list(range(STEPS))
     audit = audit_run(run)
     assert audit.exit_code == 0, audit.findings
@@ -134,7 +135,7 @@ def test_nonfinite_gradients_end_the_run_or_are_skipped(
     skipping = {**histogram_settings(tmp_path / "other", numbers), "optimizer.skip_nonfinite": 2}
     result = launch_trainer(2, skipping, fault="nan:1:6")
     assert result.returncode == 0, result.stderr
-    events = [e for e in read_lines(tmp_path / "other" / "events.jsonl") if e["event"] == "nonfinite"]
+    events = [e for e in read_documents(tmp_path / "other" / "events.jsonl") if e["event"] == "nonfinite"]
     assert [e["step"] for e in events] == [6]
 
 
@@ -169,7 +170,7 @@ def test_exact_mode_is_bit_equal_while_ranks_and_strategies_change(
     assert seen[-1] == expected
     assert ending(tmp_path / "changing")["loss"] == ending(tmp_path / "whole")["loss"]
     assert evaluation_line(result.stdout) == evaluated
-    starts = [e for e in read_lines(tmp_path / "changing" / "events.jsonl") if e["event"] == "start"]
+    starts = [e for e in read_documents(tmp_path / "changing" / "events.jsonl") if e["event"] == "start"]
     assert [(e["step"], e["ranks"]) for e in starts] == [(0, 2), (3, 3), (6, 4), (9, 1)]
 
 
@@ -190,7 +191,7 @@ def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
     for fault, code in (("flip:0:2,term:0:8", 130), ("vanish:0:20,term:0:24", 130), ("", 0)):
         result = launch_trainer(1, damaged, fault=fault)
         assert result.returncode == code, result.stderr
-    events = read_lines(tmp_path / "damaged" / "events.jsonl")
+    events = read_documents(tmp_path / "damaged" / "events.jsonl")
     assert ending(tmp_path / "damaged")["parameters_sha256"] == whole
     np.testing.assert_allclose(
         final_histogram(tmp_path / "damaged"), expected_histogram(numbers), rtol=0, atol=1e-6
@@ -219,7 +220,7 @@ def test_a_stragglers_lanes_move_and_the_result_stays(
     assert result.returncode == 0, result.stderr
     assert ending(tmp_path / "moved")["parameters_sha256"] == whole
     assert ending(tmp_path / "moved")["loss"] == pytest.approx(ending(tmp_path / "alone")["loss"], rel=1e-3)
-    moves = [e for e in read_lines(tmp_path / "moved" / "events.jsonl") if e["event"] == "rebalance"]
+    moves = [e for e in read_documents(tmp_path / "moved" / "events.jsonl") if e["event"] == "rebalance"]
     assert moves
     assert moves[0]["owner"].count(3) < 3
     assert moves[0]["expected_us"] < 0.9 * moves[0]["before_us"]
@@ -244,14 +245,10 @@ def test_a_run_directory_has_one_trainer_and_one_plan(tmp_path: Path) -> None:
 
 
 def test_torn_lines_are_closed_and_skipped(tmp_path: Path) -> None:
-    from shardkit_trainer.run_directory import Lines
-
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":2')
-    lines = Lines(path)
-    lines.write({"a": 3})
-    lines.close()
-    assert read_lines(path) == [{"a": 1}, {"a": 3}]
+    append_document(path, {"a": 3})
+    assert read_documents(path) == [{"a": 1}, {"a": 3}]
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -298,7 +295,7 @@ def test_the_language_example_learns(tmp_path: Path) -> None:
     output = run_example(
         "stdlib_gpt.toml", f"run.directory={tmp_path / 'run'}", f"data.dataset={root}", *quick, nproc=2
     )
-    losses = [line["loss"] for line in read_lines(tmp_path / "run" / "metrics" / "train.jsonl")]
+    losses = [line["loss"] for line in read_documents(tmp_path / "run" / "metrics" / "train.jsonl")]
     assert len(losses) == 60
     assert losses[0] > 5.0
     assert sum(losses[-5:]) / 5 < 3.3, output

@@ -25,11 +25,11 @@ import shardkit
 from shardkit.loader import Rebalancing
 from shardkit.plan.rebalance import Rules
 from shardkit.storage import open_store
+from shardkit.telemetry.json_lines import read_documents
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration
 from shardkit_trainer.distributed import World, join_world, leave_world
-from shardkit_trainer.run_directory import read_lines
 from shardkit_trainer.strategies import make_strategy
 from shardkit_trainer.tasks import Inputs, Task, make_task, mix
 
@@ -482,7 +482,7 @@ def plain_loop(world: World) -> dict[str, Any]:
     stats = loader.stats()
     loader.close()
     rows = world.gather_integers([len(seen), len(set(seen)), cells[0], cells[-1], int(stats["moves"])])
-    events = [line["event"] for line in read_lines(root / "run" / "events.jsonl")]
+    events = [line["event"] for line in read_documents(root / "run" / "events.jsonl")]
     return {"ranks": rows, "events": events}
 
 

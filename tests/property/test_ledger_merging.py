@@ -18,6 +18,7 @@ from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals
 from shardkit.ledger import bindings as heads_module
 from shardkit.ledger import journal as journal_module
 from shardkit.ledger.merkle import Tree, leaf_hash
+from tests.journal_cells import record_cells
 
 MANIFEST = "sha256:" + "ab" * 32
 PLAN, OTHER = "cd" * 32, "ef" * 32
@@ -57,7 +58,7 @@ class Start:
 
     def step(self, step: int, ranks: int | None = None) -> None:
         for journal, lanes in list(zip(self.journals, self.lanes, strict=True))[:ranks]:
-            journal.record(step, [(lane, cell(step, lane, self.salt)) for lane in lanes])
+            record_cells(journal, step, [(lane, cell(step, lane, self.salt)) for lane in lanes])
 
     def kill(self, tear: int = 0) -> None:
         for journal in self.journals:
@@ -279,7 +280,7 @@ def test_a_ledger_without_its_state_is_refused(tmp_path: Path) -> None:
 def test_a_journal_that_does_not_say_how_its_plan_was_made_is_merged_too(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal", manifest=MANIFEST, plan=PLAN, rank=0, world=1, lanes=LANES) as journal:
         for step in range(3):
-            journal.record(step, [(lane, cell(step, lane)) for lane in range(LANES)])
+            record_cells(journal, step, [(lane, cell(step, lane)) for lane in range(LANES)])
     assert ledger_head(tmp_path)["steps"]["root"] == expected_root(3)
     with Ledger(tmp_path) as ledger:
         plan = next(event for event in ledger.event_documents() if event["kind"] == "plan")

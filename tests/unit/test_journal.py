@@ -12,6 +12,7 @@ from shardkit.errors import FormatError
 from shardkit.ledger import Journal, read_journal
 from shardkit.ledger.journal_format import JournalFile
 from shardkit.plan import cell_digest
+from tests.journal_cells import record_cells
 
 MANIFEST = "sha256:" + "ab" * 32
 PLAN = "cd" * 32
@@ -20,7 +21,7 @@ PLAN = "cd" * 32
 def _write(directory: Path, steps: int) -> Path:
     with Journal(directory, manifest=MANIFEST, plan=PLAN, rank=1, world=2) as journal:
         for step in range(steps):
-            journal.record(step, [(lane, np.arange(lane, lane + 3)) for lane in (4, 5)])
+            record_cells(journal, step, [(lane, np.arange(lane, lane + 3)) for lane in (4, 5)])
     return journal.path
 
 

@@ -28,7 +28,8 @@ import numpy as np
 
 import shardkit
 from shardkit.stores.urls import open_store
-from shardkit_trainer.run_directory import read_lines, read_steps
+from shardkit.telemetry.json_lines import read_documents
+from shardkit_trainer.run_directory import read_steps
 from tests.servers.fault_proxy import Fault, FaultProxy
 from tests.servers.object_stores import moto, s3_environment
 
@@ -188,7 +189,7 @@ def restarts(data: Path) -> dict[str, Any]:
             process = start(3, data / "empty.toml", restarts=0 if kind == "cold" else 1, **settings)
 
             def starts(run: Path = run) -> int:
-                return sum(e["event"] == "start" for e in read_lines(run / "events.jsonl"))
+                return sum(e["event"] == "start" for e in read_documents(run / "events.jsonl"))
 
             _wait_for(lambda: len(read_steps(run)) >= 50)  # noqa: B023
             before, reached = starts(), read_steps(run)[-1]["step"]
@@ -209,7 +210,7 @@ def restarts(data: Path) -> dict[str, Any]:
             lines = len(read_steps(run))
             _wait_for(lambda: len(read_steps(run)) > lines)  # noqa: B023
             seconds = time.monotonic() - killed
-            again = [e for e in read_lines(run / "events.jsonl") if e["event"] == "start"][-1]["step"]
+            again = [e for e in read_documents(run / "events.jsonl") if e["event"] == "start"][-1]["step"]
             seen.append({"seconds": round(seconds, 2), "steps taken again": max(0, reached + 1 - again)})
             process.send_signal(signal.SIGTERM)
             process.wait()
@@ -287,7 +288,7 @@ def straggler(data: Path) -> dict[str, Any]:
     even = _asleep(data, "even", 4, slow=False)
     static = _asleep(data, "static", 4, slow=True)
     moved = _asleep(data, "moved", 4, slow=True, parallel__rebalance=True)
-    decisions = [e for e in read_lines(data / "moved" / "events.jsonl") if e["event"] == "rebalance"]
+    decisions = [e for e in read_documents(data / "moved" / "events.jsonl") if e["event"] == "rebalance"]
     settled = decisions[-1]["from_step"] + 1
 
     def middle(lines: list[dict[str, Any]]) -> float:
@@ -363,7 +364,9 @@ def curves(data: Path) -> dict[str, Any]:
         finish(ranks, EXAMPLES / "digits.toml", run__directory=run, run__epochs=8, data__dataset=data / "digits",
                evaluation__dataset=data / "digits-val", **more)  # fmt: skip
         ends = [
-            line["evaluation"] for line in read_lines(run / "metrics" / "train.jsonl") if "evaluation" in line
+            line["evaluation"]
+            for line in read_documents(run / "metrics" / "train.jsonl")
+            if "evaluation" in line
         ]
         found[name] = {
             "gpt": groups, "digits accuracy": round(ends[-1]["accuracy"], 4), "digits loss": round(ends[-1]["loss"], 4),

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from shardkit.errors import MissingDependency
 from shardkit.exit_codes import ExitCode
+from shardkit.telemetry.json_lines import read_documents
 
 from .configuration import Configuration, load_configuration
-from .run_directory import check_changes, read_lines
+from .run_directory import check_changes
 
 __all__ = ["LIFELINE", "end_with_supervisor", "launch", "on_stop_signals", "rank_environment"]
 
@@ -127,6 +128,6 @@ def _outcome(code: int, config: Configuration) -> int:
     """How a run ended whose ranks ended with ``code``: one that a signal stopped is not done, however well it saved."""
     if code:
         return code if code in {*ExitCode} else ExitCode.FAILED
-    events = [event["event"] for event in read_lines(Path(config.run.directory) / "events.jsonl")]
+    events = [event["event"] for event in read_documents(Path(config.run.directory) / "events.jsonl")]
     last = [one for one in events if one in {"start", "stop", "end"}][-1:]
     return {"start": ExitCode.FAILED, "end": ExitCode.DONE}.get("".join(last), ExitCode.INTERRUPTED)

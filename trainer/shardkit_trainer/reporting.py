@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.errors import MissingDependency
-from shardkit.telemetry.reading import read_lines
+from shardkit.telemetry.json_lines import append_document, read_documents
 
 from .configuration import LogConfig
-from .run_directory import Lines, RunDirectory
+from .run_directory import RunDirectory
 from .tasks import Task
 
 __all__ = ["Cost", "Efficiency", "ProfilerWindow", "Reporter", "StageMeter", "Timeline"]
@@ -76,12 +75,8 @@ class Cost:
 
 def last_record(metrics: Path) -> dict[str, Any]:
     """Of the latest step in train.jsonl; empty where there is none."""
-    for line in reversed(read_lines(metrics, TAIL_BYTES)):
-        with suppress(ValueError):
-            record: dict[str, Any] = json.loads(line)
-            if "total" in record:
-                return record  # else an evaluation
-    return {}
+    steps = (line for line in reversed(read_documents(metrics, TAIL_BYTES)) if "total" in line)
+    return next(steps, {})  # others are evaluations
 
 
 def _last_totals(metrics: Path) -> dict[str, float]:
@@ -110,7 +105,6 @@ class Reporter:
     def __init__(self, config: LogConfig, directory: RunDirectory, lead: bool, steps: int, unit: str):
         self._config, self._steps, self._unit, self._lead = config, steps, unit, lead
         self._path = directory.path / "metrics" / "train.jsonl"
-        self._metrics = Lines(self._path) if lead else None
         self._board = _tensorboard(directory) if lead and config.tensorboard else None
         self._console = Console()
         self._progress: Progress | None = None
@@ -122,9 +116,9 @@ class Reporter:
             self._progress.start()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        if self._metrics is None:
+        if not self._lead:
             return
-        self._metrics.write(record)
+        append_document(self._path, record)
         if self._board is not None:
             for name in ("loss", "gradient_norm", "learning_rate", "step_s", "data_s", "flops_share"):
                 self._board.add_scalar(name, record[name], record["step"])
@@ -134,8 +128,8 @@ class Reporter:
 
     def catch_up(self, record: Mapping[str, Any]) -> None:
         """The latest step that was taken: the rank that led may have died before writing it."""
-        if self._metrics is not None and last_record(self._path).get("step") != record["step"]:
-            self._metrics.write(record)
+        if self._lead and last_record(self._path).get("step") != record["step"]:
+            append_document(self._path, record)
 
     def _show(self, done: int, record: Mapping[str, Any]) -> None:
         rate = record["targets"] / max(record["step_s"], 1e-9)
@@ -158,8 +152,8 @@ class Reporter:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.write({"evaluation": dict(record)})
+        if self._lead:
+            append_document(self._path, {"evaluation": dict(record)})
         accuracy = f", accuracy {100 * record['accuracy']:.2f} %" if "accuracy" in record else ""
         loss = f"loss {record['loss']:.4f}" if record["targets"] else f"no valid {self._unit}"
         self.say(f"evaluation after step {record['step']}: {loss}{accuracy}"
@@ -168,9 +162,6 @@ class Reporter:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
         if self._board is not None:
             self._board.close()
 

@@ -13,7 +13,6 @@ import platform
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,41 +23,17 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
+from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.recorder import EventLog
 
 from .configuration import Configuration, expect
 
-__all__ = ["Change", "Lines", "RunDirectory", "check_changes", "read_lines", "read_steps", "record_changes"]
-
-
-class Lines:
-    """A JSON-lines file that survives kills: one write per line, and a torn last line is closed on opening."""
-
-    def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
-
-    def write(self, record: Mapping[str, object]) -> None:
-        os.write(self._descriptor, json.dumps(record, separators=(",", ":")).encode() + b"\n")
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; lines that a kill has torn are left out."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError, RecursionError):
-            records.append(json.loads(line))
-    return records
+__all__ = ["Change", "RunDirectory", "check_changes", "read_steps", "record_changes"]
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """The record of every step, each once: steps that were taken again after a loss count as they were taken last."""
-    records = read_lines(run / "metrics" / "train.jsonl")
+    records = read_documents(run / "metrics" / "train.jsonl")
     last = {record["step"]: record for record in records if "step" in record}
     return [last[step] for step in sorted(last)]
 
@@ -74,11 +49,10 @@ class RunDirectory:
         self.path = Path(location).absolute()
         self.store: Store = open_store(self.path)
         self._lock = -1
-        self._events: Lines | None = None
+        self._events = EventLog(self.path if lead else None, rank=None)
         if lead:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
-            self._events = Lines(self.path / "events.jsonl")
 
     def _take_lock(self) -> int:
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -150,14 +124,12 @@ class RunDirectory:
 
     def event(self, kind: str, **details: object) -> None:
         """Append an event; nothing where this rank does not lead."""
-        if self._events is not None:
-            self._events.write({"time": round(time.time(), 3), "event": kind, **details})
+        self._events.record(kind, **details)
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
+        if self._lock >= 0:
             os.close(self._lock)
-            self._events = None
+            self._lock = -1
 
 
 def software() -> dict[str, str]:
@@ -266,7 +238,7 @@ def _known_settings(run: Path) -> dict[str, Any] | None:
     bound = bound_settings(run)
     if bound is not None:
         return bound
-    logged = [one for one in read_lines(run / "events.jsonl") if one.get("event") == "configuration"]
+    logged = [one for one in read_documents(run / "events.jsonl") if one.get("event") == "configuration"]
     if logged:
         return dict(logged[-1]["configuration"])
     try:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.telemetry import RunTelemetry, read_events, read_run
-from shardkit.telemetry.reading import check_run, read_lines
+from shardkit.telemetry.json_lines import read_lines
+from shardkit.telemetry.reading import check_run
 from shardkit.telemetry.recorder import request_stacks, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit_tools.console import bytes_text, clean, duration_text

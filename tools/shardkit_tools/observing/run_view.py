@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.telemetry import read_events, read_run, summarise
-from shardkit.telemetry.reading import check_run, read_lines
+from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.reading import check_run
 
 __all__ = ["run_facts", "view_run"]
 
@@ -53,11 +54,8 @@ def run_facts(run: Path) -> dict[str, Any]:
 
 
 def _last_loss(run: Path) -> float | None:
-    for line in reversed(read_lines(run / "metrics" / "train.jsonl", _METRICS_BYTES)):
-        try:
-            loss = json.loads(line).get("loss")
-        except (ValueError, AttributeError, RecursionError):
-            continue
+    for line in reversed(read_documents(run / "metrics" / "train.jsonl", _METRICS_BYTES)):
+        loss = line.get("loss")
         if isinstance(loss, (int, float)) and math.isfinite(loss):
             return float(loss)
     return None
