@@ -16,6 +16,7 @@ from shardkit_tools.console import (
     print_facts,
     print_heading,
     print_line,
+    print_more,
     print_table,
     share_text,
     short_id,
@@ -158,8 +159,7 @@ def print_strata(strata: Mapping[str, int], rows: int) -> None:
         ["*stratum", ">samples", ">share"],
         [(clean(name), count_text(n), share_text(n, rows)) for name, n in largest[:_STRATA_SHOWN]],
     )
-    if len(largest) > _STRATA_SHOWN:
-        print_line(f"… and {count_text(len(largest) - _STRATA_SHOWN)} more")
+    print_more(len(largest) - _STRATA_SHOWN, "")
 
 
 def _classes(counts: Mapping[str, int]) -> str:

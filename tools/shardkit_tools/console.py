@@ -15,13 +15,14 @@ import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from shardkit.errors import MissingDependency, StoreError
+from shardkit.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,10 +38,12 @@ __all__ = [
     "is_terminal",
     "long_work",
     "new_file",
+    "present",
     "print_facts",
     "print_heading",
     "print_json",
     "print_line",
+    "print_more",
     "print_table",
     "pyplot",
     "share_text",
@@ -63,6 +66,18 @@ def is_terminal() -> bool:
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON document to standard output."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def present(
+    as_json: bool, document: Callable[[], Any], page: Callable[[], None], exit_code: int = ExitCode.DONE
+) -> None:
+    """Print a result for machines or for people; then the command ends, if it has another exit code than 0."""
+    if as_json:
+        print_json(document())
+    else:
+        page()
+    if exit_code:
+        raise typer.Exit(exit_code)
 
 
 def print_line(text: str = "", style: str = "") -> None:
@@ -142,6 +157,12 @@ def _print_plain(columns: Sequence[str], headings: Sequence[str], rows: Sequence
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
+def print_more(left_out: int, where: str = " (--json lists all)") -> None:
+    """Say that there is more than was shown, and where; nothing where there is not."""
+    if left_out > 0:
+        print_line(f"… and {count_text(left_out)} more{where}")
+
+
 def clean(text: str) -> str:
     """Text on one line, with what is not printable as a backslash escape."""
     return "".join(character if _is_printable(character) else _escaped(character) for character in text)
@@ -169,10 +190,11 @@ def bytes_text(size: int) -> str:
     return f"{digits.removesuffix('.00').removesuffix('.0')} {_UNITS[unit]}"
 
 
-def count_text(count: int, noun: str = "") -> str:
-    """A number with its thousands set apart, and the noun in its number."""
-    text = f"{count:,}"
-    return text if not noun else f"{text} {noun}{'' if count == 1 else 's'}"
+def count_text(count: int, noun: str = "", nouns: str = "") -> str:
+    """A number with its thousands set apart, and the noun in its number; ``nouns``: where s is not enough."""
+    if not noun:
+        return f"{count:,}"
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def duration_text(seconds: float) -> str:

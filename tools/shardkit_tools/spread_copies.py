@@ -52,7 +52,7 @@ class Work:
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Progress of looking at copies, likewise."""
-        self._say(f"{what} {done:,} of {count_text(total)} {'copy' if total == 1 else 'copies'}")
+        self._say(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
 
     def clear(self) -> None:
         """Take the line away."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,7 @@ from shardkit_tools.console import (
     clean,
     count_text,
     long_work,
+    present,
     print_facts,
     print_heading,
     print_json,
@@ -170,14 +172,8 @@ def run_command(
         _write(html, html_report(result).encode())
     if sign is not None:
         _write(signed, sign_statement(make_statement(result, lock=lock), sign))
-    if as_json:
-        print_json(_document(result))
-    else:
-        _print_audit(result)
-        for path in (one for one, made in ((html, html), (signed, sign)) if made is not None):
-            print_line(f"written: {path}")
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    written = [path for path, asked in ((html, html), (signed, sign)) if asked is not None]
+    present(as_json, lambda: _document(result), lambda: _print_audit(result, written), result.exit_code)
 
 
 def _claim(signed: Path, key: Path) -> dict[str, Any]:
@@ -207,7 +203,7 @@ def _document(result: Audit) -> dict[str, Any]:
     }
 
 
-def _print_audit(result: Audit) -> None:
+def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
     groups = (("violated", "Violated", "red"), ("unknown", "Could not check", "yellow"),
               ("explained", "Deviations, with their reasons", "yellow"), ("note", "Good to know", "dim"))  # fmt: skip
     for severity, heading, style in groups:
@@ -253,6 +249,8 @@ def _print_audit(result: Audit) -> None:
             )
         )
     print_facts(facts)
+    for path in written:
+        print_line(f"written: {path}")
 
 
 def _coverage_text(one: Any) -> str:
@@ -291,19 +289,13 @@ def diff_command(
     troubles = [
         finding for record in (one, other) for finding in record.findings if finding.severity == "violated"
     ]
-    if as_json:
-        print_json(
-            {
-                "a": str(first),
-                "b": str(second),
-                **asdict(result),
-                "violated": [asdict(one) for one in troubles],
-            }
-        )
-    else:
-        _print_comparison(first, second, result, troubles)
-    if not result.is_equal:
-        raise typer.Exit(ExitCode.NO)
+    sides = {"a": str(first), "b": str(second)}
+    present(
+        as_json,
+        lambda: sides | asdict(result) | {"violated": [asdict(one) for one in troubles]},
+        lambda: _print_comparison(first, second, result, troubles),
+        ExitCode.DONE if result.is_equal else ExitCode.NO,
+    )
 
 
 def _print_comparison(first: Path, second: Path, result: Comparison, troubles: list[Finding]) -> None:

@@ -21,6 +21,7 @@ from shardkit_tools.console import (
     print_heading,
     print_json,
     print_line,
+    print_more,
     print_table,
     share_text,
     short_id,
@@ -209,5 +210,4 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
             for row in shown
         ],
     )
-    if len(shown) < len(rows):
-        print_line(f"… and {count_text(len(rows) - len(shown))} more (--all)")
+    print_more(len(rows) - len(shown), " (--all)")

@@ -13,7 +13,7 @@ from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit_tools import options
-from shardkit_tools.console import JsonFlag, clean, count_text, print_json, print_line, print_table
+from shardkit_tools.console import JsonFlag, clean, count_text, present, print_line, print_table
 from shardkit_tools.row_lists import read_lines
 
 __all__ = ["find"]
@@ -59,14 +59,13 @@ def find(
         found += _rows(dataset, name, values, matches)
         hit = set(matches.value.tolist())
         missing += [(name, value) for place, value in enumerate(values) if place not in hit]
-    if as_json:
-        print_json(
-            {"root": root, "found": found, "missing": [{"field": name, "value": v} for name, v in missing]}
-        )
-    else:
-        _print(found, missing)
-    if missing:
-        raise typer.Exit(ExitCode.NO)
+    listed_missing = [{"field": name, "value": value} for name, value in missing]
+    present(
+        as_json,
+        lambda: {"root": root, "found": found, "missing": listed_missing},
+        lambda: _print(found, missing),
+        ExitCode.NO if missing else ExitCode.DONE,
+    )
 
 
 def _asked(fields: list[str], listed: Path | None) -> dict[str, list[str]]:

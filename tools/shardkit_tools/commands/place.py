@@ -20,8 +20,8 @@ from shardkit_tools.console import (
     bytes_text,
     count_text,
     duration_text,
+    present,
     print_facts,
-    print_json,
     print_line,
 )
 from shardkit_tools.copies import print_locations
@@ -119,10 +119,7 @@ def place(
             **({"message": message} if message else {}),
         }
         placing = undo(repository, **settings) if undone else place_root(repository, change, **settings)
-    if as_json:
-        print_json(placing.to_json())
-    else:
-        _print(placing, root, dry_run=dry_run)
+    present(as_json, placing.to_json, lambda: _print(placing, root, dry_run=dry_run))
 
 
 def _days(seconds: int) -> str:

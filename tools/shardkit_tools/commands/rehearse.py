@@ -13,10 +13,11 @@ from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
     count_text,
+    present,
     print_facts,
     print_heading,
-    print_json,
     print_line,
+    print_more,
     print_table,
 )
 from shardkit_tools.observing.rehearsal import Rehearsal, rehearse_loss
@@ -58,12 +59,7 @@ def rehearse(
     found = rehearse_loss(
         Path(run), nodes=kill_node or (), ranks=kill_rank or (), locations=kill_location or ()
     )
-    if as_json:
-        print_json(found.to_json())
-    else:
-        _print(found)
-    if found.lost:
-        raise typer.Exit(ExitCode.NO)
+    present(as_json, found.to_json, lambda: _print(found), ExitCode.NO if found.lost else ExitCode.DONE)
 
 
 def _print(found: Rehearsal) -> None:
@@ -95,8 +91,7 @@ def _print(found: Rehearsal) -> None:
             for lane, (old, new) in list(found.moves.items())[:_LANES_SHOWN]
         ]
         print_table([">lane", "from", "to"], rows)
-        if len(found.moves) > _LANES_SHOWN:
-            print_line(f"… and {len(found.moves) - _LANES_SHOWN} more; --json has all")
+        print_more(len(found.moves) - _LANES_SHOWN, "; --json has all")
     if found.lost:
         print_heading("Lost: no other location has")
         for name in found.lost[:_LOST_SHOWN]:

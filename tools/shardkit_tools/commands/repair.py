@@ -17,10 +17,11 @@ from shardkit_tools.console import (
     bytes_text,
     clean,
     count_text,
+    present,
     print_facts,
     print_heading,
-    print_json,
     print_line,
+    print_more,
     print_table,
     short_ids,
 )
@@ -91,13 +92,7 @@ def repair(
             check_all=spread_checks(spread),
             report=work.tell,
         )
-    if as_json:
-        print_json(repair_document(done))
-    else:
-        print_repair(done)
-        _print_verdict(done)
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+    present(as_json, lambda: repair_document(done), lambda: _print(done), done.exit_code)
 
 
 def repair_document(done: Repair) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def repair_document(done: Repair) -> dict[str, Any]:
 def print_repair(done: Repair) -> None:
     """What was healed from where, and what could not be."""
     if done.healed:
-        print_heading(f"Healed: {_copies(len(done.healed))}")
+        print_heading(f"Healed: {count_text(len(done.healed), 'copy', 'copies')}")
         print_table(
             ["location", "was", "from", ">bytes", "*object"],
             [
@@ -128,14 +123,14 @@ def print_repair(done: Repair) -> None:
                 for one in done.healed[:_SHOWN]
             ],
         )
-        _more(len(done.healed))
+        print_more(len(done.healed) - _SHOWN)
     if done.lost:
         rows = sum(one.rows for one in done.lost)
         samples = f", {count_text(rows, 'sample')}" if rows else ""
         print_heading(f"Lost: {count_text(len(done.lost), 'object')}{samples}")
         for lost in done.lost[:_SHOWN]:
             _print_lost(lost)
-        _more(len(done.lost))
+        print_more(len(done.lost) - _SHOWN)
     print_unchecked(done.unchecked)
 
 
@@ -154,7 +149,7 @@ def print_unchecked(unchecked: list[Unchecked]) -> None:
         name = clean(first.name) or "all of it"
         print_line(f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow")
         print_facts([("because", short_ids(clean(first.why)))], indent=2)
-    _more(len(alike))
+    print_more(len(alike) - _SHOWN)
 
 
 def _print_lost(lost: Lost) -> None:
@@ -168,22 +163,14 @@ def _print_lost(lost: Lost) -> None:
     print_facts(facts, indent=2)
 
 
-def _print_verdict(done: Repair) -> None:
+def _print(done: Repair) -> None:
+    print_repair(done)
     if done.healed or done.lost or done.unchecked:
         print_line()
     print_line(f"{done.url}: {done.verdict} (level {done.level})", "bold")
     encoded = f", encoded {count_text(done.encoded, 'parity set')}" if done.encoded else ""
     read = f", {bytes_text(done.read_bytes)} read" if done.read_bytes else ""
     print_line(
-        f"looked at {_copies(done.copies)} for {count_text(len(done.versions), 'version')}{read}; "
+        f"looked at {count_text(done.copies, 'copy', 'copies')} for {count_text(len(done.versions), 'version')}{read}; "
         f"healed {len(done.healed):,}, lost {len(done.lost):,}{encoded}"
     )
-
-
-def _copies(number: int) -> str:
-    return f"{number:,} {'copy' if number == 1 else 'copies'}"
-
-
-def _more(number: int) -> None:
-    if number > _SHOWN:
-        print_line(f"… and {count_text(number - _SHOWN)} more (--json lists all)")

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from shardkit.copies.replicate import Replication
 from shardkit.copies.replicate import replicate as replicate_root
 from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.commands.repair import print_unchecked
-from shardkit_tools.console import JsonFlag, print_json, print_line
+from shardkit_tools.console import JsonFlag, present, print_line
 from shardkit_tools.copies import print_lag, print_locations
 from shardkit_tools.options import EngineName
 from shardkit_tools.spread_copies import copying, spread_checks, spread_copies
@@ -71,19 +72,17 @@ def replicate(
             check_all=spread_checks(spread),
             report=work.report,
         )
-    if as_json:
-        print_json(done.to_json())
-    else:
-        print_locations(done)
-        print_lag(done, dry_run=dry_run)
-        if done.healed:
-            print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
-        print_unchecked(done.unchecked)
-        if done.lost:
-            print_line(
-                f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}",
-                "red",
-            )
-            print_line(f"run: shardkit repair {root}")
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+    present(as_json, done.to_json, lambda: _print(done, root, dry_run=dry_run), done.exit_code)
+
+
+def _print(done: Replication, root: str, *, dry_run: bool) -> None:
+    print_locations(done)
+    print_lag(done, dry_run=dry_run)
+    if done.healed:
+        print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
+    print_unchecked(done.unchecked)
+    if done.lost:
+        print_line(
+            f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}", "red"
+        )
+        print_line(f"run: shardkit repair {root}")

@@ -20,9 +20,10 @@ from shardkit_tools.console import (
     bytes_text,
     clean,
     count_text,
+    present,
     print_heading,
-    print_json,
     print_line,
+    print_more,
     print_table,
 )
 from shardkit_tools.options import EngineName
@@ -101,12 +102,7 @@ def scrub(
             check_all=spread_checks(spread),
             report=work.tell,
         )
-    if as_json:
-        print_json(_document(done))
-    else:
-        _print(done, root)
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+    present(as_json, lambda: _document(done), lambda: _print(done, root), done.exit_code)
 
 
 def _document(done: Scrub) -> dict[str, Any]:
@@ -140,13 +136,12 @@ def _print(done: Scrub, root: str) -> None:
     )
     bad = [(name, result, where) for where, one in done.locations.items() for name, result in one.bad.items()]
     if bad:
-        print_heading(f"Bad: {len(bad):,} {'copy' if len(bad) == 1 else 'copies'}")
+        print_heading(f"Bad: {count_text(len(bad), 'copy', 'copies')}")
         print_table(
             ["location", "is", "*object"],
             [(where, result, clean(name)) for name, result, where in bad[:_SHOWN]],
         )
-        if len(bad) > _SHOWN:
-            print_line(f"… and {count_text(len(bad) - _SHOWN)} more (--json lists all)")
+        print_more(len(bad) - _SHOWN)
     for name, why in done.lost.items():
         print_line(f"{clean(name)}: {clean(why)}", "red")
     if done.repair is not None:

@@ -24,6 +24,7 @@ from shardkit_tools.console import (
     print_heading,
     print_json,
     print_line,
+    print_more,
     print_table,
     share_text,
     short_id,
@@ -226,8 +227,7 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
             for stratum in shown
         ],
     )
-    if len(shown) < len(strata):
-        print_line(f"… and {count_text(len(strata) - len(shown))} more (--all)")
+    print_more(len(strata) - len(shown), " (--all)")
 
 
 def _print_splits(document: Mapping[str, Any]) -> None:

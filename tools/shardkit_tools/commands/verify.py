@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,10 +18,11 @@ from shardkit_tools.console import (
     clean,
     count_text,
     long_work,
+    present,
     print_facts,
     print_heading,
-    print_json,
     print_line,
+    print_more,
     short_ids,
 )
 
@@ -83,12 +84,12 @@ def verify(
             jobs=jobs,
             report=lambda done, total: status.show(f"verified {done:,} of {count_text(total, 'shard')}"),
         )
-    if as_json:
-        print_json(_document(result))
-    else:
-        _print(result)
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    present(
+        as_json,
+        lambda: asdict(result) | {"exit_code": result.exit_code},
+        lambda: _print(result),
+        result.exit_code,
+    )
 
 
 def parse_share(text: str) -> Fraction:
@@ -106,10 +107,6 @@ def parse_share(text: str) -> Fraction:
     return share
 
 
-def _document(result: Verification) -> dict[str, Any]:
-    return {**asdict(result), "exit_code": result.exit_code}
-
-
 def _print(result: Verification) -> None:
     for heading, findings in (("Damaged", result.damaged), ("Could not check", result.unknown)):
         if findings:
@@ -120,8 +117,7 @@ def _print(result: Verification) -> None:
                 alike.setdefault(same, []).append(finding)
             for group in list(alike.values())[:_SHOWN_FINDINGS]:
                 _print_finding(group[0], len(group) - 1)
-            if len(alike) > _SHOWN_FINDINGS:
-                print_line(f"… and {count_text(len(alike) - _SHOWN_FINDINGS)} more (--json lists all)")
+            print_more(len(alike) - _SHOWN_FINDINGS)
     if result.damaged or result.unknown:
         print_line()
     verdict = "damaged" if result.damaged else "could not check everything" if result.unknown else "clean"
