@@ -6,7 +6,6 @@ a member of.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -318,13 +317,10 @@ def _join_generation(membership: Membership, after: int, device: torch.device, t
 
 
 def leave_world(world: World) -> None:
-    """Destroy the group that `join_world` made, and forget it.
+    """Destroy the group that `join_world` made.
 
-    Its sockets close when nothing refers to it any more, and not before: a rank that waits in one of its collectives
-    for this one, which has left because a third one died, is told by that alone. Torch keeps the meshes, hence the
-    groups, of every operation on a DTensor that it has seen.
+    Torch keeps the meshes, hence the groups, of every operation on a DTensor that it has seen: it forgets them here.
     """
     if world.owned and dist.is_initialized():
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        gc.collect()

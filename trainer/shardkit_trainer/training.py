@@ -99,9 +99,14 @@ def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summ
 
 
 def _next_world(config: Configuration, world: World, run: _Run) -> World:
-    """Leave a broken or outdated group; wait for the supervisor's next one."""
+    """Leave a broken or outdated group; wait for the supervisor's next one.
+
+    Its sockets close when nothing refers to it any more, and not before: a rank that waits in one of its collectives
+    for this one, which has left because a third one died, is told by that alone.
+    """
     run.close()
     leave_world(world)
+    gc.collect()
     if run.checkpointer is not None:
         run.checkpointer.abandon(config.parallel.timeout_s)
     return join_world(config, after=world.generation)
