@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def launch_trainer() -> Launch:
         asked: signal.Signals | None = None,
     ) -> Any:
         """Wait for the end, or until ``until`` is in the output; then all is killed, or gets the signal ``asked``."""
-        overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
+        overrides = arguments_of(settings)
         environment = {**os.environ, "PYTHONPATH": MODULES, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
                        "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
         command = [sys.executable, "-c", LAUNCH, str(nproc), str(restarts), *overrides]
@@ -137,9 +138,31 @@ def launch_trainer() -> Launch:
     return launch
 
 
+def arguments_of(settings: dict[str, Any]) -> list[str]:
+    """As the command takes them."""
+    return [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
+
+
+@pytest.fixture
+def fork_trainer(tmp_path: Path) -> Launch:
+    """Run the trainer likewise, with ranks that are forked: where not the start of processes is what is tested."""
+    from tests.integration.forked import launch_forked
+
+    launches = count()
+
+    def launch(nproc: int, settings: dict[str, Any], fault: str = "", restarts: int = 0) -> Any:
+        environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault}
+        output = tmp_path / f"launch-{next(launches)}"
+        return launch_forked(nproc, arguments_of(settings), environment, output, restarts)
+
+    return launch
+
+
 @pytest.fixture(scope="session")
 def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory of two ranks of which one was slowed; not to be written to."""
+    from tests.integration.forked import launch_forked
+
     run = tmp_path_factory.mktemp("slowed") / "run"
     settings = {
         "run.directory": run, "run.steps": 70, "data.dataset": digits["train"], "data.global_batch": 24,
@@ -147,20 +170,7 @@ def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         "parallel.exact": "int64", "parallel.rebalance": "true", "parallel.rebalance_every": 8, "checkpoint.every": 40,
         "log.telemetry_s": 0.2, "log.price_per_hour": 36.0,
     }  # fmt: skip
-    environment = {
-        **os.environ,
-        "PYTHONPATH": MODULES,
-        "SHARDKIT_TEST_FAULT": "slow:1:45",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [
-        sys.executable,
-        "-c",
-        LAUNCH,
-        "2",
-        "0",
-        *(f"{name}={value}" for name, value in settings.items()),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    environment = {**os.environ, "SHARDKIT_TEST_FAULT": "slow:1:45"}
+    done = launch_forked(2, arguments_of(settings), environment, run.with_name("launch"))
     assert done.returncode == 0, done.stderr
     return run

@@ -51,7 +51,9 @@ def killed(result: Any) -> int:
 
 @pytest.mark.drill
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_killed_at_random_and_resumed_elsewhere(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
+def test_killed_at_random_and_resumed_elsewhere(
+    tmp_path: Path, numbers: str, launch_trainer: Any, fork_trainer: Any
+) -> None:
     """In each launch one rank dies, and torchrun stops all, or rank after rank, and the survivors go on in process."""
     random = np.random.Generator(np.random.PCG64(9))
     wanted, started = drill_count(50), time.monotonic()
@@ -78,9 +80,9 @@ def test_killed_at_random_and_resumed_elsewhere(tmp_path: Path, numbers: str, la
                 doomed = 0  # little is left to be killed in
             ranks = random.permutation(nproc)[:doomed]
             faults = ",".join(random_fault(random, int(rank), start) for rank in ranks)
-            result = launch_trainer(
-                nproc, {**settings(run, numbers), "parallel.recovery": recovery}, fault=faults
-            )
+            # under torchrun, which is to stop the others, ranks start as users start them
+            launch = launch_trainer if recovery == "restart" and nproc > 1 else fork_trainer
+            result = launch(nproc, {**settings(run, numbers), "parallel.recovery": recovery}, fault=faults)
             launches += 1
             kills[recovery] += killed(result)
             assert "Traceback" not in result.stderr, result.stderr

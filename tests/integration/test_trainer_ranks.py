@@ -9,10 +9,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration import forked
 
 SCRIPT = Path(__file__).with_name("trainer_ranks.py")
 
@@ -37,18 +40,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
     return run
 
 
-def start(result: Path, nproc: int, cases: Sequence[str], **variables: str) -> None:
+def start(result: Path, nproc: int, cases: Sequence[str]) -> None:
     """Run cases on so many ranks; what they found is in ``result`` afterwards."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **variables,
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
-               str(SCRIPT), str(result), *cases]  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    become_rank = import_module("trainer_ranks").become_rank
+    environment = {**os.environ, forked.OUTPUT: str(result.with_suffix(""))}
+    codes = forked.side_by_side(nproc, become_rank, [str(result), *cases], environment=environment)
+    assert codes == [0] * nproc, result.with_suffix(".err").read_text()
 
 
 CASES = {
@@ -92,7 +89,10 @@ def test_exact_mode_gives_the_hash_of_the_record(tmp_path: Path) -> None:
     import torch
 
     portable = json.loads((SCRIPT.parents[1] / "golden" / "portable_kernels.json").read_text())
-    start(tmp_path / "found.json", 1, ["exact_hashes"], **portable)
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "found.json"), "exact_hashes"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **portable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["exact_hashes"]
     key = f"torch {torch.__version__}, {platform.machine()}"
     record = json.loads(SCRIPT.with_name("trainer_golden.json").read_text())

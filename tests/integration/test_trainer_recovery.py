@@ -73,37 +73,39 @@ def test_survivors_go_on_in_process_and_a_new_rank_joins(
 
 
 def test_a_rank_that_dies_inside_a_checkpoint_is_survived(
-    tmp_path: Path, numbers: str, launch_trainer: Any
+    tmp_path: Path, numbers: str, fork_trainer: Any
 ) -> None:
     """The publisher dies in its second publishing; the replacement joins, or is dismissed where it comes too late."""
     run = tmp_path / "run"
     every = {"checkpoint.every": 3}
-    result = launch_trainer(3, settings(run, numbers, **every), fault="finish:0:2", restarts=1)
+    result = fork_trainer(3, settings(run, numbers, **every), fault="finish:0:2", restarts=1)
     assert result.returncode == 0, result.stdout + result.stderr
     groups = starts(run)
     assert groups[0] == (0, 3)
     assert groups[1][0] in range(6, 10)
-    assert groups[1][1] == 2
+    assert groups[1][1] in {2, 3}, (
+        "a forked replacement may be there before the others have formed their group"
+    )
     np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
 
 
 def test_sharded_state_goes_on_from_the_newest_checkpoint_without_new_processes(
-    tmp_path: Path, numbers: str, launch_trainer: Any
+    tmp_path: Path, numbers: str, fork_trainer: Any
 ) -> None:
     run = tmp_path / "run"
     zero = {"parallel.strategy": "zero3", "parallel.exact": "off", "checkpoint.asynchronous": False}
-    result = launch_trainer(2, settings(run, numbers, **zero), fault="kill:1:14")
+    result = fork_trainer(2, settings(run, numbers, **zero), fault="kill:1:14")
     assert result.returncode == 0, result.stdout + result.stderr
     assert starts(run) == [(0, 2), (10, 1)]
     np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
 
 
 def test_a_frozen_rank_is_killed_and_the_others_go_on(
-    tmp_path: Path, numbers: str, launch_trainer: Any
+    tmp_path: Path, numbers: str, fork_trainer: Any
 ) -> None:
     run = tmp_path / "run"
     short = {"parallel.timeout_s": 15.0}  # others are late where a machine stands still for so long
-    result = launch_trainer(2, settings(run, numbers, **short), fault="freeze:1:5")
+    result = fork_trainer(2, settings(run, numbers, **short), fault="freeze:1:5")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "process-1 does not answer and is killed" in result.stderr
     assert starts(run) == [(0, 2), (5, 1)]
@@ -159,11 +161,11 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path, numbers: str,
 @pytest.mark.drill
 @pytest.mark.parametrize("harm", drill_cases(["ref", "manifest", "tensor"], [2]))
 def test_a_damaged_checkpoint_is_passed_over_and_the_console_says_why(
-    tmp_path: Path, numbers: str, launch_trainer: Any, harm: str
+    tmp_path: Path, numbers: str, fork_trainer: Any, harm: str
 ) -> None:
     run = tmp_path / "run"
     few = {**settings(run, numbers), "parallel.recovery": "restart", "checkpoint.keep": 0}
-    assert launch_trainer(1, few).returncode == 0
+    assert fork_trainer(1, few).returncode == 0
     name = checkpoint_names(run)[-1]
     ref = run / "checkpoints" / f"{name}.json"
     digest = json.loads(ref.read_text())["checkpoint"].removeprefix("sha256:")
@@ -172,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_console_says_why(
     kind = {"tensor": "tensor", "manifest": "checkpoint"}.get(harm)
     torn = run / "objects" / "sha256" / digest[:2] / f"{digest}.{kind}" if kind else ref
     torn.write_bytes(torn.read_bytes()[:40])
-    result = launch_trainer(2, few)
+    result = fork_trainer(2, few)
     assert result.returncode == 0, result.stderr
     assert f"checkpoint {name} is damaged and passed over" in result.stdout
     assert torn.name in result.stdout, "it is said what is damaged"

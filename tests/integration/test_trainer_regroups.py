@@ -50,7 +50,7 @@ def take(numbers: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     trainer_regroups = import_module("trainer_regroups")
-    monkeypatch.setattr(supervisor, "subprocess", SimpleNamespace(Popen=trainer_regroups.Forked))
+    monkeypatch.setattr(supervisor, "subprocess", SimpleNamespace(Popen=trainer_regroups.Scripted))
 
     def run(
         directory: Path, kind: str, ranks: int, script: dict[str, Any], restarts: int = 0, **more: Any

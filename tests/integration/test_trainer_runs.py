@@ -64,7 +64,7 @@ def final_histogram(directory: Path) -> np.ndarray:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
-    tmp_path: Path, numbers: str, launch_trainer: Any
+    tmp_path: Path, numbers: str, launch_trainer: Any, fork_trainer: Any
 ) -> None:
     run = tmp_path / "run"
     settings = histogram_settings(run, numbers)
@@ -74,7 +74,7 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     second = launch_trainer(3, settings, fault="kill:0:13")
     assert second.returncode == 1
     assert "resumed at step 5 of 30 on 3 ranks (was 2)" in second.stdout
-    third = launch_trainer(1, settings)
+    third = fork_trainer(1, settings)
     assert third.returncode == 0, third.stderr
     assert "resumed at step 10 of 30 on 1 ranks (was 3)" in third.stdout
     np.testing.assert_allclose(final_histogram(run), expected_histogram(numbers), rtol=0, atol=1e-6)
@@ -97,14 +97,16 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     assert [(step, fits) for _, step, fits in audit.checkpoints] == [(25, True), (30, True)]
 
     # nothing is left to do: a further start takes no step and changes nothing
-    again = launch_trainer(1, settings)
+    again = fork_trainer(1, settings)
     assert again.returncode == 0, again.stderr
     assert "resumed at step 30" in again.stdout
     assert checkpoint_names(run)[-1] == "step-000000000030"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_sigterm_saves_and_ends_cleanly(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
+def test_sigterm_saves_and_ends_cleanly(
+    tmp_path: Path, numbers: str, launch_trainer: Any, fork_trainer: Any
+) -> None:
     run = tmp_path / "run"
     settings = histogram_settings(run, numbers)
     first = launch_trainer(2, settings, fault="term:1:8")
@@ -112,7 +114,7 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path: Path, numbers: str, launch_tra
     assert first.returncode == 130, first.stderr
     assert checkpoint_names(run)[-1] == "step-000000000009"
     assert ending(run)["event"] == "stop"
-    second = launch_trainer(1, settings)
+    second = fork_trainer(1, settings)
     assert second.returncode == 0, second.stderr
     np.testing.assert_allclose(final_histogram(run), expected_histogram(numbers), rtol=0, atol=1e-6)
 
@@ -126,14 +128,14 @@ def test_a_frozen_rank_is_named(tmp_path: Path, numbers: str, launch_trainer: An
 
 
 def test_nonfinite_gradients_end_the_run_or_are_skipped(
-    tmp_path: Path, numbers: str, launch_trainer: Any
+    tmp_path: Path, numbers: str, fork_trainer: Any
 ) -> None:
     settings = histogram_settings(tmp_path / "run", numbers)
-    result = launch_trainer(1, settings, fault="nan:0:6")
+    result = fork_trainer(1, settings, fault="nan:0:6")
     assert result.returncode == 1
     assert "step 6: the gradient is not finite" in result.stderr
     skipping = {**histogram_settings(tmp_path / "other", numbers), "optimizer.skip_nonfinite": 2}
-    result = launch_trainer(2, skipping, fault="nan:1:6")
+    result = fork_trainer(2, skipping, fault="nan:1:6")
     assert result.returncode == 0, result.stderr
     events = [e for e in read_documents(tmp_path / "other" / "events.jsonl") if e["event"] == "nonfinite"]
     assert [e["step"] for e in events] == [6]
@@ -148,7 +150,7 @@ def alone(settings: dict[str, Any]) -> str:
 
 
 def test_exact_mode_is_bit_equal_while_ranks_and_strategies_change(
-    tmp_path: Path, digits: dict[str, str], launch_trainer: Any, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, digits: dict[str, str], fork_trainer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """2, 3, 4 ranks and one again, each going on where the ones before have ended; and one rank throughout."""
     base: dict[str, Any] = {
@@ -163,7 +165,7 @@ def test_exact_mode_is_bit_equal_while_ranks_and_strategies_change(
     seen = []
     for steps, ranks, strategy in ((3, 2, "zero1"), (6, 3, "zero2"), (9, 4, "ddp"), (12, 1, "zero1")):
         more = {"run.steps": steps, "run.directory": tmp_path / "changing", "parallel.strategy": strategy}
-        result = launch_trainer(ranks, {**base, **more})
+        result = fork_trainer(ranks, {**base, **more})
         assert result.returncode == 0, result.stderr
         seen.append(ending(tmp_path / "changing")["parameters_sha256"])
     assert len(set(seen)) == 4, "every three steps change the parameters"
@@ -176,7 +178,7 @@ def test_exact_mode_is_bit_equal_while_ranks_and_strategies_change(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
-    tmp_path: Path, numbers: str, launch_trainer: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, numbers: str, fork_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nearest copy is damaged in step 2 and gone from step 20 on, in the second epoch; the bits stay.
 
@@ -189,7 +191,7 @@ def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
     whole = alone({**histogram_settings(tmp_path / "whole", str(near)), **more})
     damaged = {**histogram_settings(tmp_path / "damaged", str(near)), **more}
     for fault, code in (("flip:0:2,term:0:8", 130), ("vanish:0:20,term:0:24", 130), ("", 0)):
-        result = launch_trainer(1, damaged, fault=fault)
+        result = fork_trainer(1, damaged, fault=fault)
         assert result.returncode == code, result.stderr
     events = read_documents(tmp_path / "damaged" / "events.jsonl")
     assert ending(tmp_path / "damaged")["parameters_sha256"] == whole
@@ -206,7 +208,7 @@ def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
     drill_cases([("ddp", "int64"), ("zero2", "int64"), ("zero2", "off"), ("zero3", "off")], [1, 3]),
 )
 def test_a_stragglers_lanes_move_and_the_result_stays(
-    tmp_path: Path, digits: dict[str, str], launch_trainer: Any, strategy: str, exact: str
+    tmp_path: Path, digits: dict[str, str], fork_trainer: Any, strategy: str, exact: str
 ) -> None:
     """One of four ranks at half speed gives lanes away; the result is that of one process, bit by bit if exact."""
     base = {
@@ -216,7 +218,7 @@ def test_a_stragglers_lanes_move_and_the_result_stays(
         "parallel.strategy": strategy, "parallel.pass_samples": 4,
     }  # fmt: skip
     whole = alone({**base, "run.directory": tmp_path / "alone"})
-    result = launch_trainer(4, {**base, "run.directory": tmp_path / "moved"}, fault="slow:3:12")
+    result = fork_trainer(4, {**base, "run.directory": tmp_path / "moved"}, fault="slow:3:12")
     assert result.returncode == 0, result.stderr
     assert ending(tmp_path / "moved")["parameters_sha256"] == whole
     assert ending(tmp_path / "moved")["loss"] == pytest.approx(ending(tmp_path / "alone")["loss"], rel=1e-3)

@@ -1,6 +1,6 @@
 """Cases that run on every rank of one torchrun launch; results come back as JSON.
 
-Run as ``python -m torch.distributed.run … trainer_ranks.py RESULT CASE…``; each case is a function below.
+Run as ``[torchrun] trainer_ranks.py RESULT CASE…``, or forked by `become_rank`; each case is a function below.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def configuration(**overrides: Any) -> Configuration:
     settings = {
         "run.directory": "unused", "data.dataset": "unused", "model.context": CONTEXT, "model.layers": 2,
         "model.width": 16, "model.heads": 2, "model.vocabulary": VOCABULARY, "parallel.pass_samples": 3,
-        "run.device": "cpu", "parallel.timeout_s": 10.0, "optimizer.lr": 0.01, **overrides,
+        "run.device": "cpu", "parallel.timeout_s": 60.0, "optimizer.lr": 0.01, **overrides,
     }  # fmt: skip
     return load_configuration(
         None, [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
@@ -484,6 +484,12 @@ def plain_loop(world: World) -> dict[str, Any]:
     rows = world.gather_integers([len(seen), len(set(seen)), cells[0], cells[-1], int(stats["moves"])])
     events = [line["event"] for line in read_documents(root / "run" / "events.jsonl")]
     return {"ranks": rows, "events": events}
+
+
+def become_rank(arguments: list[str]) -> None:
+    """In a forked process."""
+    sys.argv[1:] = arguments
+    main()
 
 
 def main() -> None:

@@ -14,15 +14,12 @@ cells without a finite loss; ``"cost": [[process, ms], …]`` is what rebalancin
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from shardkit_trainer.configuration import ModelConfig, load_configuration
 from shardkit_trainer.distributed import ADDRESS, NAME, World, leave_world
 from shardkit_trainer.strategies import make_strategy
 from shardkit_trainer.tasks import Inputs
+from tests.integration import forked
 
 LANES = 8
 SCRIPT = "SHARDKIT_TEST_SCRIPT"
@@ -92,47 +90,20 @@ def make(config: ModelConfig, _dataset: Any) -> NetworkTask:
     return NetworkTask(config.width, bool(config.arguments.get("counts")))
 
 
-class Forked:
-    """What the supervisor asks of `subprocess.Popen`, for ``python -m shardkit_trainer …`` by fork."""
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int] = ()):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "trainer_histogram", "shardkit_trainer.training"])
-        at = list(command).index("shardkit_trainer")
-        self._process: BaseProcess = context.Process(target=become_rank, args=(command[at + 1 :], dict(env)))
-        self._process.start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self) -> None:
-        self._process.join()
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
-
-
-def become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+def become_rank(arguments: Sequence[str]) -> None:
     """In the forked process."""
-    from shardkit_trainer.__main__ import main
-
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ.pop("SHARDKIT_LIFELINE", None)  # the parent of a forked process is not the supervisor
-    script, process = json.loads(environment[SCRIPT]), int(environment[NAME].partition("-")[2])
+    script, process = json.loads(os.environ[SCRIPT]), int(os.environ[NAME].partition("-")[2])
     for who, generation, step in script.get("late", ()):
         if who == process:
-            wait_for_step(environment[ADDRESS], f"generation-{generation}/alive/0", step)
+            wait_for_step(os.environ[ADDRESS], f"generation-{generation}/alive/0", step)
     follow(script, process)
-    sys.exit(main(list(arguments)))
+    forked.become_rank(arguments)
+
+
+class Scripted(forked.ForkedRank):
+    """A rank that follows the script."""
+
+    work = staticmethod(become_rank)
 
 
 def wait_for_step(address: str, heartbeat: str, step: int) -> None:

@@ -1,0 +1,140 @@
+"""Trainer processes that are forked from one with torch in it: a start costs no import, which takes seconds of CPU.
+
+For tests of what ranks do. How processes are started and ended (torchrun, the command, its signals) is tested with
+processes that start as users start them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+sys.path.append(
+    str(Path(__file__).parent)
+)  # settings name models of these modules, here and in forked processes
+PRELOADED = [__name__, "trainer_ranks", "trainer_regroups", "trainer_histogram", "shardkit_trainer.training"]
+OUTPUT = "SHARDKIT_TEST_OUTPUT"
+"""Environment variable: where a forked process writes what it prints, with .out and .err behind it."""
+
+
+class Forked:
+    """What is asked of `subprocess.Popen`, for ``work(*arguments)`` in a forked process of that environment."""
+
+    def __init__(self, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str]):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._process: BaseProcess = context.Process(target=_work, args=(dict(environment), work, *arguments))
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+
+def _work(environment: dict[str, str], work: Callable[..., None], *arguments: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    if OUTPUT in environment:
+        for number, kind in ((1, "out"), (2, "err")):
+            descriptor = os.open(f"{environment[OUTPUT]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+    warnings.filterwarnings("error", category=UserWarning, module=r"shardkit\Z")
+    work(*arguments)
+
+
+def become_rank(arguments: Sequence[str]) -> None:
+    """``python -m shardkit_trainer …``."""
+    from shardkit_trainer.__main__ import main
+
+    os.environ.pop("SHARDKIT_LIFELINE", None)  # the parent of a forked process is not the supervisor
+    sys.exit(main(list(arguments)))
+
+
+def train_alone(overrides: Sequence[str]) -> None:
+    """``shardkit train`` with one rank."""
+    from shardkit_trainer import launch
+
+    sys.exit(launch(None, overrides, nproc=1))
+
+
+class ForkedRank(Forked):
+    """The supervisor's `subprocess.Popen`, for ``python -m shardkit_trainer …``."""
+
+    work = staticmethod(become_rank)
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int] = ()):
+        at = list(command).index("shardkit_trainer")
+        super().__init__(self.work, command[at + 1 :], environment=env)
+
+
+def side_by_side(
+    ranks: int, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str]
+) -> list[int | None]:
+    """Exit codes of so many ranks of one group, which are told of each other as torchrun tells them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        Forked(work, *arguments, environment={**environment, **group, "RANK": str(n), "LOCAL_RANK": str(n)})
+        for n in range(ranks)
+    ]
+    return [one.wait() for one in started]
+
+
+def launch_forked(
+    nproc: int, overrides: Sequence[str], environment: Mapping[str, str], output: Path, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`shardkit_trainer.launch` with forked ranks; none is killed where another has died."""
+    from shardkit_trainer import launch, supervisor
+
+    environment = {**environment, OUTPUT: str(output)}
+    files = [output.with_name(f"{output.name}.{kind}") for kind in ("out", "err")]
+    if nproc == 1:
+        code = Forked(train_alone, overrides, environment=environment).wait()
+    elif "parallel.recovery=in-process" in overrides:
+        supervised = patch.object(supervisor, "subprocess", SimpleNamespace(Popen=ForkedRank))
+        with (
+            supervised,
+            patch.dict(os.environ, environment),
+            files[1].open("a") as told,
+            redirect_stderr(told),
+        ):
+            code = launch(None, overrides, nproc=nproc, restarts=restarts)
+    else:
+        assert not restarts, "torchrun restarts ranks"
+        code = max(code or 0 for code in side_by_side(nproc, become_rank, overrides, environment=environment))
+    out, err = (path.read_text() if path.exists() else "" for path in files)
+    return subprocess.CompletedProcess(["forked", *overrides], code or 0, out, err)
