@@ -107,7 +107,7 @@ def write_version(
     rows = join_parts(columns)
     if not len(rows):
         raise UsageError("no sample was added; a dataset holds at least one")
-    reader = ScratchReader(parts, version.schema)
+    reader = ScratchReader(parts, version.schema.stored)
     plan = plan_version(version, rows, to.base, lambda place, first: describe_row(rows, reader, place, first))
     shards = [write_shard(to.repository, reader, shard, version) for shard in plan.shards()]
     made = make_manifest(to.repository, plan, shards)

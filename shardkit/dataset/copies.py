@@ -108,7 +108,9 @@ def _content(reader: BlockReader, manifest: Manifest, shard: int, row: int) -> b
     block, inside = reader.index(shard).block_of(row)
     digest = hashlib.sha256()
     for (name, kind), payload in zip(
-        sorted(manifest.schema.items()), _sorted_payloads(reader, manifest, shard, block, inside), strict=True
+        sorted(manifest.schema.stored.items()),
+        _sorted_payloads(reader, manifest, shard, block, inside),
+        strict=True,
     ):
         digest.update(f"{name} {kind} {len(payload)}\n".encode())
         digest.update(payload)
@@ -118,7 +120,7 @@ def _content(reader: BlockReader, manifest: Manifest, shard: int, row: int) -> b
 def _sorted_payloads(
     reader: BlockReader, manifest: Manifest, shard: int, block: int, inside: int
 ) -> Iterator[bytes]:
-    payloads = dict(zip(manifest.schema, reader.read(shard, block).payloads(inside), strict=True))
+    payloads = dict(zip(manifest.schema.stored, reader.read(shard, block).payloads(inside), strict=True))
     for name in sorted(payloads):
         yield payloads[name]
 

@@ -146,15 +146,17 @@ class Dataset(Samples):
             for block in range(index.blocks):
                 first, last = int(index.block_start[block]), int(index.block_start[block + 1])
                 if mask[first:last].any():
-                    columns = self._columns(shard, block, condition.fields)
-                    mask[first:last] &= condition(columns)
+                    mask[first:last] &= self._fulfilled(shard, block, condition)
             masks[shard] = mask
         return masks
 
-    def _columns(self, shard: int, number: int, fields: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def _fulfilled(self, shard: int, number: int, condition: Where) -> NDArray[np.bool_]:
+        """Rows of a block that fulfil a condition; one that lacks a value of a field in it does not."""
         block = self.reader.read(shard, number)
         columns: dict[str, NDArray[Any]] = {}
-        for name in fields:
+        present = np.ones(block.rows, np.bool_)
+        for name in condition.fields:
+            present &= block.present(name)
             column = block.column(name)
             if isinstance(column, FixedColumn):
                 columns[name] = column.values
@@ -162,7 +164,7 @@ class Dataset(Samples):
                 data = column.data.tobytes()
                 borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
                 columns[name] = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=np.str_)
-        return columns
+        return present & condition(columns)
 
     # ---- plan and load
 
@@ -219,6 +221,7 @@ class Dataset(Samples):
         telemetry: TelemetrySettings | Literal[True] | None = True,
         stride: int = 1,
         offset: int = 0,
+        fill: Mapping[str, Any] | None = None,
     ) -> Loader:
         """A loader over `plan` for one rank; iterate over it once per epoch.
 
@@ -269,6 +272,8 @@ class Dataset(Samples):
             telemetry: how a run with a directory is watched (`shardkit top`); None: not at all.
             stride: hand out every `stride`-th step only, from the `offset`-th on: how worker processes share steps.
             offset: see `stride`.
+            fill: optional field → what stands in its batches where a row has no value (`batch.valid[field]` says which
+                rows have one); by default zeros, an empty array, or None in a list.
 
         Raises:
             ConfigurationError: an impossible rank, world or size, less memory than the windows need, or lanes that do
@@ -282,7 +287,7 @@ class Dataset(Samples):
             memory=None if memory is None else parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors,
             decode=decode or {}, transform=transform, batch_transform=batch_transform, workers=workers,
             on_error=on_error, stall_s=stall_s, on_stall=on_stall, run=None if run is None else Path(run),
-            stride=stride, offset=offset,
+            stride=stride, offset=offset, fill=fill or {},
             cache=None if cache is None else Path(cache),
             cache_size=None if cache_size is None else parse_size(cache_size),
             telemetry=TelemetrySettings() if telemetry is True else telemetry,
@@ -290,7 +295,7 @@ class Dataset(Samples):
         check_plan(plan, self.manifest.id)
         sources = Sources(
             manifest=self.manifest.id,
-            schema=self.schema,
+            schema=self.schema.stored,
             rows=self.rows,
             reader=self.reader,
             block_bytes=self._block_bytes,
@@ -308,6 +313,7 @@ class Dataset(Samples):
         typical = max(1, self.manifest.raw_bytes // max(1, self.manifest.rows) - fixed) // max(
             1, len(variable)
         )
+        sizes |= {name: kind.item_bytes for name, kind in self.schema.stored.items()}
         wanted = (sizes[name] for name in fields)
         return sum(typical if size is None else size for size in wanted) or 1
 

@@ -48,7 +48,7 @@ class EncodedRow(NamedTuple):
         key: as it will stand in the shard, None where it is generated from the row's ordinal.
         original_key: the caller's key where it had to be made to fit.
         source: (source name, row in it) where known.
-        payloads: canonical bytes per field, in schema order; or where they are.
+        payloads: canonical bytes per stored column, in their order; or where they are.
         identity: 128-bit hash of the key, else of the source, as (high, low); None where there is neither.
         stratum: texts of the values by which the dataset is stratified.
         split: 64-bit hash of the value that decides the split; None where the identity decides.
@@ -164,7 +164,9 @@ class RowEncoder:
         if not extents:
             return self.schema.encode(sample, where=where)
         without = self.schema.encode({**sample, **dict.fromkeys(extents, b"")}, where=where)
-        return tuple([extents.get(name, held) for name, held in zip(self.schema, without, strict=True)])
+        return tuple(
+            [extents.get(name, held) for name, held in zip(self.schema.stored, without, strict=True)]
+        )
 
     def raw_bytes(self, sizes: tuple[int, ...]) -> int:
         """`raw_row_bytes`, remembered: rows of one dataset have few different sizes, or only one."""
@@ -262,6 +264,11 @@ def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
             f"cannot stratify or split by {name!r}: no such field; the fields are {', '.join(schema)}"
         )
     kind = schema[name]
+    if kind.optional:
+        raise ConfigurationError(
+            f"cannot stratify or split by {name!r}: it is of type {kind}, so that rows may have no value; give every "
+            f"row one, and the field the type {kind.required}"
+        )
     if kind.kind != "str" and not (kind.kind == "scalar" and not kind.dtype.startswith("float")):
         raise ConfigurationError(
             f"cannot stratify or split by {name!r}: it is of type {kind}; expected str, bool or an integer"
@@ -273,7 +280,7 @@ class EncodedRows:
     """Rows on their way to scratch; like as many `EncodedRow` without keys.
 
     Attributes:
-        columns: one per field, in schema order: uint8 (n, bytes), canonical payloads, or packed extents.
+        columns: one per stored column, in order: uint8 (n, bytes), canonical payloads, or packed extents.
         sizes: of each field's payloads, as the header of a record has them.
         source_name: of all rows. source_row: int64[n].
         identity: uint64[n, 2]. split: uint64[n], zeros where the identity decides.
@@ -302,15 +309,15 @@ def encode_columns(
 
     Args:
         encoder: of the dataset.
-        columns: field → array (n, *shape of the field), or where such rows are in the source; not of a field by which
-            rows are stratified or split.
+        columns: stored column → array (n, *shape of the field), or where such rows are in the source; not of a field by
+            which rows are stratified or split.
         source_name: where they come from.
         first_row: of the first of them, there.
 
     Returns:
         None where they have to be encoded one by one.
     """
-    schema = encoder.schema
+    schema = encoder.schema.stored
     if columns.keys() != schema.keys() or not columns:
         return None
     rows = len(next(iter(columns.values())))

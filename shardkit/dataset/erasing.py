@@ -24,7 +24,7 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit.manifest import Manifest, merge
+from shardkit.manifest import ADOPTED, Manifest, merge
 from shardkit.repository.catalog import Version, put_manifest
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.repository import Repository
@@ -71,9 +71,9 @@ def plan_erasure(
         raise UsageError(f"{samples} samples are to be erased; give at most {_MAX_ROWS} at a time")
     if samples >= version.manifest.selected:
         raise UsageError("no sample would be left of this version; delete the root, or drop the ref, instead")
-    if version.manifest.features:
+    if ADOPTED in version.manifest.features:
         raise UsageError(
-            f"version {version.manifest.id} has shards outside of this root ({', '.join(version.manifest.features)}), "
+            f"version {version.manifest.id} has shards outside of this root ({ADOPTED}), "
             "which are never written: remove the samples here without erasing, and erase them where they lie"
         )
     copies = find_copies(repository, version, rows)

@@ -319,6 +319,7 @@ def _key_hashes(reader: BlockReader, shard: int) -> tuple[Hashes, NDArray[np.uin
 def _field_hashes(reader: BlockReader, shard: int, field: str) -> tuple[Hashes, NDArray[np.uint32]]:
     index = reader.index(shard)
     digests: list[bytes] = []
+    present = [np.empty(0, np.bool_)]
     for number in range(index.blocks):
         block = reader.read(shard, number)
         column = block.column(field)
@@ -328,7 +329,9 @@ def _field_hashes(reader: BlockReader, shard: int, field: str) -> tuple[Hashes, 
             digests += [_hash(view[start:end]) for start, end in borders]
         else:
             digests += [_hash(column.payload(row)) for row in range(block.rows)]
-    return _words(b"".join(digests)), np.arange(index.rows, dtype=np.uint32)
+        present.append(block.present(field))
+    rows = np.flatnonzero(np.concatenate(present)).astype(np.uint32)
+    return _words(b"".join(digests))[rows], rows
 
 
 def _hash(payload: bytes | memoryview) -> bytes:
@@ -363,5 +366,5 @@ def _payload(field: str, kind: FieldType | None, text: str) -> bytes:
         value = json.loads(text)
     except ValueError:
         raise UsageError(f"{field}={text[:80]!r} is not {kind}; expected it as JSON has it") from None
-    (payload,) = Schema.parse({field: str(kind)}).encode({field: value}, where=f"value {text[:80]!r}")
+    (payload,) = Schema.parse({field: kind.required}).encode({field: value}, where=f"value {text[:80]!r}")
     return payload

@@ -332,7 +332,7 @@ def stream_table(
             schema.position(name)
         schema = Schema({name: schema[name] for name in wanted})
     arrow = arrow_schema(schema, keys=False)
-    runs = read_runs(reader, row_map, all_numbers(len(row_map)), list(schema))
+    runs = read_runs(reader, row_map, all_numbers(len(row_map)), list(schema.stored))
     batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
     return pa.RecordBatchReader.from_batches(
         arrow, batches if batch_rows is None else _cut(batches, batch_rows)

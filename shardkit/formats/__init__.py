@@ -13,7 +13,7 @@ from .digest import format_digest, parse_digest, sha256_digest, sha256_each, xxh
 from .index import BlockSpan, ShardIndex, block_starts
 from .reading import Verify, read_block, verify_block
 from .rows import JoinedPayloads, Row, RowBlock, fit_key, is_key, max_key_bytes
-from .schema import RESERVED_NAMES, FieldType, Schema
+from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
 from .tar_blocks import parse_decimals
 from .tar_members import npy_payload_offset
 from .whole_shard import Damage, build_index, check_whole_shard, find_damage
@@ -57,6 +57,7 @@ __all__ = [
     "pack_columns",
     "parse_decimals",
     "parse_digest",
+    "presence_of",
     "raw_row_bytes",
     "read_block",
     "record_batch",

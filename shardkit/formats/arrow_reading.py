@@ -22,7 +22,7 @@ from .arrow_message import BatchHeader, compressed_buffer, raw_message_bytes, re
 from .arrow_writing import KEY_FIELD, arrow_schema
 from .block import Column, FixedColumn, VariableColumn
 from .compression import MAX_RATIO, decompress_frame
-from .schema import FieldType, Schema
+from .schema import FieldType, Schema, presence_of
 
 __all__ = ["BatchReader", "FixedPlace", "fixed_places"]
 
@@ -67,6 +67,7 @@ class BatchReader:
         header = _checked_header(message.data, codec, rows, raw_size)
         self._rows, self._schema, self._lengths = rows, schema, header.lengths
         self._places, self._fixed = _layout(header, schema)
+        self._presence = frozenset(schema.stored) - frozenset(schema)
         if codec == "none":
             self._spans, self._plain = header.buffers, message[header.body_offset :]
             self._decompressed: dict[int, NDArray[np.uint8]] | None = None
@@ -74,8 +75,9 @@ class BatchReader:
             self._decompressed = {}
             for name in self._places if columns is None else columns:
                 _, first = self._places[name]
-                for number in range(first, first + _counts(_BYTES if name == KEY_FIELD else schema[name])[1]):
-                    self._decompressed[number] = _decompressed(message.data, header, number)
+                for number in range(first, first + self._num_buffers(name)):
+                    if number not in self._decompressed:
+                        self._decompressed[number] = _decompressed(message.data, header, number)
         else:
             self._decompressed = dict(enumerate(_decompressed_by_pyarrow(message.data, schema)))
             if len(self._decompressed) != len(header.buffers):
@@ -86,7 +88,9 @@ class BatchReader:
         return self._variable(KEY_FIELD, _BYTES if checked_later else _TEXT)
 
     def column(self, name: str) -> Column:
-        """A field of the schema."""
+        """A stored column of the schema."""
+        if name in self._presence:
+            return FixedColumn(self._present(name))
         known = self._fixed.get(name)
         if known is not None:
             return FixedColumn(_read_only(np.ndarray(known.shape, known.dtype, self._plain, known.offset)))
@@ -97,14 +101,27 @@ class BatchReader:
             return self._ragged(name, kind)
         _, buffer = self._places[name]
         count = self._rows * prod(kind.shape)
-        for validity in range(buffer, buffer + 1 + len(kind.shape)):
+        for validity in range(buffer + kind.optional, buffer + 1 + len(kind.shape)):
             self._no_bitmap(validity, name)
         values = self._items(buffer + 1 + len(kind.shape), count, kind.numpy_dtype, name)
         return FixedColumn(values.reshape(self._rows, *kind.shape))
 
+    def _num_buffers(self, name: str) -> int:
+        if name in self._presence:
+            return 1
+        return _counts(_BYTES if name == KEY_FIELD else self._schema[name])[1]
+
+    def _present(self, name: str) -> NDArray[np.bool_]:
+        """Which rows of an optional field have a value; Arrow leaves the bitmap out where all have."""
+        _, buffer = self._places[name]
+        if not len(self._buffer(buffer)):
+            return _read_only(np.ones(self._rows, np.bool_))
+        return self._items(buffer, self._rows, np.dtype(np.bool_), name)
+
     def _variable(self, name: str, kind: FieldType) -> VariableColumn:
         _, buffer = self._places[name]
-        self._no_bitmap(buffer, name)
+        if not kind.optional:
+            self._no_bitmap(buffer, name)
         offsets = self._offsets(buffer + 1, name)
         data = self._take(buffer + 2, int(offsets[-1]), name)
         if kind.kind != "bytes":
@@ -113,7 +130,8 @@ class BatchReader:
 
     def _ragged(self, name: str, kind: FieldType) -> VariableColumn:
         array, buffer = self._places[name]
-        self._no_bitmap(buffer, name)
+        if not kind.optional:
+            self._no_bitmap(buffer, name)
         offsets = self._offsets(buffer + 1, name)
         _expect_items(self._lengths[array + 1], int(offsets[-1]), name)
         self._no_bitmap(buffer + 2, name)
@@ -220,12 +238,14 @@ def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, i
 def _places(
     rows: int, lengths: tuple[int, ...], nulls: int, buffers: int, schema: Schema
 ) -> dict[str, tuple[int, int]]:
-    if nulls:
+    if nulls and schema.stored is schema:
         raise FormatError("arrow message: a column declares nulls")
     array, buffer = 1, 3
     places = {KEY_FIELD: (0, 0)}
     for name, kind in schema.items():
         places[name] = (array, buffer)
+        if kind.optional:
+            places[presence_of(name)] = (array, buffer)
         arrays, own = _counts(kind)
         array, buffer = array + arrays, buffer + own
     if len(lengths) != array or buffers != buffer:
@@ -233,7 +253,7 @@ def _places(
     for name, (array, _) in places.items():
         count = rows
         _expect_items(lengths[array], count, name)
-        for depth, size in enumerate(() if name == KEY_FIELD else schema[name].shape):
+        for depth, size in enumerate(schema[name].shape if name in schema else ()):
             count *= size
             _expect_items(lengths[array + 1 + depth], count, name)
     return places
@@ -250,7 +270,7 @@ def _fixed_places(header: BatchHeader, schema: Schema) -> dict[str, FixedPlace]:
         first = places[name][1]
         last = first + 1 + len(kind.shape)
         offset, length = header.buffers[last]
-        if any(size for _, size in header.buffers[first:last]):
+        if any(size for _, size in header.buffers[first + kind.optional : last]):
             raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
         _expect_bytes(length, header.rows * prod(kind.shape) * kind.numpy_dtype.itemsize, name)
         fixed[name] = FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)

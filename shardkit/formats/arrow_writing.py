@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +13,10 @@ from shardkit.errors import FormatError, SampleError
 
 from . import canonical_json
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
-from .block import Block, FixedColumn, VariableColumn
+from .block import Block, Column, FixedColumn, VariableColumn
 from .compression import zstd_level
 from .rows import JoinedPayloads, PayloadColumn, RowBlock, sizes_of
-from .schema import FieldType, Schema
+from .schema import FieldType, Schema, presence_of
 
 __all__ = [
     "KEY_FIELD",
@@ -33,6 +33,8 @@ KEY_FIELD = "__key__"
 
 METADATA_KEY = b"shardkit"
 
+_NO_BITS = np.empty(0, np.uint8)
+
 
 def arrow_item_type(kind: FieldType) -> Any:
     """The Arrow type of one number of a field."""
@@ -40,7 +42,7 @@ def arrow_item_type(kind: FieldType) -> Any:
 
 
 def arrow_type(kind: FieldType) -> Any:
-    """The Arrow type of a field; no level of it is nullable."""
+    """The Arrow type of a field; no level inside of it is nullable."""
     if kind.kind == "bytes":
         return pa.large_binary()
     if kind.kind in ("str", "json"):
@@ -58,7 +60,7 @@ def arrow_schema(schema: Schema, *, keys: bool = True) -> Any:
     fields = [pa.field(KEY_FIELD, pa.large_string(), nullable=False)] if keys else []
     for name, kind in schema.items():
         metadata = {METADATA_KEY: b"json"} if kind.kind == "json" else None
-        fields.append(pa.field(name, arrow_type(kind), nullable=False, metadata=metadata))
+        fields.append(pa.field(name, arrow_type(kind), nullable=kind.optional, metadata=metadata))
     text = canonical_json.dumps({"fields": schema.to_json(), "version": 1})
     return pa.schema(fields, metadata={METADATA_KEY: text})
 
@@ -92,7 +94,7 @@ class ArrowEncoder:
     """Rows to stored record batch messages, written by pyarrow's own file writer."""
 
     def __init__(self, schema: Schema, compression: str) -> None:
-        self._kinds = list(schema.items())
+        self._fields = schema
         self._schema = arrow_schema(schema)
         level = zstd_level(compression)
         codec = pa.Codec("zstd", compression_level=level) if level is not None else None
@@ -118,9 +120,10 @@ class ArrowEncoder:
     def encode(self, block: RowBlock) -> tuple[bytes, int, None, None]:
         """Stored message of a block and its raw size; Arrow needs no field offsets."""
         keys = _key_array(block.keys)
+        columns = dict(zip(self._fields.stored, block.columns, strict=True))
         arrays = [keys]
-        for (name, kind), column in zip(self._kinds, block.columns, strict=True):
-            arrays.append(arrow_array(kind, column, name))
+        for name, kind in self._fields.items():
+            arrays.append(arrow_array(kind, columns[name], name, columns.get(presence_of(name))))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         written = self._take()
         if not self._compresses:
@@ -148,9 +151,23 @@ def _key_array(keys: Sequence[str]) -> Any:
     return pa.Array.from_buffers(pa.large_string(), len(keys), buffers, null_count=0)
 
 
-def _variable_array(kind: Any, payloads: PayloadColumn) -> Any:
-    buffers = [None, pa.py_buffer(_borders(payloads)), pa.py_buffer(_joined(payloads))]
-    return pa.Array.from_buffers(kind, len(payloads), buffers, null_count=0)
+def _variable_array(kind: Any, payloads: PayloadColumn, validity: _Validity) -> Any:
+    buffers = [validity.bits, pa.py_buffer(_borders(payloads)), pa.py_buffer(_joined(payloads))]
+    return pa.Array.from_buffers(kind, len(payloads), buffers, null_count=validity.nulls)
+
+
+class _Validity(NamedTuple):
+    """Which rows of a column have a value: a bitmap, or None where all have."""
+
+    bits: Any = None
+    nulls: int = 0
+
+    @classmethod
+    def of(cls, presence: PayloadColumn | None) -> _Validity:
+        """From the payloads of the presence column."""
+        present = _NO_BITS if presence is None else np.frombuffer(_joined(presence), np.uint8)
+        nulls = len(present) - int(np.count_nonzero(present))
+        return cls(pa.py_buffer(np.packbits(present, bitorder="little")), nulls) if nulls else cls()
 
 
 def _borders(payloads: PayloadColumn) -> NDArray[np.int64]:
@@ -168,14 +185,23 @@ def _joined(payloads: PayloadColumn) -> Any:
     )
 
 
-def arrow_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
+def arrow_array(
+    kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None = None
+) -> Any:
     """One field of many rows, from its payloads joined once; shares the memory of those that lie together.
+
+    Args:
+        kind: Type of the field.
+        payloads: Of the field.
+        name: Of the field, for messages.
+        presence: Payloads of its presence column, where it is optional.
 
     Raises:
         SampleError: a text is not UTF-8.
     """
+    validity = _Validity.of(presence)
     if kind.kind in ("bytes", "str", "json"):
-        array = _variable_array(arrow_type(kind), payloads)
+        array = _variable_array(arrow_type(kind), payloads, validity)
         if kind.kind != "bytes":
             try:
                 array.validate(full=True)
@@ -191,16 +217,18 @@ def arrow_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
         raw = np.packbits(np.frombuffer(raw, np.uint8), bitorder="little")
     item = arrow_item_type(kind)
     count = int(borders[-1]) // dtype.itemsize
-    values = pa.Array.from_buffers(item, count, [None, pa.py_buffer(raw)], null_count=0)
+    inner = validity if kind.kind == "scalar" else _Validity()
+    values = pa.Array.from_buffers(item, count, [inner.bits, pa.py_buffer(raw)], null_count=inner.nulls)
     if kind.kind == "ragged":
-        buffers = [None, pa.py_buffer(borders // dtype.itemsize)]
+        buffers = [validity.bits, pa.py_buffer(borders // dtype.itemsize)]
         return pa.Array.from_buffers(
-            arrow_type(kind), len(payloads), buffers, null_count=0, children=[values]
+            arrow_type(kind), len(payloads), buffers, null_count=validity.nulls, children=[values]
         )
     for place in reversed(range(len(kind.shape))):
         level = arrow_type(FieldType("array", kind.dtype, kind.shape[place:]))
         count //= kind.shape[place]
-        values = pa.Array.from_buffers(level, count, [None], null_count=0, children=[values])
+        outer = _Validity() if place else validity
+        values = pa.Array.from_buffers(level, count, [outer.bits], null_count=outer.nulls, children=[values])
     return values
 
 
@@ -222,15 +250,16 @@ def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: A
     )  # neighbours need no copy where they lie together
     arrays = []
     for name, kind in schema.items():
-        column = block.column(name)
         try:
-            if isinstance(column, FixedColumn):
-                arrays.append(arrow_array(kind, _fixed(column, which), name))
-            else:
-                arrays.append(arrow_array(kind, _variable(column, which), name))
+            presence = _payloads(block.column(presence_of(name)), which) if kind.optional else None
+            arrays.append(arrow_array(kind, _payloads(block.column(name), which), name, presence))
         except SampleError as error:
             raise FormatError(str(error)) from None
     return pa.RecordBatch.from_arrays(arrays, schema=arrow)
+
+
+def _payloads(column: Column, which: slice | NDArray[np.int64]) -> PayloadColumn:
+    return _fixed(column, which) if isinstance(column, FixedColumn) else _variable(column, which)
 
 
 def _fixed(column: FixedColumn, which: slice | NDArray[np.int64]) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
 
-from .schema import FieldType, Schema
+from .schema import FieldType, Schema, presence_of
 
 __all__ = ["Block", "Column", "FixedColumn", "VariableColumn"]
 
@@ -72,7 +72,7 @@ class Block:
         self._columns: dict[str, Column] = {}
 
     def column(self, name: str) -> Column:
-        """All rows of one field.
+        """All rows of one field, or of another column of `Schema.stored`.
 
         Raises:
             SchemaError: there is no such field.
@@ -80,15 +80,23 @@ class Block:
         """
         column = self._columns.get(name)
         if column is None:
-            self.schema.position(name)
+            self.schema.stored.position(name)
             column = self._columns[name] = self._load(name)
         return column
 
+    def present(self, name: str) -> NDArray[np.bool_]:
+        """Which rows have a value of a field: (rows,)."""
+        if not self.schema[name].optional:
+            return np.ones(self.rows, np.bool_)
+        column = self.column(presence_of(name))
+        assert isinstance(column, FixedColumn), "bools are of one size"
+        return column.values
+
     def payloads(self, row: int) -> tuple[bytes, ...]:
-        """Canonical payloads of one row, in schema order; copies."""
+        """Canonical payloads of one row, in the order of `Schema.stored`; copies."""
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of a block of {self.rows}")
-        return tuple([self.column(name).payload(row) for name in self.schema])
+        return tuple([self.column(name).payload(row) for name in self.schema.stored])
 
     def sample(self, row: int) -> dict[str, object]:
         """One sample as values of its own (`Schema.decode`).

@@ -62,7 +62,7 @@ class ShardIndex:
         block_xxh3: uint64 (blocks,), XXH3-64 of the stored bytes.
         block_sha256: uint8 (blocks, 32), SHA-256 of the stored bytes.
         key_texts: Keys of all rows.
-        field_offset: uint64 (rows, fields), tar only.
+        field_offset: uint64 (rows, fields), tar only; 0 where an optional field has no value.
         field_size: uint64 (rows, fields), tar only: bytes of the member as stored.
         source_names: Names that `source_id` refers to.
         source_id: int32 (rows,), -1 for none; absent where no row has a source.
@@ -417,6 +417,9 @@ def _check_fields(index: ShardIndex) -> None:
     # Compared by subtraction: a sum of hostile offsets could wrap around.
     if bool((offset > raw).any()) or bool((size > raw - np.minimum(offset, raw)).any()):
         raise FormatError("index: a field lies outside its block")
+    optional = [kind.optional for kind in index.schema.values()]
+    if any(optional) and bool(((offset == 0) & (size != 0))[:, optional].any()):
+        raise FormatError("index: a field that has no member has a size")
 
 
 _KEY_BYTES = np.zeros(256, bool)

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
 from .arrow_reading import BatchReader
 from .arrow_writing import KEY_FIELD
-from .block import Block, Column, VariableColumn
+from .block import Block, Column, FixedColumn, VariableColumn
 from .compression import decompress_frame
 from .digest import xxh3
 from .index import BlockSpan, ShardIndex
-from .tar_blocks import tar_column
+from .schema import presence_of
+from .tar_blocks import optional_column, tar_column
 
 __all__ = ["Verify", "read_block", "verify_block"]
 
@@ -127,11 +129,20 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan)
     data = data.view()
     data.flags.writeable = False
 
+    presences = {presence_of(name): name for name, kind in index.schema.items() if kind.optional}
+
     def load(name: str) -> Column:
-        place = index.schema.position(name)
-        starts, sizes = index.member_places(place)
-        rows = slice(span.first_row, span.end_row)
+        field = presences.get(name, name)
+        kind, place = index.schema[field], index.schema.position(field)
+        starts, sizes = (column[span.first_row : span.end_row] for column in index.member_places(place))
+        present = starts != 0  # a header stands before every member
+        if field != name:
+            return FixedColumn(present)
         bare = index.field_is_payload is not None and bool(index.field_is_payload[place])
-        return tar_column(data, starts[rows], sizes[rows], index.schema[name], name, is_payload=bare)
+
+        def column(rows: NDArray[np.bool_] | slice) -> Column:
+            return tar_column(data, starts[rows], sizes[rows], kind, name, is_payload=bare)
+
+        return optional_column(present, kind, column) if kind.optional else column(slice(None))
 
     return Block(index.schema, span.end_row - span.first_row, span.raw_size, load)

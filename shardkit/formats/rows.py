@@ -88,7 +88,7 @@ class RowBlock:
 
     Attributes:
         keys: of the rows.
-        columns: one per field, in schema order.
+        columns: one per column of `Schema.stored`, in its order.
         originals: (place, the source's key) of the rows whose key had to be rewritten.
         source_names: that ``source_id`` indexes; empty where no row has a source.
         source_id: int32[n], -1 for none. source_row: int64[n], 0 for none.

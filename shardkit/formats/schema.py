@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ __all__ = [
     "decode_json",
     "decode_payload",
     "encode_value",
+    "presence_of",
 ]
 
 MAX_FIELDS = 256
@@ -41,7 +42,7 @@ DTYPES = (
     *("float16", "float32", "float64"),
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[(\*|[0-9]+(?:,[0-9]+)*)\])?\Z")
+_TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[(\*|[0-9]+(?:,[0-9]+)*)\])?(\??)\Z")
 
 
 MAX_JSON_DEPTH = 200
@@ -53,33 +54,37 @@ class FieldType:
     """The type of one field: ``bytes``, ``str``, ``json``, a scalar, a fixed array or a ragged one.
 
     `kind` is one of bytes, str, json, scalar, array, ragged; `dtype` is the numpy name of the item ("" for
-    the first three); `shape` is the shape of a fixed array, else ().
+    the first three); `shape` is the shape of a fixed array, else (). An `optional` field may have no value: None.
     """
 
     kind: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    optional: bool = False
 
     @classmethod
     def parse(cls, text: object) -> FieldType:
         """The type written as ``bytes``, ``int64``, ``int32[2048]``, ``uint8[32,32,3]`` or ``int32[*]``.
 
+        With ``?`` behind it, a row may have no value.
+
         Raises:
             SchemaError: `text` is none of the types of shardkit, or its size is out of range.
         """
         match = _TYPE.match(text) if isinstance(text, str) else None
-        name, dimensions = match.groups() if match else ("", None)
+        name, dimensions, mark = match.groups() if match else ("", None, "")
+        optional = bool(mark)
         if name in OPAQUE and dimensions is None:
-            return cls(name)
+            return cls(name, optional=optional)
         if name not in DTYPES:
             raise SchemaError(
                 f"field type {text!r} is unknown; expected bytes, str, json or one of {', '.join(DTYPES)}, "
-                "optionally with a shape such as int32[2048] or int32[*]"
+                "optionally with a shape such as int32[2048] or int32[*], and ? behind it where rows may have no value"
             )
         if dimensions is None:
-            return cls("scalar", name)
+            return cls("scalar", name, optional=optional)
         if dimensions == "*":
-            return cls("ragged", name)
+            return cls("ragged", name, optional=optional)
         shape = tuple(int(size) for size in dimensions.split(","))
         fits = len(shape) <= MAX_DIMENSIONS and all(size > 0 for size in shape)
         if not fits or prod(shape) * np.dtype(name).itemsize > MAX_ITEM_BYTES:
@@ -89,14 +94,20 @@ class FieldType:
             )
         if ",".join(map(str, shape)) != dimensions:
             raise SchemaError(f"field type {text!r}: sizes have leading zeros")
-        return cls("array", name, shape)
+        return cls("array", name, shape, optional)
 
     def __str__(self) -> str:
+        mark = "?" if self.optional else ""
         if self.kind in OPAQUE:
-            return self.kind
+            return self.kind + mark
         if self.kind == "scalar":
-            return self.dtype
-        return f"{self.dtype}[{'*' if self.kind == 'ragged' else ','.join(map(str, self.shape))}]"
+            return self.dtype + mark
+        return f"{self.dtype}[{'*' if self.kind == 'ragged' else ','.join(map(str, self.shape))}]{mark}"
+
+    @property
+    def required(self) -> FieldType:
+        """The same type where every row has a value."""
+        return replace(self, optional=False) if self.optional else self
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -171,13 +182,14 @@ class Schema(Mapping[str, FieldType]):
             raise FormatError(f"schema: {error}") from None
 
     def encode(self, sample: Mapping[str, object], *, where: str) -> tuple[bytes, ...]:
-        """Canonical payloads of `sample`, in schema order.
+        """Canonical payloads of `sample`, in the order of `stored`.
 
         bytes as they are, str as UTF-8, json as canonical compact JSON, numbers as little-endian C-order
         bytes.
 
         Args:
-            sample: Field name to value: numbers, numpy arrays, lists, or anything with ``__array__``.
+            sample: Field name to value: numbers, numpy arrays, lists, or anything with ``__array__``. An optional
+                field may be missing or None.
             where: What to call the sample in messages, such as ``data.jsonl row 17``.
 
         Raises:
@@ -185,7 +197,18 @@ class Schema(Mapping[str, FieldType]):
         """
         if len(sample) != len(self._fields) or any(name not in sample for name in self._fields):
             _refuse_fields(sample, self._fields, where)
-        return tuple([encode_value(kind, sample[name], where, name) for name, kind in self._ordered])
+        if self.stored is self:
+            return tuple([encode_value(kind, sample[name], where, name) for name, kind in self._ordered])
+        payloads: list[bytes] = []
+        for name, kind in self._ordered:
+            value = sample.get(name)
+            is_absent = kind.optional and value is None
+            payloads.append(
+                bytes(kind.item_bytes or 0) if is_absent else encode_value(kind, value, where, name)
+            )
+            if kind.optional:
+                payloads.append(b"\0" if is_absent else b"\1")
+        return tuple(payloads)
 
     def decode(self, payloads: Sequence[bytes | memoryview]) -> dict[str, object]:
         """Values of canonical payloads: Python scalars, str, bytes, parsed JSON, fresh writable arrays.
@@ -193,12 +216,33 @@ class Schema(Mapping[str, FieldType]):
         Raises:
             FormatError: a payload is not what `encode` writes for its type.
         """
-        if len(payloads) != len(self._ordered):
-            raise FormatError(f"a sample of {len(payloads)} payloads, expected {len(self._ordered)}")
+        if len(payloads) != len(self.stored):
+            raise FormatError(f"a sample of {len(payloads)} payloads, expected {len(self.stored)}")
+        payload_of = dict(zip(self.stored, payloads, strict=True))
         return {
-            name: decode_payload(kind, payload, name)
-            for (name, kind), payload in zip(self._ordered, payloads, strict=True)
+            name: None
+            if kind.optional and not payload_of[presence_of(name)][0]
+            else decode_payload(kind, payload_of[name], name)
+            for name, kind in self._ordered
         }
+
+    @cached_property
+    def stored(self) -> Schema:
+        """The columns whose payloads are stored; itself where no field is optional.
+
+        They are the fields, and behind each optional one a bool that says whether it has a value (`presence_of` names
+        it). The payload of a field that has none is zeros, or empty.
+        """
+        if not any(kind.optional for _, kind in self._ordered):
+            return self
+        columns: dict[str, FieldType] = {}
+        for name, kind in self._ordered:
+            columns[name] = kind
+            if kind.optional:
+                columns[presence_of(name)] = FieldType("scalar", "bool")
+        made = Schema.__new__(Schema)  # no user may give a field such a name
+        made.__dict__.update(_fields=columns, _ordered=tuple(columns.items()), stored=made)
+        return made
 
     def position(self, name: str) -> int:
         """Place of field `name` in schema order.
@@ -237,6 +281,11 @@ class Schema(Mapping[str, FieldType]):
         return f"Schema({ {name: str(kind) for name, kind in self._ordered} })"
 
 
+def presence_of(name: str) -> str:
+    """The stored column that says whether an optional field has a value."""
+    return f"{name}?"
+
+
 def _check_names(names: Sequence[object]) -> None:
     if not 0 < len(names) <= MAX_FIELDS:
         raise SchemaError(f"a schema has 1 to {MAX_FIELDS} fields, got {len(names)}")
@@ -257,10 +306,12 @@ def _check_names(names: Sequence[object]) -> None:
 
 
 def _refuse_fields(sample: Mapping[str, object], fields: Mapping[str, FieldType], where: str) -> None:
-    missing = [name for name in fields if name not in sample]
+    missing = [name for name, kind in fields.items() if name not in sample and not kind.optional]
     unknown = [str(name) for name in sample if name not in fields]
     parts = [f"missing {', '.join(missing)}"] if missing else []
     parts += [f"unknown {', '.join(unknown)}"] if unknown else []
+    if not parts:
+        return  # optional ones are missing
     raise SampleError(f"{where}: fields {' and '.join(parts)}; the schema has {', '.join(fields)}")
 
 
@@ -270,6 +321,8 @@ def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes
     Raises:
         SampleError: the value does not fit the type without loss; names `where`, field and value.
     """
+    if value is None and kind.kind != "json":
+        _refuse(kind, value, where, name, f"there is no value; a field that may have none is of type {kind}?")
     if kind.kind == "bytes":
         if isinstance(value, bytes):
             return value

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError
+from shardkit.errors import FormatError, SampleError
 
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import compress_frame, zstd_level
 from .rows import RowBlock, payloads_of
-from .schema import FieldType, Schema
+from .schema import FieldType, Schema, presence_of
 from .tar_members import (
     BLOCK,
     RAGGED_HEADER_BYTES,
@@ -26,7 +27,7 @@ from .tar_members import (
     padded,
 )
 
-__all__ = ["TarEncoder", "member_bytes", "parse_decimals", "tar_column"]
+__all__ = ["TarEncoder", "member_bytes", "optional_column", "parse_decimals", "tar_column"]
 
 _PADDING = tuple(bytes(size) for size in range(BLOCK))
 _MAX_DIGITS = 20  # of a 64-bit integer, sign included
@@ -39,6 +40,7 @@ class TarEncoder:
 
     def __init__(self, schema: Schema, compression: str) -> None:
         self._fields = [(f".{name}.", kind) for name, kind in schema.items()]
+        self._schema = schema
         self._level = zstd_level(compression)
 
     def head(self) -> bytes:
@@ -50,7 +52,11 @@ class TarEncoder:
     ) -> tuple[bytes | memoryview, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
         """Stored bytes of a block, its raw size, and offsets and sizes of its fields in the raw block."""
         lengths = {len(key) for key in block.keys}
-        is_matrix = len(lengths) == 1 and all(isinstance(column, np.ndarray) for column in block.columns)
+        is_matrix = (
+            len(lengths) == 1
+            and self._schema.stored is self._schema
+            and all(isinstance(column, np.ndarray) for column in block.columns)
+        )
         raw, offsets, sizes = (self._matrix if is_matrix else self._members)(block)
         stored = raw if self._level is None else compress_frame(raw, self._level)
         return stored, len(raw), offsets, sizes
@@ -61,9 +67,14 @@ class TarEncoder:
         offsets: list[int] = []
         sizes: list[int] = []
         position = 0
-        columns = [payloads_of(column) for column in block.columns]
+        stored = dict(zip(self._schema.stored, map(payloads_of, block.columns), strict=True))
+        columns = [_members_of(stored, name) for name in self._schema]
         for key, *payloads in zip(block.keys, *columns, strict=True):
             for (dotted, kind), payload in zip(self._fields, payloads, strict=True):
+                if payload is None:
+                    offsets.append(0)
+                    sizes.append(0)
+                    continue
                 prefix, content = _member_parts(kind, payload)
                 size = len(prefix) + len(content)
                 name = f"{key}{dotted}{member_extension(kind, payload)}"
@@ -71,6 +82,11 @@ class TarEncoder:
                 offsets.append(position + BLOCK)
                 sizes.append(size)
                 position += BLOCK + padded(size)
+            if payloads.count(None) == len(payloads):
+                raise SampleError(
+                    f"key {key!r}: no field has a value, and a sample of a tar is its members; leave it out, or "
+                    'store them as arrow (--format arrow, format="arrow")'
+                )
         shape = (len(block), len(self._fields))
         return (
             b"".join(parts),
@@ -104,6 +120,16 @@ class TarEncoder:
     def tail(self) -> bytes:
         """The two zero blocks that end an archive, in a frame of their own where blocks are compressed."""
         return TRAILER if self._level is None else compress_frame(TRAILER, self._level)
+
+
+def _members_of(
+    stored: Mapping[str, Sequence[bytes | memoryview]], name: str
+) -> Sequence[bytes | memoryview | None]:
+    """The payloads of a field, None where it has no value."""
+    presence = stored.get(presence_of(name))
+    if presence is None:
+        return stored[name]
+    return [payload if present[0] else None for payload, present in zip(stored[name], presence, strict=True)]
 
 
 def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
@@ -200,6 +226,39 @@ def tar_column(
     if dtype.kind == "b" and bool((values.view(np.uint8) > 1).any()):
         raise FormatError(f"field {name!r}: a bool is neither 0 nor 1")
     return FixedColumn(values)
+
+
+def optional_column(
+    present: NDArray[np.bool_], kind: FieldType, load: Callable[[NDArray[np.bool_]], Column]
+) -> Column:
+    """A field of which some rows have no member.
+
+    Args:
+        present: Which rows have one.
+        kind: The field's type.
+        load: The column of these rows alone.
+
+    Returns:
+        The column of all rows; the others have zeros, or nothing.
+    """
+    if bool(present.all()):
+        return load(present)
+    rows = len(present)
+    if kind.item_bytes is not None:
+        values = np.zeros((rows, *kind.shape), kind.numpy_dtype)
+        if bool(present.any()):
+            found = load(present)
+            assert isinstance(found, FixedColumn), "payloads of one size are a column of one size"
+            values[present] = found.values
+        values.flags.writeable = False
+        return FixedColumn(values)
+    starts, ends = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    if not present.any():
+        return VariableColumn(np.empty(0, np.uint8), starts, ends, kind)
+    found = load(present)
+    assert isinstance(found, VariableColumn), "payloads of any size are a column of any size"
+    starts[present], ends[present] = found.starts, found.ends
+    return VariableColumn(found.data, starts, ends, kind)
 
 
 def _header_bytes(kind: FieldType) -> int:

@@ -199,18 +199,33 @@ def _rows_of(
     names, kinds = list(schema), list(schema.values())
     key, fields = "", list[tuple[int, int]]()
     for name, offset, size in iter_members(raw, start, end):
-        place = len(fields)
         member_key, _, rest = name.partition(".")
+        if fields and member_key != key and all(kind.optional for kind in kinds[len(fields) :]):
+            yield key, _with_absent(fields, len(names))
+            key, fields = "", []
+        while kinds[len(fields)].optional and rest.partition(".")[0] in names[len(fields) + 1 :]:
+            fields.append(_ABSENT)
+        place = len(fields)
         wanted = f"{names[place]}.{member_extension(kinds[place], raw[offset : offset + size])}"
-        if rest != wanted or (place and member_key != key):
+        if rest != wanted or (key and member_key != key):
             raise FormatError(f"tar member {name} at {offset}: expected {key or 'KEY'}.{wanted}")
         key = member_key
         fields.append((offset, size))
         if len(fields) == len(names):
             yield key, fields
-            fields = []
-    if fields:
+            key, fields = "", []
+    if fields and all(kind.optional for kind in kinds[len(fields) :]):
+        yield key, _with_absent(fields, len(names))
+    elif fields:
         raise FormatError(f"tar: sample {key} ends after {len(fields)} of {len(names)} fields")
+
+
+_ABSENT = (0, 0)
+"""Stands for the member of an optional field without a value."""
+
+
+def _with_absent(fields: list[tuple[int, int]], number: int) -> list[tuple[int, int]]:
+    return fields + [_ABSENT] * (number - len(fields))
 
 
 def _walk_plain_tar(
@@ -225,14 +240,18 @@ def _walk_plain_tar(
         raise FormatError(f"tar shard: {len(rows)} rows, the segments have {sum(segments)}")
     starts = block_starts(segments, block_rows).tolist()
     # A row begins at the header of its first member.
-    borders = [rows[start][1][0][0] - BLOCK for start in starts[:-1]] + [tail]
+    borders = [_first_member(rows[start][1]) - BLOCK for start in starts[:-1]] + [tail]
     found = _Found([key for key, _ in rows], [], [], starts, tail)
     for block, begin in enumerate(borders[:-1]):
         size = borders[block + 1] - begin
         found.spans.append((begin, size, size))
         for _, fields in rows[starts[block] : starts[block + 1]]:
-            found.fields.append([(offset - begin, length) for offset, length in fields])
+            found.fields.append([(offset and offset - begin, length) for offset, length in fields])
     return found
+
+
+def _first_member(fields: list[tuple[int, int]]) -> int:
+    return next(offset for offset, _ in fields if offset)
 
 
 def _walk_frames(view: memoryview, schema: Schema) -> _Found:

@@ -98,17 +98,18 @@ def open_writer(
 
 
 def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:
-    """Raw bytes that a row takes: exact for tar; for arrow an estimate that takes a key of 24 bytes.
+    """Raw bytes that a row takes: at most so many for tar; for arrow an estimate that takes a key of 24 bytes.
+
+    That of tar is exact where every field has a value.
 
     Args:
         format: ``tar`` or ``arrow``.
         schema: Fields, in order.
-        payload_sizes: Bytes of each field's canonical payload.
+        payload_sizes: Bytes of each stored column's canonical payload.
     """
     if format == "tar":
-        return sum(
-            member_bytes(kind, size) for kind, size in zip(schema.values(), payload_sizes, strict=True)
-        )
+        columns = zip(schema.stored.items(), payload_sizes, strict=True)
+        return sum(member_bytes(kind, size) for (name, kind), size in columns if name in schema)
     fixed = sum(8 for kind in schema.values() if kind.item_bytes is None)
     return sum(payload_sizes) + fixed + _ARROW_ROW_BYTES
 
@@ -139,7 +140,7 @@ class ShardWriter:
         self._usable = True
         self._key_limit = max_key_bytes(schema, format)
         self._item_bytes = [
-            (name, kind.item_bytes, kind.numpy_dtype.itemsize) for name, kind in schema.items()
+            (name, kind.item_bytes, kind.numpy_dtype.itemsize) for name, kind in schema.stored.items()
         ]
         self._seen: set[str] = set()
         self._keys: list[str] = []
@@ -169,7 +170,7 @@ class ShardWriter:
         if not 1 <= len(rows) <= self.block_rows:
             raise UsageError(f"a block of {len(rows)} rows, expected 1 to {self.block_rows}")
         self._usable = False
-        block = rows if isinstance(rows, RowBlock) else RowBlock.of(rows, len(self.schema))
+        block = rows if isinstance(rows, RowBlock) else RowBlock.of(rows, len(self.schema.stored))
         self._check(block)
         stored, raw_size, offsets, sizes = self._encoder.encode(block)
         if offsets is not None and sizes is not None:

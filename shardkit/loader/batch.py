@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 __all__ = ["Batch", "may_pin", "to_tensors"]
 
+_KNOWN_FIRST = ("lane", "slots", "weight", "valid")
+"""What a batch knows as the loader hands it out, and a framework's copy does not."""
+
 
 class Batch(dict[str, Any]):
     """One rank's samples of one step (or one cell of it): a dict of fields, with "step" and "samples" among them.
@@ -24,9 +27,10 @@ class Batch(dict[str, Any]):
         slots: (n,) int64, lane · cell_size + slot of each row inside its cell; names the place in the grid.
         weight: factor for a rank's *mean* loss so that the average over ranks is the mean over the global batch;
             1.0 where all ranks hold equally many samples.
+        valid: optional field → (n,) bool, which rows have a value of it.
     """
 
-    __slots__ = ("lane", "samples", "slots", "step", "weight")
+    __slots__ = ("lane", "samples", "slots", "step", "valid", "weight")
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Batch(dict[str, Any]):
         samples: NDArray[np.int64] | None = None,
         slots: NDArray[np.int64] | None = None,
         weight: float | None = None,
+        valid: Mapping[str, NDArray[np.bool_]] | None = None,
     ) -> None:
         """`Batch(fields)` alone is what frameworks make when they move a batch to a device.
 
@@ -46,12 +51,12 @@ class Batch(dict[str, Any]):
         self.step = int(self["step"]) if step is None else step
         self.samples = self["samples"] if samples is None else samples
         if lane is not None and slots is not None and weight is not None:
-            self.lane, self.slots, self.weight = lane, slots, weight
+            self.lane, self.slots, self.weight, self.valid = lane, slots, weight, dict(valid or {})
         self["step"] = self.step
         self["samples"] = self.samples
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("lane", "slots", "weight"):
+        if name in _KNOWN_FIRST:
             raise AttributeError(
                 f"this copy of a batch has no {name}: the framework that moved it kept its fields only; take it "
                 "from the batch as the loader handed it out"
@@ -65,14 +70,14 @@ class Batch(dict[str, Any]):
         """
         fields = {name: _move(value, device, non_blocking) for name, value in self.items()}
         copy = Batch(fields, step=self.step, samples=fields["samples"])
-        for name in ("lane", "slots", "weight"):
+        for name in _KNOWN_FIRST:
             if hasattr(self, name):
                 setattr(copy, name, getattr(self, name))
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: value for name, value in self.items() if name not in ("step", "samples")}
-        rest = [getattr(self, name, None) for name in ("lane", "samples", "slots", "weight")]
+        rest = [getattr(self, name, None) for name in ("lane", "samples", "slots", "weight", "valid")]
         return _rebuild, (fields, self.step, *rest)
 
 
@@ -83,8 +88,9 @@ def _rebuild(
     samples: NDArray[np.int64],
     slots: NDArray[np.int64] | None,
     weight: float | None,
+    valid: dict[str, NDArray[np.bool_]] | None,
 ) -> Batch:
-    return Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight)
+    return Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
 
 
 def _move(value: Any, device: Any, non_blocking: bool) -> Any:

@@ -168,7 +168,7 @@ class ArrowPlacer:
 
     @classmethod
     def of(cls, shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | None:
-        kinds = {name: shard.schema[name] for name in fields}
+        kinds = {name: shard.schema.stored[name] for name in fields}
         # of others offsets and text are checked; bits are unpacked
         pitches = {name: kind.item_bytes for name, kind in kinds.items() if kind.item_bytes is not None}
         if len(pitches) < len(fields) or any(kind.dtype == "bool" for kind in kinds.values()):
@@ -218,6 +218,8 @@ class TarPlacer:
     def of(cls, shard: ShardIndex, fields: Sequence[str]) -> TarPlacer | None:
         members = []
         for name in fields:
+            if shard.schema.stored[name].optional or name not in shard.schema:
+                return None  # some have no member
             kind, number = shard.schema[name], shard.schema.position(name)
             if shard.is_adopted or not (kind.is_whole or kind.kind == "bytes"):
                 return None  # text is checked, arrays have headers

@@ -215,7 +215,9 @@ def _variable(field: FieldType, addresses: Int64s, sizes: Int64s, allocate: Allo
         return block_rows.texts_at(addresses, sizes)
     if field.kind != "ragged":
         found = block_rows.bytes_at(addresses, sizes)
-        return found if field.kind == "bytes" else [json.loads(one) for one in found]
+        if field.kind == "bytes":
+            return found
+        return [json.loads(one) if one or not field.optional else None for one in found]
     dtype = np.dtype(field.dtype)
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=borders[1:])

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from shardkit.errors import ConfigurationError, StateError, UsageError
+from shardkit.formats import presence_of
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.batch import Batch
 from shardkit.loader.gather import Allocate
 from shardkit.loader.live import LiveLoader
 from shardkit.loader.loop import Loop, Steps
+from shardkit.loader.missing import MissingValues
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.ranks import find_topology, own_lanes
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
@@ -51,9 +53,10 @@ class Loader:
         tensors = "torch" in sys.modules if config.tensors is None else config.tensors
         if tensors:
             __import__("torch")  # only where a caller asked for tensors before importing it
+        fields = _fields_of(sources, config)
         self._setup = LoaderSetup(
-            plan=plan, sources=sources, config=config, topology=topology, fields=_fields_of(sources, config),
-            tensors=tensors, events=EventLog(config.run, topology.rank),
+            plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
+            events=EventLog(config.run, topology.rank), missing=MissingValues(sources.schema, fields, config.fill),
         )  # fmt: skip
         self._memory = self._setup.memory_bound(len(lanes))  # at the start
         self._start = 0  # where the next `iter` begins
@@ -409,11 +412,15 @@ class Loader:
 
 
 def _fields_of(sources: Sources, config: LoaderConfig) -> list[str]:
-    """Fields that are gathered, in the order asked for."""
+    """Columns that are gathered, in the order asked for; behind an optional field, which of its rows have a value."""
     fields = list(sources.schema if config.fields is None else config.fields)
     for name in fields:
         if name not in sources.schema:
             raise ConfigurationError(
                 f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}"
             )
-    return fields
+    gathered = dict.fromkeys(fields)
+    for name in fields:
+        if sources.schema[name].optional:
+            gathered[presence_of(name)] = None
+    return list(gathered)

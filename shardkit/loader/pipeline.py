@@ -326,11 +326,12 @@ class Pipeline:
                 lanes, lane_counts if setup.config.by_cell else [end - first], strict=True
             ):
                 started, b = time.perf_counter(), a + count
-                fields = rows.take(a, b)
+                fields, valid = setup.missing.split(rows.take(a, b))
                 counts.gather_s += time.perf_counter() - started
                 # copies: a batch that is kept keeps no other step of its group
                 samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
-                parts.append((lane, self._begin_work(fields, step, samples, slots, end - first)))
+                begun = self._begin_work(fields, step, samples, slots, end - first)
+                parts.append((lane, begun._replace(valid=valid) if valid else begun))
                 a = b
             rows.drop(needed.done(offset))
             yield _BegunStep(step, end - first, parts, lane_counts)
@@ -377,5 +378,13 @@ class Pipeline:
             started = time.perf_counter()
             fields, samples = self._work.finish(begun)
             self._counts.transform_s += time.perf_counter() - started
-        batch = Batch(fields, step=begun.step, lane=lane, samples=samples, slots=begun.slots, weight=weight)
+        batch = Batch(
+            fields,
+            step=begun.step,
+            lane=lane,
+            samples=samples,
+            slots=begun.slots,
+            weight=weight,
+            valid=begun.valid,
+        )
         return to_tensors(batch, pin=self._pin) if self._setup.tensors else batch

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import RunError
+from shardkit.formats import presence_of
 from shardkit.loader.gather import rows_of
 from shardkit.loader.settings import LoaderSetup, Workers
 from shardkit.loader.transforms import (
@@ -36,6 +37,9 @@ _ATTEMPTS = 16
 _function: RowFunction | None = None  # of this worker process
 
 
+_ALL: Final[Mapping[str, NDArray[np.bool_]]] = {}
+
+
 class BegunRows(NamedTuple):
     """A batch that is gathered, and whose rows may be in the hands of workers."""
 
@@ -45,6 +49,7 @@ class BegunRows(NamedTuple):
     samples: NDArray[np.int64]
     slots: NDArray[np.int64]
     pieces: list[Future[Rows]]  # in order; none where there are no workers
+    valid: Mapping[str, NDArray[np.bool_]] = _ALL  # optional field → which rows have a value
 
     def give_up(self) -> None:
         """Begin nothing more; returns once what has begun has ended."""
@@ -74,7 +79,11 @@ class RowWork:
         )
         self._workers, self._parts = workers, parts
         self._seed, self._cell_size = plan.settings.seed, plan.cell_size
-        self._substitutes = SubstituteDraw(plan.population, plan.settings.seed, setup.sources.fetch)
+        self._substitutes = SubstituteDraw(
+            plan.population,
+            plan.settings.seed,
+            lambda sample: setup.missing.of_sample(setup.sources.fetch(sample)),
+        )
         self._replaced: list[dict[str, Any]] = []
         self.at: tuple[int, int] | None = None  # (step, first sample) under way, for the watchdog
 
@@ -142,6 +151,8 @@ class RowWork:
             if isinstance(row, RowFailure):
                 place = (begun.step, int(samples[position]), int(slots[position]))
                 sample, raw, row = self._replace(function, row, *place, list(fields))
+                for name, mask in begun.valid.items():
+                    mask[position] = raw[presence_of(name)]
                 rows[position] = row if function.transform else {name: row[name] for name in columns}
                 replaced[position] = raw
                 if self._on_error == "mask":
@@ -208,8 +219,7 @@ class RowWork:
         one = np.array([slot], dtype=np.int64)
         for attempt in range(_ATTEMPTS):
             other, raw = self._substitutes(sample, step, slot, attempt)
-            raw = {name: raw[name] for name in fields}
-            columns = {name: [value] for name, value in raw.items()}
+            columns = {name: [raw[name]] for name in fields}
             (row,) = function(columns, step, one, self._cell_size)
             if not isinstance(row, RowFailure):
                 lane, place = divmod(slot, self._cell_size)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
+from shardkit.loader.missing import MissingValues
 from shardkit.loader.ranks import Topology
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
@@ -47,7 +48,7 @@ class Sources:
     """Where the rows come from: made by `Dataset.loader`."""
 
     manifest: str  # "sha256:…"
-    schema: Schema
+    schema: Schema  # the stored columns
     rows: RowMap
     reader: BlockReader
     block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes by dataset-wide number
@@ -85,6 +86,7 @@ class LoaderConfig:
     telemetry: TelemetrySettings | None = field(default_factory=TelemetrySettings)  # where there is a `run`
     stride: int = 1  # hand out every stride-th step from the offset-th on: how DataLoader workers share them
     offset: int = 0
+    fill: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
@@ -119,9 +121,10 @@ class LoaderSetup:
     """What one loader reads, and how: all that does not change while it lives, shared by its parts.
 
     Attributes:
-        fields: that are gathered, in this order.
+        fields: stored columns that are gathered, in this order.
         tensors: whether batches hold torch tensors.
         events: of the run; goes nowhere without one.
+        missing: what becomes of rows that have no value of a field.
     """
 
     plan: Plan
@@ -131,6 +134,7 @@ class LoaderSetup:
     fields: Sequence[str]
     tensors: bool
     events: EventLog
+    missing: MissingValues
 
     def memory_needed(self, lanes: int) -> int:
         """Bytes of the blocks that so many lanes mix rows of at a time, and a quarter more.

@@ -162,7 +162,7 @@ class RowFunction:
     ) -> Mapping[str, Any] | RowFailure:
         row = {name: read(position) for name, read in readers.items()}
         for name, decode in self.decoders.items():
-            if name in row:
+            if row.get(name) is not None:
                 try:
                     row[name] = decode(row[name])
                 except Exception as error:  # noqa: BLE001  the policy decides what becomes of it
@@ -218,6 +218,8 @@ def _stack(values: list[Any]) -> Any:
     if hasattr(first, "__array__") and not isinstance(first, np.ndarray):
         values = [np.asarray(value) for value in values]
         first = values[0]
+    if any(value is None for value in values):
+        return values
     if isinstance(first, np.ndarray):
         same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
         return np.stack(values) if same else values

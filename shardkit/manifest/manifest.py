@@ -46,7 +46,9 @@ _MAX_STRATA: Final = 2**17
 _MAX_PARTS: Final = 4_096
 ADOPTED: Final = "adopted"
 """Feature of a manifest some of whose shards are tars of somebody else that lie outside of the repository."""
-_FEATURES: Final[tuple[str, ...]] = (ADOPTED,)
+OPTIONAL: Final = "optional"
+"""Feature of a manifest some of whose fields may have no value; it follows from the schema."""
+_FEATURES: Final[tuple[str, ...]] = (ADOPTED, OPTIONAL)
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -166,6 +168,9 @@ class Manifest:
     """Hash sidecars, by field; sorted by field."""
 
     def __post_init__(self) -> None:
+        needed = [OPTIONAL] if any(kind.optional for kind in self.schema.values()) else []
+        others = [feature for feature in self.features if feature != OPTIONAL]
+        object.__setattr__(self, "features", (*others, *needed))
         _check_totals(self)
         _refuse_urls(self.build, "build")
 
@@ -210,6 +215,7 @@ class Manifest:
         where = f"manifest {sha256_digest(data)}"
         fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES, _OPTIONAL_KEYS)
         try:
+            features = fields.features(_FEATURES)  # first: what is unknown may make the rest unreadable
             return cls(
                 schema=Schema.from_json(fields.items("schema", maximum=10_000)),
                 format=fields.text("shard_format", pattern=_SHARD_FORMAT),
@@ -227,7 +233,7 @@ class Manifest:
                 build=fields.table("build", maximum=1_000),
                 parent=fields.optional_digest("parent"),
                 parts=_parts(fields),
-                features=fields.features(_FEATURES),
+                features=features,
                 about=fields.digest("about") if fields.has("about") else None,
                 lookups=_lookups(fields) if fields.has("lookups") else (),
             )

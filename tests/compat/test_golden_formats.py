@@ -23,23 +23,40 @@ from shardkit.formats import (
 )
 from shardkit.testing.format_conformance import read_samples, write_shard
 
-GOLDEN = Path(__file__).parent / "golden" / "formats-1"
+GOLDEN = Path(__file__).parent / "golden"
 PAIRS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4")]
-SCHEMA = Schema.parse(
-    {
-        "image": "bytes",
-        "text": "str",
-        "meta": "json",
-        "label": "int64",
-        "score": "float32",
-        "grid": "int16[2,2]",
-        "ids": "uint32[*]",
-    }
-)
+TYPES = {
+    "image": "bytes",
+    "text": "str",
+    "meta": "json",
+    "label": "int64",
+    "score": "float32",
+    "grid": "int16[2,2]",
+    "ids": "uint32[*]",
+}
+SCHEMAS = {
+    "formats-1": Schema.parse(TYPES),
+    "formats-optional": Schema.parse({name: kind + "?" for name, kind in TYPES.items()}),
+}
 
 
-def samples() -> list[dict[str, Any]]:
+def samples(golden: str) -> list[dict[str, Any]]:
     """What the golden shards hold."""
+    full = _full_samples()
+    if golden == "formats-1":
+        return full
+    places = {name: place for place, name in enumerate(TYPES)}
+    return [
+        {
+            name: value
+            for name, value in sample.items()
+            if (name == "ids" if number == 3 else (number + places[name]) % 3)
+        }
+        for number, sample in enumerate(full)
+    ]
+
+
+def _full_samples() -> list[dict[str, Any]]:
     return [
         {
             "image": b"GIF89a" + bytes(range(i * 9)),
@@ -54,8 +71,8 @@ def samples() -> list[dict[str, Any]]:
     ]
 
 
-def write(format: str, compression: str) -> tuple[bytes, ShardIndex]:
-    return write_shard(samples(), SCHEMA, format=format, compression=compression, block_rows=2)
+def write(golden: str, format: str, compression: str) -> tuple[bytes, ShardIndex]:
+    return write_shard(samples(golden), SCHEMAS[golden], format=format, compression=compression, block_rows=2)
 
 
 def versions() -> dict[str, str]:
@@ -64,8 +81,8 @@ def versions() -> dict[str, str]:
     return {"pyarrow": pa.__version__.partition(".")[0], "zstd": zstd}
 
 
-def recorded() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((GOLDEN / "digests.json").read_text())
+def recorded(golden: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GOLDEN / golden / "digests.json").read_text())
     return found
 
 
@@ -77,18 +94,20 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.parametrize("golden", SCHEMAS)
 @pytest.mark.parametrize(("format", "compression"), PAIRS)
-def test_golden_shards_are_read(format: str, compression: str) -> None:
-    shard = (GOLDEN / name(format, compression)).read_bytes()
-    packed = (GOLDEN / f"{format}-{compression}.index").read_bytes()
-    digests = recorded()["digests"]
+def test_golden_shards_are_read(golden: str, format: str, compression: str) -> None:
+    shard = (GOLDEN / golden / name(format, compression)).read_bytes()
+    packed = (GOLDEN / golden / f"{format}-{compression}.index").read_bytes()
+    digests = recorded(golden)["digests"]
     assert sha256(shard) == digests[name(format, compression)]
     assert sha256(packed) == digests[f"{format}-{compression}.index"]
     index = ShardIndex.from_bytes(packed)
     check_whole_shard(shard, index)
-    for found, expected in zip(read_samples(shard, index), samples(), strict=True):
-        for field, value in expected.items():
-            assert np.array_equal(np.asarray(found[field]), np.asarray(value)), field
+    assert index.schema == SCHEMAS[golden]
+    for found, expected in zip(read_samples(shard, index), samples(golden), strict=True):
+        for field in TYPES:
+            assert np.array_equal(np.asarray(found[field]), np.asarray(expected.get(field))), field
     again = build_index(
         shard, format=format, compression=compression, schema=index.schema, block_rows=index.block_rows
     )
@@ -96,10 +115,11 @@ def test_golden_shards_are_read(format: str, compression: str) -> None:
     assert np.array_equal(again.block_sha256, index.block_sha256)
 
 
+@pytest.mark.parametrize("which", SCHEMAS)
 @pytest.mark.parametrize(("format", "compression"), PAIRS)
-def test_golden_shards_are_written(format: str, compression: str) -> None:
-    shard, index = write(format, compression)
-    golden = recorded()
+def test_golden_shards_are_written(which: str, format: str, compression: str) -> None:
+    shard, index = write(which, format, compression)
+    golden = recorded(which)
     own_bytes = (format, compression) == ("tar", "none")
     if not own_bytes and versions() != golden["versions"]:
         pytest.skip(f"golden bytes are of {golden['versions']}, here are {versions()}")

@@ -231,11 +231,16 @@ def test_nulls_cost_their_rows(tmp_path: Path) -> None:
         "s": ["x", "y", "z", "u", "v"],
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    importer = open_source(str(tmp_path / "a.parquet"))
+    given = ImportOptions(field_types={"a": "int64", "l": "int64[*]"})
+    importer = open_source(str(tmp_path / "a.parquet"), options=given)
     rows = list(importer.read(importer.tasks()[0]))
     assert [isinstance(row, SourceFailure) for row in rows] == [False, True, True, False, True]
     assert "a.parquet row 1: field 'a' is null" in str(rows[1].error)  # type: ignore[union-attr]
     assert "row 2: field 'l' is null, or holds one" in str(rows[2].error)  # type: ignore[union-attr]
+    inferred = open_source(str(tmp_path / "a.parquet"))
+    assert types_of(inferred) == {"a": "int64?", "l": "int64[*]?", "s": "str"}
+    rows = list(inferred.read(inferred.tasks()[0]))
+    assert [isinstance(row, SourceFailure) for row in rows] == [False, False, True, False, False]
     as_json = open_source(
         str(tmp_path / "a.parquet"), options=ImportOptions(field_types={"a": "json", "l": "json"})
     )

@@ -44,6 +44,9 @@ def pieces(sample):
 def arrays(sample):
     return {"grid": np.full((2, 3), sample["n"], np.float32), "some": np.arange(sample["n"] % 5, dtype=np.uint8)}
 
+def gaps(sample):
+    return {"text": sample["text"], "n": sample["n"], "half": None if sample["n"] is None else sample["n"] // 2}
+
 def fails(sample):
     if sample["n"] == 41:
         raise ValueError("forty-one is not allowed")
@@ -138,6 +141,22 @@ def test_types_are_those_of_the_source_or_of_the_values(tmp_path: Path, module: 
         shardkit_tools.build(
             lines, tmp_path / "c", apply=module("arrays"), output_schema={"some_other": "str"}
         )
+
+
+def test_missing_values_go_through_functions_and_tokenizers(
+    tmp_path: Path, module: Module, tokenizer: Path
+) -> None:
+    rows = [{"text": "red"}, {"n": 4, "text": None}, {"n": 5, "text": "blue green"}, {"n": 6}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shardkit_tools.build(str(tmp_path / "a.jsonl"), tmp_path / "a", apply=module("gaps"), shuffle=False)
+    assert {n: str(t) for n, t in shardkit.open(str(tmp_path / "a")).schema.items()} == {
+        "text": "str?", "n": "int64?", "half": "int64?"
+    }  # fmt: skip
+    found = [(sample["text"], sample["n"], sample["half"]) for sample in samples(tmp_path / "a")]
+    assert found == [("red", None, None), (None, 4, 2), ("blue green", 5, 2), (None, 6, 3)]
+    shardkit_tools.build(str(tmp_path / "a.jsonl"), tmp_path / "t", tokenizer=str(tokenizer), shuffle=False)
+    tokens = [sample["tokens"] for sample in samples(tmp_path / "t")]
+    assert [None if one is None else one.tolist() for one in tokens] == [[1], None, [3, 2], None]
 
 
 def test_an_error_of_the_function_names_file_row_and_function(tmp_path: Path, module: Module) -> None:

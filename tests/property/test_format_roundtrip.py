@@ -71,9 +71,19 @@ def values(kind: FieldType) -> st.SearchStrategy[Any]:
 def datasets(draw: st.DrawFn) -> tuple[Schema, list[dict[str, Any]], list[str], int]:
     """(schema, samples, keys, block_rows)."""
     names = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
-    schema = Schema.parse({name: draw(TYPES) for name in names})
+    # A sample of a tar needs a member, so one field always has a value.
+    schema = Schema.parse(
+        {name: draw(TYPES) + draw(st.sampled_from(["", "?"])) * (name != names[-1]) for name in names}
+    )
     count = draw(st.integers(1, 6))
     samples = [{name: draw(values(kind)) for name, kind in schema.items()} for _ in range(count)]
+    for sample in samples:
+        for name, kind in schema.items():
+            change = draw(st.sampled_from(["", "null", "missing"])) if kind.optional else ""
+            if change == "null":
+                sample[name] = None
+            elif change:
+                del sample[name]
     limit = min(max_key_bytes(schema, "tar"), 80)
     key = st.one_of(
         st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True), st.sampled_from(["k" * limit, "-" * limit])
@@ -84,6 +94,8 @@ def datasets(draw: st.DrawFn) -> tuple[Schema, list[dict[str, Any]], list[str], 
 
 def same(kind: FieldType, got: object, expected: Any) -> bool:
     """Equal to the bit; Python floats of NaN lose the signalling bit of float16 and float32, so compare as numbers."""
+    if expected is None:
+        return got is None
     if kind.kind == "scalar":
         array = np.asarray(got, kind.dtype)
         if array.dtype.kind == "f" and np.isnan(array):
@@ -120,7 +132,9 @@ def test_what_goes_in_comes_out(
         for place in range(block.rows):
             assert block.payloads(place) == schema.encode(samples[row], where="again")
             found = block.sample(place)
-            bad = [name for name, kind in schema.items() if not same(kind, found[name], samples[row][name])]
+            bad = [
+                name for name, kind in schema.items() if not same(kind, found[name], samples[row].get(name))
+            ]
             assert not bad
             row += 1
     assert row == len(samples)
@@ -159,16 +173,19 @@ def test_arrow_columns_equal_those_of_pyarrow(
             first = int(index.block_start[number])
             assert batch.column("__key__").to_pylist() == keys[first : first + batch.num_rows]
             for name, kind in schema.items():
-                theirs, ours = batch.column(name), block.column(name)
+                present = block.present(name)
+                assert batch.schema.field(name).nullable == kind.optional
+                assert batch.column(name).is_valid().to_pylist() == present.tolist()
+                theirs, ours = batch.column(name).drop_null(), block.column(name)
                 if isinstance(ours, FixedColumn):
                     flat = theirs
                     for _ in kind.shape:
                         flat = flat.flatten()
                     numbers = flat.to_numpy(zero_copy_only=False)
-                    assert numbers.tobytes() == np.ascontiguousarray(ours.values).tobytes()
+                    assert numbers.tobytes() == np.ascontiguousarray(ours.values[present]).tobytes()
                 else:
                     rows = [arrow_payload(value, kind) for value in theirs.to_pylist()]
-                    mine = [ours.payload(row) for row in range(block.rows)]
+                    mine = [ours.payload(row) for row in range(block.rows) if present[row]]
                     if kind.dtype.startswith("float"):
                         pairs = zip(rows, mine, strict=True)
                         for left, right in pairs:

@@ -94,9 +94,12 @@ def test_whole_batches_make_the_version_that_single_rows_make(
 def test_a_null_costs_its_own_row_only(tmp_path: Path) -> None:
     data = pa.table({"n": pa.array([1, None, 3]), "m": pa.array([1, 2, 3])})
     write_arrow(tmp_path / "a.arrow", data)
-    source = open_source(str(tmp_path / "a.arrow"))
+    source = open_source(str(tmp_path / "a.arrow"), options=ImportOptions(field_types={"n": "int64"}))
     found = list(source.read(source.tasks()[0]))
     assert [isinstance(one, SourceFailure) for one in found] == [False, True, False]
+    source = open_source(str(tmp_path / "a.arrow"))
+    assert str(source.schema["n"]) == "int64?"
+    assert [dict(row.sample) for row in check_importer(source)] == data.to_pylist()
 
 
 def lines(rows: int, ends: str = "\n") -> str:

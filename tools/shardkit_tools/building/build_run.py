@@ -259,7 +259,7 @@ class BuildRun:
         # Rows that were counted only have no names.
         files = (job.folder if job else NO_FOLDER).parts([part.part for part in parts])
         with contextlib.closing(files):
-            reader = ScratchReader(files, self._version.schema)
+            reader = ScratchReader(files, self._version.schema.stored)
             plan = plan_version(
                 self._version,
                 rows,

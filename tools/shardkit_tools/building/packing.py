@@ -232,7 +232,7 @@ class PackWorker:
         self._seed = seed
         self._folder = folder
         self._parts = folder.parts(parts)
-        self._reader = ScratchReader(self._parts, settings.documents)
+        self._reader = ScratchReader(self._parts, settings.documents.stored)
         self._run_bytes = run_bytes
         self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
         self._raw_bytes = functools.lru_cache(maxsize=4096)(
@@ -282,7 +282,7 @@ class PackWorker:
     def _documents(self, item: Documents) -> _Held:
         records = self._reader.read(item.part, item.offset, item.length, item.check, item.ordinal)
         block = records.block(0, len(item.ordinal))
-        columns = zip(self._settings.documents, block.columns, strict=True)
+        columns = zip(self._settings.documents.stored, block.columns, strict=True)
         return _Held(block, {name: payloads_of(column) for name, column in columns})
 
     def _pack(

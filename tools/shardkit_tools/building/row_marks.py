@@ -46,13 +46,18 @@ class RowMarks:
                 raise ConfigurationError(
                     f"{option} {name}: no such field; the fields are {', '.join(schema)}"
                 )
+            if name is not None and schema[name].optional:
+                raise ConfigurationError(
+                    f"{option} {name}: it is of type {schema[name]}: rows may have no value; give every row one, and "
+                    f"pass --schema {name}={schema[name].required}"
+                )
         if packed is not None and schema[packed].kind != "ragged":
             raise ConfigurationError(
                 f"--pack {packed}: it is of type {schema[packed]}; expected rows of any length, such as int32[*]"
             )
         return cls(
-            schema.position(unique) if unique is not None else None,
-            schema.position(packed) if packed is not None else None,
+            schema.stored.position(unique) if unique is not None else None,
+            schema.stored.position(packed) if packed is not None else None,
             schema[packed].numpy_dtype.itemsize if packed is not None else 1,
         )
 

@@ -47,7 +47,7 @@ class WriteWorker:
         self._folder = folder
         self._parts = folder.parts(parts)
         self._extents = ExtentReader(files)
-        self._reader = ScratchReader(self._parts, version.schema, self._extents)
+        self._reader = ScratchReader(self._parts, version.schema.stored, self._extents)
         self._gather_bytes = gather_bytes
 
     def close(self) -> None:

@@ -105,6 +105,8 @@ def _print_field(name: str, kind: str, value: Any, label: str | None) -> None:
     elif isinstance(value, (dict, list)):
         print_heading(f"{name}: {kind}")
         _print_text(json.dumps(value, indent=2, ensure_ascii=False))
+    elif value is None:
+        print_heading(f"{name}: {kind}, no value")
     else:
         print_heading(f"{name}: {kind}")
         print_line(f"{value} ({clean(label)})" if label is not None else str(value))

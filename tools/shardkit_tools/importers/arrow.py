@@ -12,7 +12,13 @@ import pyarrow.ipc
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.arrow_values import batch_samples, check_same_fields, column_types
+from shardkit_tools.importers.arrow_values import (
+    SCAN_ROWS,
+    batch_samples,
+    check_same_fields,
+    column_types,
+    null_columns,
+)
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SampleColumns,
@@ -91,8 +97,22 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
             first = reader.schema if first is None else first
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
-    types = column_types(first, options.field_types, source.files[0].path)
+    types = column_types(
+        first, options.field_types, source.files[0].path, null_columns(_first_batches(source))
+    )
     return ArrowImporter(source, options.schema(types, source.given), tuple(batches))
+
+
+def _first_batches(source: Source) -> Iterator[Any]:
+    """The batches that types are inferred from."""
+    rows = size = 0
+    for file in source.files:
+        with open_ipc(file) as reader:
+            for batch in _record_batches(reader, file, 0, None):
+                yield batch
+                rows, size = rows + batch.num_rows, size + batch.nbytes
+                if rows >= SCAN_ROWS or size >= _TASK_BYTES:
+                    return
 
 
 def _rows_of_batches(file: SourceFile, schema: Any) -> tuple[int, ...]:

@@ -7,12 +7,13 @@
 A text column ``__key__`` holds the samples' keys, as it does in shards of the arrow format.
 
 Times, dates and decimals have no counterpart; ``--schema when=str`` (or int64, for the number of units since 1970)
-says what they become. Nulls are errors that name the row: no type but json holds them.
+says what they become. A column that holds nulls is optional (`null_columns`), and json holds them as they are; others
+are errors that name the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,11 +23,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from shardkit.errors import SchemaError, SourceError
-from shardkit.formats import FieldType
+from shardkit.formats import FieldType, presence_of
 from shardkit_tools.importers.protocol import SampleColumns, SourceFailure, SourceFile, SourceSample
 
 __all__ = [
     "KEY",
+    "SCAN_ROWS",
     "RowOrError",
     "as_sample",
     "batch_columns",
@@ -34,21 +36,28 @@ __all__ = [
     "batch_samples",
     "check_same_fields",
     "column_types",
+    "null_columns",
 ]
 
 KEY = "__key__"
+
+SCAN_ROWS = 100_000
+"""Rows of a source whose nulls tell which fields are optional, where only reading them shows it."""
 
 RowOrError = dict[str, object] | SourceError
 """A row, or why there is none."""
 
 
-def column_types(schema: Any, given: Mapping[str, str], where: str) -> dict[str, str]:
+def column_types(
+    schema: Any, given: Mapping[str, str], where: str, nulls: Collection[str] = ()
+) -> dict[str, str]:
     """Field → type text of a pyarrow schema.
 
     Args:
         schema: of the file.
         given: types that the user has named; they replace the inferred ones.
         where: the file, for messages.
+        nulls: columns of which some rows have no value.
 
     Raises:
         SourceError: a column has a type that no field has, and the user gave none; or two columns share a
@@ -67,8 +76,17 @@ def column_types(schema: Any, given: Mapping[str, str], where: str) -> dict[str,
                 f"{where}: column {column.name!r} is {column.type}, which no field type holds; say what it "
                 f"becomes, such as --schema {column.name}=str"
             )
-        types[column.name] = inferred
+        is_optional = column.name in nulls and column.name not in given and inferred != "json"
+        types[column.name] = f"{inferred}?" if is_optional else inferred
     return types
+
+
+def null_columns(batches: Iterable[Any]) -> set[str]:
+    """Columns of record batches that hold a null, other than inside of a value."""
+    return {
+        name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        if column.null_count
+    }  # fmt: skip
 
 
 def check_same_fields(first: Any, other: Any, first_name: str, where: str) -> None:
@@ -155,6 +173,10 @@ def batch_columns(
     columns: dict[str, NDArray[Any]] = {}
     for name, kind in types.items():
         column = _plain(batch.column(batch.schema.get_field_index(name)))
+        if kind.optional:
+            columns[presence_of(name)] = column.is_valid().to_numpy(zero_copy_only=False)
+            if column.null_count and kind.kind == "scalar" and _is_number(column.type):
+                column = pc.fill_null(column, pa.scalar(0).cast(column.type))
         found = _fixed_array(column, kind) if _is_fixed(column.type) else None
         if found is None:
             return None
@@ -184,10 +206,15 @@ def _columns(
     keys = [(KEY, FieldType("str"))] if KEY in batch.schema.names else []
     for name, kind in [*types.items(), *keys]:
         column = _plain(batch.column(batch.schema.get_field_index(name)))
+        absent = set(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist())
         if kind.kind != "json":
             for row in _null_rows(column):
-                bad.setdefault(row, _null_error(where, first_row + row, name))
-        columns[name] = _values(column, kind, f"{where} from row {first_row} on, column {name!r}")
+                if row not in absent or not kind.optional:
+                    bad.setdefault(row, _null_error(where, first_row + row, name, kind))
+        values = _values(column, kind, f"{where} from row {first_row} on, column {name!r}")
+        if absent and kind.optional:
+            values = [None if row in absent else value for row, value in enumerate(values)]
+        columns[name] = values
     return columns, bad
 
 
@@ -266,10 +293,11 @@ def _null_rows(column: Any) -> list[int]:
     return sorted(rows)
 
 
-def _null_error(where: str, row: int, name: str) -> SourceError:
+def _null_error(where: str, row: int, name: str, kind: FieldType) -> SourceError:
     return SourceError(
         f"{where} row {row}: field {name!r} is null, or holds one; give it a value, leave the row out "
-        f"(--on-error skip), or pass --schema {name}=json, which holds null"
+        f"(--on-error skip), or pass --schema {name}={kind.required}? for rows without a value, or {name}=json for "
+        "nulls inside of one"
     )
 
 

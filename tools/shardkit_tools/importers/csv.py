@@ -2,7 +2,7 @@
 
 A column of integers is int64, one of numbers float64, one of true and false bool, anything else str.
 Integers with leading zeros stay text: they are codes, and a number would lose the zeros. An empty cell is a
-text without characters; in a column of numbers it is an error that names the row.
+text without characters; in a column of numbers or truths it has no value, and the column is optional.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ def _infer(source: Source, names: list[str], options: ImportOptions) -> dict[str
 
 
 def _kind(cell: str) -> str:
+    if not cell:
+        return ""
     if _INTEGER.match(cell):
         return "int64" if int(cell) in _INT64 else "str"
     if _NUMBER.match(cell):
@@ -135,12 +137,16 @@ def _kind(cell: str) -> str:
 
 
 def _common(kinds: set[str]) -> str:
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    return "float64" if kinds == {"int64", "float64"} else "str"
+    some = kinds - {""}
+    kind = next(iter(some)) if len(some) == 1 else "float64" if some == {"int64", "float64"} else "str"
+    return kind if kind == "str" or "" not in kinds else f"{kind}?"
 
 
 def _value(cell: str, kind: str, name: str, where: str) -> object:
+    if kind.endswith("?"):
+        if not cell:
+            return None
+        kind = kind.removesuffix("?")
     if kind == "str":
         return cell
     if kind == "bytes":
@@ -158,7 +164,8 @@ def _value(cell: str, kind: str, name: str, where: str) -> object:
             pass
     shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
     raise SourceError(
-        f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema {name}=str"
+        f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema "
+        f"{name}={'str' if cell else f'{kind}?'}"
     )
 
 

@@ -3,8 +3,8 @@
     int → int64 (uint64 where a value needs it)    float → float64, which also takes exact ints
     string → str    true, false → bool             object, list → json
 
-Anything else (null, or two of these in one field) is an error that names both rows: what to do about it is a
-decision for whoever knows the data, and ``--schema field=json`` is always one way out.
+A field that is null or missing in some rows is optional. Two of these types in one field are an error that names both
+rows: what to do about it is a decision for whoever knows the data, and ``--schema field=json`` is always one way out.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     """Infer the schema of files of JSON lines.
 
     Raises:
-        SourceError: a line is not an object, rows differ in their fields, or a field's values have no common
-        type.
+        SourceError: a line is not an object, or a field's values have no common type.
     """
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
     rows = itertools.islice(_rows(source, options.skip_bad_rows), SCAN_ROWS)
@@ -143,39 +142,38 @@ def infer_types(
     """Field types that hold every row.
 
     Args:
-        rows: (where, row) in source order; the first row fixes the fields and their order.
+        rows: (where, row) in source order; fields stand in the order in which rows bring them.
         given: field → type for fields that the user has typed; these are not inferred and take any value
         here.
         skip: leave out rows that do not fit those before them; they fail again when they are read.
 
     Returns:
-        field → type text, in the order of the first row.
+        field → type text; optional where a row lacks the field, or has null there.
 
     Raises:
-        SourceError: a row has other fields than the first, or a field's values have no common type.
+        SourceError: a field's values have no common type.
     """
     seen: dict[str, _Seen] = {}
-    fields: dict[str, None] = {}
-    first, is_fixed = "", False
+    held: dict[str, int] = {}  # field → rows in which it has a value
+    rows_seen = 0
     for where, row in rows:
-        if not first:
-            first, fields = where, dict.fromkeys(row)
         known = {name: replace(one) for name, one in seen.items()} if skip else seen
         try:
-            _check_fields(row, fields, where, first)
             for name, value in row.items():
-                if name not in given:
+                if name not in given and value is not None:
                     _learn(known, name, value, where)
         except SourceError:
             if not skip:
                 raise
-            if not is_fixed:
-                first = ""  # the row that was to fix the fields is left out itself
             continue
-        seen, is_fixed = known, True
-    if not first:
-        return {}
-    return {name: given[name] if name in given else _conclude(name, seen[name]) for name in fields}
+        seen = known
+        rows_seen += 1
+        for name, value in row.items():
+            held[name] = held.get(name, 0) + (value is not None)
+    return {
+        name: given[name] if name in given else _conclude(name, seen.get(name)) + "?" * (count < rows_seen)
+        for name, count in held.items()
+    }
 
 
 def check_row(
@@ -187,42 +185,47 @@ def check_row(
         SourceError: the row has other fields, or a value that its field's inferred type does not hold.
     """
     if row.keys() != types.keys():
-        _check_fields(row, dict.fromkeys(types), where, "the rows before it")
+        _check_fields(row, types, where)
     for name, value in row.items():
         kind = types[name]
-        if name in given or _KINDS.get(type(value)) == kind:
+        if name in given or (value is None and kind.endswith("?")):
+            continue
+        plain = kind.removesuffix("?")
+        if _KINDS.get(type(value)) == plain:
             continue
         if type(value) is int and (
-            (kind == "uint64" and value in _UINT64) or (kind == "float64" and _is_exact(value))
+            (plain == "uint64" and value in _UINT64) or (plain == "float64" and _is_exact(value))
         ):
             continue
+        if value is None:
+            raise SourceError(f"{where}: field {name!r} is null, {_unseen(name, kind)}")
         raise SourceError(
             f"{where}: field {name!r} is {_shown(value)}, but {kind} was inferred from the rows before it; "
             f"mend the row, or pass --schema {name}={'float64' if isinstance(value, float) else 'json'}"
         )
 
 
-def _check_fields(row: Mapping[str, object], fields: Mapping[str, None], where: str, first: str) -> None:
-    if row.keys() == fields.keys():
-        return
-    missing = [name for name in fields if name not in row]
-    if missing:
+def _check_fields(row: Mapping[str, object], types: Mapping[str, str], where: str) -> None:
+    for name, kind in types.items():
+        if name not in row and not kind.endswith("?"):
+            raise SourceError(f"{where}: the field {name!r} is missing, {_unseen(name, kind)}")
+    added = next((name for name in row if name not in types), None)
+    if added is not None:
         raise SourceError(
-            f"{where}: the field {missing[0]!r} is missing ({first} has it); every row must have every field"
+            f"{where}: has the field {added!r}, which no row has that types were inferred from (the first "
+            f"{SCAN_ROWS}); put such a row among them"
         )
-    added = next(name for name in row if name not in fields)
-    raise SourceError(
-        f"{where}: has the field {added!r}, which {first} does not have; every row must have the same fields"
+
+
+def _unseen(name: str, kind: str) -> str:
+    return (
+        f"and {kind} was inferred from the rows before it; give it a value, leave the row out, or pass --schema "
+        f"{name}={kind}?"
     )
 
 
 def _learn(seen: dict[str, _Seen], name: str, value: object, where: str) -> None:
-    kind = _KINDS.get(type(value))
-    if kind is None:
-        raise SourceError(
-            f"{where}: field {name!r} is null; give it a value, leave the row out, or pass --schema "
-            f"{name}=json, which holds null"
-        )
+    kind = _KINDS[type(value)]
     known = seen.get(name)
     if known is None:
         known = seen[name] = _Seen(kind, where, value)
@@ -248,7 +251,9 @@ def _is_exact(value: int) -> bool:
     return abs(value) <= _EXACT or (abs(value) < 2**64 and int(float(value)) == value)
 
 
-def _conclude(name: str, seen: _Seen) -> str:
+def _conclude(name: str, seen: _Seen | None) -> str:
+    if seen is None:
+        return "json"  # null wherever it is
     if seen.kind == "float64" and seen.inexact is not None:
         raise SourceError(
             f"field {name!r} holds {seen.inexact}, which float64 would change, and numbers with a fraction "

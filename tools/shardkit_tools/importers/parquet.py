@@ -12,7 +12,12 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.arrow_values import batch_samples, check_same_fields, column_types
+from shardkit_tools.importers.arrow_values import (
+    batch_samples,
+    check_same_fields,
+    column_types,
+    null_columns,
+)
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SampleColumns,
@@ -94,8 +99,34 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
-    types = column_types(first, options.field_types, source.files[0].path)
+    types = column_types(first, options.field_types, source.files[0].path, _null_columns(source, first))
     return ParquetImporter(source, options.schema(types, source.given), tuple(groups))
+
+
+def _null_columns(source: Source, schema: Any) -> set[str]:
+    """Columns that hold nulls: what the footers say, and where they do not tell, what the columns say."""
+    found: set[str] = set()
+    for file in source.files:
+        with open_file(file) as stream:
+            parquet = _open(stream, file)
+            unsure = set()
+            for group in range(parquet.num_row_groups):
+                row_group = parquet.metadata.row_group(group)
+                for column in map(row_group.column, range(row_group.num_columns)):
+                    name, _, inner = column.path_in_schema.partition(".")
+                    counted = column.statistics if column.is_stats_set else None
+                    nulls = counted.null_count if counted is not None and counted.has_null_count else None
+                    if nulls and not inner:
+                        found.add(name)
+                    elif nulls != 0 and schema.field(name).nullable:
+                        unsure.add(
+                            name
+                        )  # of what is inside of lists and structs the nulls are counted together
+            if unsure - found:
+                found |= null_columns(
+                    _batches(parquet, range(parquet.num_row_groups), file, sorted(unsure - found))
+                )
+    return found
 
 
 def _open(stream: Any, file: SourceFile) -> Any:
@@ -109,9 +140,13 @@ def _open(stream: Any, file: SourceFile) -> Any:
         ) from error
 
 
-def _batches(parquet: Any, groups: range, file: SourceFile) -> Iterator[Any]:
+def _batches(
+    parquet: Any, groups: range, file: SourceFile, columns: list[str] | None = None
+) -> Iterator[Any]:
     try:
-        yield from parquet.iter_batches(_BATCH_ROWS, row_groups=list(groups), use_threads=False)
+        yield from parquet.iter_batches(
+            _BATCH_ROWS, row_groups=list(groups), columns=columns, use_threads=False
+        )
     except (pa.ArrowException, OSError) as error:
         raise SourceError(
             f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "

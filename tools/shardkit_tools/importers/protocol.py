@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SchemaError, ShardkitError, UsageError
-from shardkit.formats import FieldType, Schema
+from shardkit.formats import FieldType, Schema, presence_of
 
 __all__ = [
     "ColumnImporter",
@@ -109,7 +109,7 @@ class SampleColumns:
     """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each.
 
     Attributes:
-        columns: field → array (n, …), whose rows are the values of the samples; or where they are.
+        columns: stored column → array (n, …), whose rows are the values of the samples; or where they are.
         source_name: of the file. first_row: the row in it of the first sample; the others follow.
     """
 
@@ -123,11 +123,14 @@ class SampleColumns:
     def samples(self) -> Iterator[SourceSample]:
         """The samples one by one; their values are here."""
         for row in range(len(self)):
-            sample = {
+            sample: dict[str, object] = {
                 name: column[row]
                 for name, column in self.columns.items()
                 if not isinstance(column, ExtentColumn)
             }
+            for name in self.columns:
+                if not sample.pop(presence_of(name), True):
+                    sample[name] = None
             yield SourceSample(sample, None, self.source_name, self.first_row + row)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
@@ -57,11 +58,12 @@ class WebDatasetImporter:
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """The samples of one tar; a member that cannot be decoded costs its own sample only."""
         (file,) = task.files
-        types = {name: str(kind) for name, kind in self.schema.items()}
+        types = {name: str(kind.required) for name, kind in self.schema.items()}
+        optional = {name for name, kind in self.schema.items() if kind.optional}
         for found in _samples(file):
             where = f"{file.path} sample {found.key!r}"
             try:
-                check_fields(found.members, types, where)
+                check_fields(found.members, types, where, optional)
                 sample = {
                     name: value_of(extension, types[name], data, f"{where} .{extension}")
                     for name, (extension, data) in found.members.items()
@@ -79,7 +81,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     """Infer the schema of tars from their first samples.
 
     Raises:
-        SourceError: a tar is damaged, a member is refused, or samples have different fields.
+        SourceError: a tar is damaged, or a member is refused.
     """
     source.keep(("tar", "tgz"), "a tar")
     samples = (
@@ -88,9 +90,11 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
         for found in _samples(file)
     )
     types: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    scanned = 0
     for where, members in itertools.islice(samples, _SCAN_SAMPLES):
-        if types:
-            check_fields(members, types, where)
+        scanned += 1
+        counts.update(members.keys())
         for name, (extension, data) in members.items():
             if name not in options.field_types:
                 found = field_type_of(extension, data, f"{where} .{extension}")
@@ -99,6 +103,9 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
                 types[name] = options.field_types[name]
     if not types:
         raise SourceError(f"{source.given}: the tar holds no samples; give tars with samples in them")
+    for name, count in counts.items():
+        if count < scanned and name not in options.field_types:
+            types[name] += "?"
     return WebDatasetImporter(source, options.schema(types, source.given))
 
 
@@ -150,22 +157,28 @@ def split_name(name: str, where: str) -> tuple[str, str] | None:
     return head + slash + stem, extension.lower()
 
 
-def check_fields(members: Mapping[str, object], types: Mapping[str, object], where: str) -> None:
-    """Refuse a sample that has other fields than those before it.
+def check_fields(
+    members: Mapping[str, object], types: Mapping[str, object], where: str, optional: Collection[str] = ()
+) -> None:
+    """Refuse a sample that has other fields than those before it, or lacks one that is not optional.
 
     Raises:
         SourceError: names the first field.
     """
     if members.keys() == types.keys():
         return
-    missing = [name for name in types if name not in members]
+    missing = [name for name in types if name not in members and name not in optional]
     if missing:
-        raise SourceError(f"{where}: the field {missing[0]!r} is missing; every sample must have every field")
-    added = next(name for name in members if name not in types)
-    raise SourceError(
-        f"{where}: has the field {added!r}, which the samples before it do not have; remove it, or add it to "
-        "all"
-    )
+        name = missing[0]
+        raise SourceError(
+            f"{where}: the field {name!r} is missing; add it, or build with --schema {name}={types[name]}?"
+        )
+    added = next((name for name in members if name not in types), None)
+    if added is not None:
+        raise SourceError(
+            f"{where}: has the field {added!r}, which the samples before it do not have; remove it, or add it to "
+            "all"
+        )
 
 
 def _merged(known: str, found: str, where: str) -> str:

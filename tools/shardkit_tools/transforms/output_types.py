@@ -60,7 +60,8 @@ def _field(name: str, values: list[tuple[str, object]], source: Schema) -> str:
     if name in source and _all_fit(name, [value for _, value in values], source):
         return str(source[name])
     kind, first = _EMPTY, ""
-    for where, value in values:
+    some = [(where, value) for where, value in values if value is not None]
+    for where, value in some:
         found = _type(name, value, where)
         common = _common(kind, found)
         if common is None:
@@ -70,7 +71,7 @@ def _field(name: str, values: list[tuple[str, object]], source: Schema) -> str:
             )
         if common != kind:
             kind, first = common, where
-    return "json" if kind == _EMPTY else kind
+    return ("json" if kind == _EMPTY else kind) + "?" * (len(some) < len(values))
 
 
 def _all_fit(name: str, values: list[object], source: Schema) -> bool:
@@ -105,7 +106,7 @@ def _type(name: str, value: object, where: str) -> str:
         return _array_type(np.asarray(value))
     raise SchemaError(
         f"{where}: field {name!r} is a {type(value).__name__}, which has no field type; return numbers, text, "
-        "bytes, lists, dicts or arrays, and leave a field out of every sample rather than None"
+        "bytes, lists, dicts, arrays, or None"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from shardkit.errors import SampleError, SchemaError, SourceError
 from shardkit.formats import Schema
@@ -60,7 +61,7 @@ class TransformedImporter:
             )
         self._text = find_text_field(schema, text_field) if tokenizer else ""
         if tokenizer is not None:
-            kind = tokens or f"{tokenizer.dtype}[*]"
+            kind = tokens or f"{tokenizer.dtype}[*]" + "?" * schema[self._text].optional
             schema = Schema.parse(
                 {
                     TOKENS if n == self._text else n: kind if n == self._text else str(t)
@@ -114,7 +115,10 @@ class TransformedImporter:
 
     def _rows(self, task: SourceTask) -> Iterator[tuple[SourceSample | SourceFailure, _Where]]:
         paths = {file.name: file.path for file in task.files}
+        gaps = dict.fromkeys(name for name, kind in self._importer.schema.items() if kind.optional)
         for found in self._importer.read(task):
+            if gaps and isinstance(found, SourceSample):  # a function sees None, and no field come and go
+                found = replace(found, sample={**gaps, **found.sample})
             yield found, _Where(found, paths)
 
     def _apply(self, sample: Mapping[str, object], where: _Where) -> Iterator[Mapping[str, object]]:
@@ -128,7 +132,9 @@ class TransformedImporter:
         if self._text not in sample:
             return sample  # the schema says what is missing
         made = dict(sample)
-        made[TOKENS] = self._tokenizer.encode(made.pop(self._text), where)
+        text = made.pop(self._text)
+        has_none = text is None and self._schema[TOKENS].optional
+        made[TOKENS] = None if has_none else self._tokenizer.encode(text, where)
         return made
 
     def _first_samples(self, skip: bool) -> Iterator[tuple[str, Mapping[str, object]]]:
