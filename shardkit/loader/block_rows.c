@@ -326,6 +326,22 @@ static void copy(char *to, const char *from, Py_ssize_t size)
     memcpy(to, from, (size_t)size);
 }
 
+/* Rows end to end into `all` bytes: of one size, or of sizes of their own where those are given. */
+static void copy_each(char *to, Py_ssize_t all, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same)
+{
+    PyThreadState *let_go = all >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+    for (Py_ssize_t row = 0; row < rows; row++) {
+        const Py_ssize_t size = sizes ? (Py_ssize_t)sizes[row] : same;
+        if (row + 1 < rows)
+            ask_for((const char *)(intptr_t)from[row + 1], size);
+        if (size)
+            copy(to, (const char *)(intptr_t)from[row], size);
+        to += size;
+    }
+    if (let_go)
+        PyEval_RestoreThread(let_go);
+}
+
 /* Rows end to end into a target: all of `size` bytes, or of sizes of their own where those are given. */
 static PyObject *copy_rows(PyObject *self, PyObject *args)
 {
@@ -356,24 +372,65 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
     if (left) {
         PyErr_Format(PyExc_ValueError, "a target of %zd bytes for rows of another sum", target.len);
     } else {
-        char *to = target.buf;
-        PyThreadState *let_go = target.len >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
-        for (Py_ssize_t row = 0; row < rows; row++) {
-            const Py_ssize_t size = same < 0 ? (Py_ssize_t)sizes[row] : same;
-            if (row + 1 < rows)
-                ask_for((const char *)(intptr_t)from[row + 1], size);
-            if (size)
-                copy(to, (const char *)(intptr_t)from[row], size);
-            to += size;
-        }
-        if (let_go)
-            PyEval_RestoreThread(let_go);
+        copy_each(target.buf, target.len, from, rows, same < 0 ? sizes : NULL, same);
     }
     PyBuffer_Release(&target);
     PyMem_Free(table.numbers);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
+}
+
+/* ---- rows of many blocks */
+
+enum { COPIED, NOT_COPIED };
+#define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
+#define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
+
+/* From places, of a block and in it, to addresses; the row of a block in `facts` says how many rows it has and where its fields lie.
+ * Not where a row is past the end, or a decimal text: the caller says which. */
+static int find_rows(Table *table, const Py_buffer *facts, Py_ssize_t column)
+{
+    const Py_ssize_t width = facts->shape[1], blocks = facts->shape[0];
+    int64_t *which = table->numbers, *row = which + table->rows;
+    for (Py_ssize_t n = 0; n < table->rows; n++) {
+        if (which[n] < 0 || which[n] >= blocks)
+            return NOT_COPIED;
+        const int64_t *block = (const int64_t *)facts->buf + which[n] * width;
+        const int64_t *field = block + 1 + FACTS * column;
+        if (row[n] < 0 || row[n] >= block[0])
+            return NOT_COPIED;
+        if (field[3] == DECIMAL_PITCH)
+            return NOT_COPIED;
+        which[n] = field[0] + row[n] * field[3];
+    }
+    return COPIED;
+}
+
+static PyObject *gather_rows(PyObject *self, PyObject *args)
+{
+    PyObject *target_object, *facts_object, *arrays[2];
+    Py_ssize_t column;
+    Py_buffer target = {0}, facts = {0};
+    Table table;
+    int state = -1;
+    if (!PyArg_ParseTuple(args, "OOOOn:gather_rows", &target_object, &facts_object, &arrays[0], &arrays[1], &column))
+        return NULL;
+    if (copy_table(arrays, 2, &table) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(facts_object, &facts, PyBUF_C_CONTIGUOUS) == 0 &&
+        PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0) {
+        const Py_ssize_t rows = table.rows, size = rows ? target.len / rows : 0;
+        const int fits = facts.ndim == 2 && facts.itemsize == 8 && column >= 0 && column < (facts.shape[1] - 1) / FACTS;
+        if (!fits || size * rows != target.len)
+            PyErr_Format(PyExc_ValueError, "a target of %zd bytes for %zd rows of field %zd", target.len, rows, column);
+        else if ((state = find_rows(&table, &facts, column)) == COPIED)
+            copy_each(target.buf, target.len, table.numbers, rows, NULL, size);
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&facts);
+    PyMem_Free(table.numbers);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(state);
 }
 
 /* (addresses, sizes) of the arguments, no size below 0; 0 on success. */
@@ -514,6 +571,8 @@ static PyMethodDef functions[] = {
     {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can hash; all give the same hashes."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size or sizes): the row at each address, end to end into `target`."},
+    {"gather_rows", gather_rows, METH_VARARGS,
+     "gather_rows(target, facts, which, rows, column): rows of blocks, of one field, end to end into `target`; 0 if done."},
     {"bytes_at", bytes_at, METH_VARARGS, "bytes_at(addresses, sizes): a list of the bytes at each address."},
     {"texts_at", texts_at, METH_VARARGS,
      "texts_at(addresses, sizes): a list of the UTF-8 text at each address, as str."},
@@ -522,7 +581,10 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int add_constants(PyObject *module) { return PyModule_AddIntMacro(module, COPIED); }
+
 static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, add_constants},
 #if PY_VERSION_HEX >= 0x030D0000
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif

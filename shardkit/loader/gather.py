@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +125,7 @@ class RowAddresses:
         allocate: Allocate = np.empty,
     ) -> None:
         self._allocate = allocate
-        self._fields = [(name, schema[name]) for name in fields]
+        self._fields = [_Gathered.of(n, name, schema[name]) for n, name in enumerate(fields)]
         self._which, self._row = which, row
         self._facts = np.empty((blocks, 1 + _FACTS * len(fields)), np.int64)
         self._blocks: list[GatherColumns | None] = [None] * blocks  # what the addresses refer to
@@ -154,29 +153,50 @@ class RowAddresses:
         Raises:
             FormatError: a row number is past the end of its block, or a number is none of the field's type.
         """
-        row, facts = self._row[first:end], self._facts[self._which[first:end]]
+        which, row = self._which[first:end], self._row[first:end]
+        return {
+            one.name: self._variable(one, which, row) if one.dtype is None else self._fixed(one, which, row)
+            for one in self._fields
+        }
+
+    def _fixed(self, one: _Gathered, which: Int64s, row: Int64s) -> NDArray[Any]:
+        found = self._allocate((len(row), *one.type.shape), one.dtype)
+        state = block_rows.gather_rows(found, self._facts, which, row, one.column)
+        if state != block_rows.COPIED:
+            values, ends, data, pitch = self._facts_of(one, which, row)
+            addresses, texts = values + row * pitch, pitch == DECIMALS
+            offsets = 8 * row[texts]
+            parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
+            addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
+            block_rows.copy_rows(found, addresses, found.itemsize)
+        return found
+
+    def _variable(self, one: _Gathered, which: Int64s, row: Int64s) -> Any:
+        values, ends, data, _ = self._facts_of(one, which, row)
+        starts = _int64s(values + 8 * row)
+        return _variable(one.type, data + starts, _int64s(ends + 8 * row) - starts, self._allocate)
+
+    def _facts_of(self, one: _Gathered, which: Int64s, row: Int64s) -> Int64s:
+        """(4, n) the numbers of a field, of the block of each row; see `GatherColumns`."""
+        facts = self._facts[which]
         if len(row) and (int(row.min()) < 0 or bool((row >= facts[:, 0]).any())):
             raise FormatError(
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
-        return {
-            name: _column(name, field, facts[:, 1 + _FACTS * n : 1 + _FACTS * (n + 1)], row, self._allocate)
-            for n, (name, field) in enumerate(self._fields)
-        }
+        return facts[:, 1 + _FACTS * one.column : 1 + _FACTS * (one.column + 1)].T
 
 
-def _column(name: str, field: FieldType, facts: Int64s, row: Int64s, allocate: Allocate) -> Any:
-    values, ends, data, pitch = facts.T
-    if field.item_bytes is not None:
-        texts = pitch == DECIMALS
-        if not texts.any():
-            return _fixed(field, values + row * pitch, allocate)
-        addresses, offsets = values + row * pitch, 8 * row[texts]
-        parsed = _parsed(name, field, values[texts] + offsets, ends[texts] + offsets, data[texts])
-        addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
-        return _fixed(field, addresses, allocate)
-    starts = _int64s(values + 8 * row)
-    return _variable(field, data + starts, _int64s(ends + 8 * row) - starts, allocate)
+class _Gathered(NamedTuple):
+    """One field that is gathered."""
+
+    column: int  # its place among those that are
+    name: str
+    type: FieldType
+    dtype: np.dtype[Any] | None  # of rows that all have the same size
+
+    @classmethod
+    def of(cls, column: int, name: str, field: FieldType) -> _Gathered:
+        return cls(column, name, field, None if field.item_bytes is None else np.dtype(field.dtype))
 
 
 def _int64s(addresses: Int64s) -> Int64s:
@@ -186,18 +206,10 @@ def _int64s(addresses: Int64s) -> Int64s:
     return found
 
 
-def _fixed(field: FieldType, addresses: Int64s, allocate: Allocate) -> NDArray[Any]:
-    dtype = np.dtype(field.dtype)
-    found = allocate((len(addresses), *field.shape), dtype)
-    if found.nbytes:
-        block_rows.copy_rows(found, addresses, dtype.itemsize * prod(field.shape))
-    return found
-
-
-def _parsed(name: str, field: FieldType, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
+def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
     """Values of decimal texts, of which it is given where starts, ends and blocks lie."""
     starts = _int64s(starts_at)
-    addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, field.numpy_dtype
+    addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, one.type.numpy_dtype
     found = block_rows.decimals_at(addresses, sizes)
     if found is not None:
         values = np.frombuffer(found, np.int64)
@@ -206,7 +218,7 @@ def _parsed(name: str, field: FieldType, starts_at: Int64s, ends_at: Int64s, dat
             return values.astype(dtype, copy=False)
     # long ones, or such that an error is due
     texts = np.frombuffer(b"".join(block_rows.bytes_at(addresses, sizes)), np.uint8)
-    return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, name, first=0)
+    return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, one.name, first=0)
 
 
 def _variable(field: FieldType, addresses: Int64s, sizes: Int64s, allocate: Allocate) -> Any:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from shardkit.formats import xxh3
 
-__all__ = ["bytes_at", "copy_rows", "decimals_at", "load_blocks", "texts_at"]
+__all__ = ["COPIED", "bytes_at", "copy_rows", "decimals_at", "gather_rows", "load_blocks", "texts_at"]
 
 Int64s = NDArray[np.int64]
 
+COPIED = 0
 _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
@@ -66,6 +67,18 @@ def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -
     for address, size in zip(addresses.tolist(), each, strict=True):
         ctypes.memmove(to, address, size)
         to += size
+
+
+def gather_rows(
+    target: NDArray[Any], facts: Int64s, which: Int64s, row: Int64s, column: int, /
+) -> int:
+    """As block_rows.pyi says."""
+    rows, values, pitch = facts[which][:, [0, 1 + 4 * column, 4 + 4 * column]].T
+    if bool(((row < 0) | (row >= rows) | (pitch < 0)).any()):
+        return 1
+    if target.nbytes:
+        copy_rows(target, values + row * pitch, target.nbytes // len(row))
+    return COPIED
 
 
 @lru_cache(maxsize=64)
