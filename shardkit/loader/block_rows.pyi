@@ -35,10 +35,10 @@ COPIED: int
 def gather_rows(target: NDArray[Any], facts: Int64s, which: Int64s, row: Int64s, column: int, /) -> int:
     """Rows `row`, (n,), of blocks `which`, (n,), of the field `column`, end to end into `target`, which they fill.
 
-    `facts`, (blocks, 1 + 4 · fields), says of each block how many rows it has and where its fields lie; see `GatherColumns`.
+    `facts`, (blocks, 1 + 4 · fields), says of each block how many rows it has and where its fields lie.
 
     Returns:
-        COPIED; anything else where nothing was: a row is past the end of its block, or a value lies there as decimal text.
+        COPIED; anything else where nothing was: a row is past the end of its block, or a decimal text.
     """
 
 def bytes_at(addresses: Int64s, sizes: Int64s, /) -> list[bytes]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,12 +92,57 @@ class _Task:
 class _Entry:
     """One block that is loaded, being loaded, or waits for room to be loaded."""
 
-    __slots__ = ("last", "position", "size", "task", "used_in")
+    __slots__ = ("position", "slot", "task")
 
-    def __init__(self, task: _Task, position: int) -> None:
-        self.task, self.position = task, position
-        self.size = 0  # from when there is room
-        self.last = self.used_in = 0  # the last step, and the last loop, that needs it
+    def __init__(self, task: _Task, position: int, slot: int) -> None:
+        self.task, self.position, self.slot = task, position, slot
+
+
+_FREE = np.iinfo(np.int64).max  # the last step of a slot without a block: none is ever past it
+
+
+class _Slots:
+    """Of each entry the numbers that are asked of all of them at once; an entry has a slot as long as it is there."""
+
+    def __init__(self) -> None:
+        self.size = np.zeros(0, np.int64)  # bytes, from when there is room
+        self.last = np.zeros(0, np.int64)  # the last step that needs it
+        self.used_in = np.zeros(0, np.int64)  # the last loop that does
+        self.block = np.zeros(0, np.int64)
+        self._free: list[int] = []
+
+    def take(self, blocks: Sequence[int]) -> list[int]:
+        """A slot for each block."""
+        if len(self._free) < len(blocks):
+            used = len(self.last)
+            more = max(len(blocks), used)
+            self.size, self.last, self.used_in, self.block = (
+                np.concatenate([one, np.full(more, value, np.int64)])
+                for one, value in ((self.size, 0), (self.last, _FREE), (self.used_in, 0), (self.block, -1))
+            )
+            self._free += range(used + more - 1, used - 1, -1)
+        taken = self._free[len(self._free) - len(blocks) :]
+        del self._free[len(self._free) - len(blocks) :]
+        self.block[taken] = blocks
+        return taken
+
+    def give_back(self, slot: int) -> None:
+        """Its entry is gone."""
+        self.size[slot], self.last[slot] = 0, _FREE
+        self._free.append(slot)
+
+    def over(self, now: int) -> list[int]:
+        """Slots of blocks that no step from `now` on needs, the longest unused first."""
+        found = np.flatnonzero(self.last < now)
+        ordered: list[int] = found[np.argsort(self.last[found], kind="stable")].tolist()
+        return ordered
+
+    def room_at(self, wanted: int) -> int | None:
+        """The step from which on so many bytes are not needed any more; None where there never are so many."""
+        used = np.flatnonzero(self.last != _FREE)
+        by_last = used[np.argsort(self.last[used], kind="stable")]
+        at = int(np.searchsorted(np.cumsum(self.size[by_last]), wanted))
+        return int(self.last[by_last[at]]) + 1 if at < len(by_last) else None
 
 
 class GroupBlocks:
@@ -166,7 +210,8 @@ class BlockWindow:
     def __init__(self, source: BlockSource, budget: int, threads: int, *, page: int = 1) -> None:
         self._source, self._budget, self._threads, self._page = source, budget, threads, page
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-blocks")
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by the last step that needs them
+        self._entries: dict[int, _Entry] = {}
+        self._slots = _Slots()
         self._changed = threading.Condition()
         self._waiting = 0  # how many threads wait for a task
         self._planned = self._now = 0  # steps that are planned, and over
@@ -206,13 +251,19 @@ class BlockWindow:
 
     def sizes(self, blocks: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Bytes of these blocks, at most, and whether they are there or on their way."""
-        find, size_of, page = self._entries.get, self._source.size_of, self._page
+        find, size_of = self._entries.get, self._source.size_of
         held = [find(block) for block in blocks]
-        sizes = [
-            entry.size if entry is not None and entry.size else -(-size_of(block) // page) * page
+        known = [
+            -size_of(block) if entry is None else entry.slot
             for block, entry in zip(blocks, held, strict=True)
         ]
-        return np.array(sizes, np.int64), np.array([entry is not None for entry in held], np.bool_)
+        there = np.array([entry is not None for entry in held], np.bool_)
+        sizes = -(np.array(known, np.int64) // self._page) * self._page  # of those that are not
+        slots = np.array(known, np.int64)[there]
+        sizes[there] = self._slots.size[slots]
+        for n in np.flatnonzero(there & (sizes == 0)).tolist():  # they wait for room
+            sizes[n] = self._whole_pages(size_of(blocks[n]))
+        return sizes, there
 
     # ---- what steps need
 
@@ -224,26 +275,23 @@ class BlockWindow:
         Once `stopped` says so, nothing more is loaded, and whoever waits for a block gets a UsageError; `wake` them.
         """
         with self._changed:
-            entries, find = self._entries, self._entries.get
-            missing = [n for n, block in enumerate(group.blocks) if find(block) is None]
-            origin, loop, used = self._planned, self._loop, entries.move_to_end
+            entries, loop, origin = self._entries, self._loop, self._planned
+            missing = [n for n, block in enumerate(group.blocks) if block not in entries]
+            new = [group.blocks[n] for n in missing]
             first = (group.first[missing] + origin).tolist()
-            tasks = self._tasks([group.blocks[n] for n in missing], sizes[missing].tolist(), first)
+            tasks = self._tasks(new, sizes[missing].tolist(), first)
+            slots = iter(self._slots.take(new))
             for task in tasks:
                 for position, block in enumerate(task.blocks):
-                    entries[block] = _Entry(task, position)
+                    entries[block] = _Entry(task, position, next(slots))
             self._planned += len(group.numbers)
-            lasts = (group.last + origin).tolist()
-            for n in np.argsort(group.last, kind="stable").tolist():
-                block = group.blocks[n]
-                entry = entries[block]
-                entry.last, entry.used_in = lasts[n], loop
-                used(block)
-            self._count([group.blocks[n] for n in missing], int(sizes[missing].sum()))
+            needed = [entries[block] for block in group.blocks]
+            places = [entry.slot for entry in needed]
+            self._slots.last[places] = group.last + origin
+            self._slots.used_in[places] = loop
+            self._count(new, int(sizes[missing].sum()))
             self.counts.block_uses += len(group.blocks)
-            return GroupBlocks(
-                self, group, [entries[block] for block in group.blocks], tasks, origin, stopped
-            )
+            return GroupBlocks(self, group, needed, tasks, origin, stopped)
 
     def _tasks(self, blocks: list[int], sizes: list[int], steps: list[int]) -> list[_Task]:
         near = all(map(self._source.near, blocks))
@@ -303,8 +351,7 @@ class BlockWindow:
         self._bytes += need
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
         for task in tasks:
-            for block, size in zip(task.blocks, task.sizes, strict=True):
-                self._entries[block].size = size
+            self._slots.size[[self._entries[block].slot for block in task.blocks]] = task.sizes
             task.future = self._pool.submit(self._load, task)
 
     def wait_for(
@@ -374,7 +421,8 @@ class BlockWindow:
             if found is not None:
                 self.counts.block_loads += len(task.blocks)
                 self.counts.bytes_loaded += sum(sizes)
-                self._correct(task, sizes)
+                if not task.is_near:
+                    self._correct(task, sizes)
                 task.found = found
             if self._waiting or self._coming:
                 self._changed.notify_all()
@@ -387,9 +435,13 @@ class BlockWindow:
         before = self._bytes
         for block, loaded in zip(task.blocks, sizes, strict=True):
             entry, size = self._entries.get(block), self._whole_pages(loaded)
-            if entry is not None and entry.task is task and size < entry.size:
-                self._bytes -= entry.size - size
-                entry.size = size
+            if (
+                entry is not None
+                and entry.task is task
+                and size < (before_it := int(self._slots.size[entry.slot]))
+            ):
+                self._bytes -= before_it - size
+                self._slots.size[entry.slot] = size
         if self._bytes < before and self._wake_at is not None:
             self._changed.notify_all()
 
@@ -399,17 +451,17 @@ class BlockWindow:
         wanted, self._coming = self._bytes + need - self._budget, False
         if wanted <= 0:
             return True
-        dropped = []
-        for block, entry in self._entries.items():
-            if wanted <= 0 or entry.last >= self._now:
+        slots = self._slots
+        for slot in slots.over(self._now):
+            if wanted <= 0:
                 break
-            if entry.task.is_over():
-                wanted -= entry.size
-                dropped.append((block, entry))
-            else:
+            block = int(slots.block[slot])
+            entry = self._entries[block]
+            if not entry.task.is_over():
                 self._coming = True
-        for block, entry in dropped:
-            if entry.used_in == self._loop:
+                continue
+            wanted -= int(slots.size[slot])
+            if slots.used_in[slot] == self._loop:
                 self._dropped[block] = self._loop_bytes
             self._remove(block, entry)
             self.counts.evictions += 1
@@ -417,16 +469,13 @@ class BlockWindow:
 
     def _room_at(self, need: int) -> int:
         """The step from which on there is room for so many bytes."""
-        wanted = self._bytes + need - self._budget
-        for entry in self._entries.values():
-            wanted -= entry.size
-            if wanted <= 0:
-                return entry.last + 1
-        return self._planned
+        found = self._slots.room_at(self._bytes + need - self._budget)
+        return self._planned if found is None else found
 
     def _remove(self, block: int, entry: _Entry) -> None:
         del self._entries[block]
-        self._bytes -= entry.size
+        self._bytes -= int(self._slots.size[entry.slot])
+        self._slots.give_back(entry.slot)
         if entry.task.found is not None:
             entry.task.found[entry.position] = None  # what its task loaded beside it may stay
 
@@ -484,4 +533,5 @@ class BlockWindow:
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._changed:
             self._entries.clear()
+            self._slots = _Slots()
             self._bytes = 0

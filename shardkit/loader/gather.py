@@ -155,7 +155,7 @@ class RowAddresses:
         """
         which, row = self._which[first:end], self._row[first:end]
         return {
-            one.name: self._variable(one, which, row) if one.dtype is None else self._fixed(one, which, row)
+            one.name: self._fixed(one, which, row) if one.is_fixed else self._variable(one, which, row)
             for one in self._fields
         }
 
@@ -167,7 +167,9 @@ class RowAddresses:
             addresses, texts = values + row * pitch, pitch == DECIMALS
             offsets = 8 * row[texts]
             parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
-            addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
+            addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(
+                len(parsed)
+            )
             block_rows.copy_rows(found, addresses, found.itemsize)
         return found
 
@@ -192,11 +194,12 @@ class _Gathered(NamedTuple):
     column: int  # its place among those that are
     name: str
     type: FieldType
-    dtype: np.dtype[Any] | None  # of rows that all have the same size
+    dtype: np.dtype[Any]
+    is_fixed: bool  # whether all rows have the same size
 
     @classmethod
     def of(cls, column: int, name: str, field: FieldType) -> _Gathered:
-        return cls(column, name, field, None if field.item_bytes is None else np.dtype(field.dtype))
+        return cls(column, name, field, field.numpy_dtype, field.item_bytes is not None)
 
 
 def _int64s(addresses: Int64s) -> Int64s:

@@ -284,7 +284,9 @@ class Loader:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
-            resources = live.resources = LoaderResources(setup, self._memory, self._function, self.shared)
+            resources = live.resources = LoaderResources(
+                setup, self._memory, self.memory_needed, self._function, self.shared
+            )
             if setup.config.run is not None:  # whoever has no run does not wait for these imports
                 from shardkit.loader.steering import open_watch
 

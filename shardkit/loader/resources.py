@@ -40,7 +40,8 @@ class LoaderResources:
 
     Args:
         setup: of the loader.
-        memory: bytes that blocks may take at the start.
+        memory: bytes that blocks may take, as `LoaderSetup.memory_bound` says.
+        needed: bytes of the windows.
         function: per row; None where no rows are decoded or transformed.
     """
 
@@ -48,19 +49,23 @@ class LoaderResources:
         self,
         setup: LoaderSetup,
         memory: int,
+        needed: int,
         function: RowFunction | None,
         shared: SharedBlocks | None,
     ) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
         self._setup, self._function = setup, function
-        self.is_bounded = config.memory is not None  # by who made the loader, or later by control.toml
+        self._bound = None if config.memory is None else memory  # that of its user, or later of control.toml
         self.told: set[str] = set()  # of what is said once
         self.remote: RemoteBlocks | None = None
         if _needs_network(sources):
             from shardkit.loader.remote_blocks import RemoteBlocks
 
             self.remote = RemoteBlocks(setup, memory, shared)
+        # What steps do not need any more is kept where it cost a network to have it, or where any step may need it.
+        self._fills = self.remote is not None or plan.settings.shuffle == "full"
+        start = memory if self._fills or self._bound is None else needed
         reader, rows = (self.remote or sources).reader, sources.rows
 
         has_file = lru_cache(maxsize=1 << 16)(reader.has_file)
@@ -76,11 +81,11 @@ class LoaderResources:
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
-        self._memory = BlockMemory(memory)
+        self._memory = BlockMemory(start)
         load = self._load = BlockLoading(sources, reader, setup.fields, self._memory, self.times)
 
         raise_file_limit()
-        if memory >= _ROOMY_BYTES:
+        if start >= _ROOMY_BYTES:
             _keep_freed_memory()
         self._threads = config.threads or _default_threads()
         self.window = BlockWindow(
@@ -90,7 +95,7 @@ class LoaderResources:
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
                 near=lru_cache(maxsize=1 << 16)(lambda block: has_file(rows.shard_of_block(block)[0])),
             ),
-            memory,
+            start,
             self._threads,
             page=mmap.PAGESIZE,
         )
@@ -105,7 +110,7 @@ class LoaderResources:
 
     @property
     def memory(self) -> int:
-        """Bytes that blocks may take."""
+        """Bytes that blocks may take now."""
         return self.window.budget
 
     @memory.setter
@@ -114,18 +119,26 @@ class LoaderResources:
 
     @property
     def bound(self) -> int:
-        """The same; somebody who sets it wants no more than that."""
-        return self.memory
+        """Bytes that they may ever take, where somebody has set that; else what they may take now."""
+        return self.memory if self._bound is None else self._bound
 
     @bound.setter
     def bound(self, num_bytes: int) -> None:
-        self.is_bounded, self.memory = True, num_bytes
+        self._bound = num_bytes
+        self.memory = num_bytes if self._fills else min(self.memory, num_bytes)
 
     def make_room(self, num_bytes: int) -> bool:
-        """Have room for so many bytes, and half as many beside them; False where somebody set a bound."""
-        if not self.is_bounded:
-            self.memory = max(self.memory, num_bytes * 3 // 2)
-        return not self.is_bounded
+        """Have room for so many bytes and, within the bound, half as many beside them.
+
+        Returns whether there is more than before.
+        """
+        room = max(self.memory, num_bytes * 3 // 2)
+        if self._bound is not None:
+            room = min(room, self._bound)
+        if room < num_bytes or room <= self.memory:
+            return False
+        self.memory = room
+        return True
 
     @property
     def verification_failures(self) -> int:
