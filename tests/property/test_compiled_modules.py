@@ -147,6 +147,28 @@ def test_text_that_is_not_utf8_is_refused() -> None:
         block_rows.texts_at(addresses, sizes)
 
 
+@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
+def test_rows_are_gathered_where_all_are_there_to_be_copied(rows: Any) -> None:
+    numbers = np.arange(100, dtype=np.int32)
+    start = _address(numbers.view(np.uint8))
+    facts = np.array(
+        [[10, start, 0, 0, 4], [5, start + 40, 0, 0, 12], [10, start, start, start, -8]], np.int64
+    )
+
+    def gather(which: list[int], row: list[int]) -> list[int] | None:
+        target = np.full(len(which), -1, np.int32)
+        state = rows.gather_rows(target, facts, np.array(which, np.int64), np.array(row, np.int64), 0)
+        if state != rows.COPIED:
+            assert (target == -1).all()
+            return None
+        return target.tolist()
+
+    assert gather([0, 1, 1, 0], [9, 0, 4, 0]) == [9, 10, 22, 0]
+    assert gather([], []) == []
+    for which, row in ((0, 10), (0, -1), (1, 5), (2, 0)):  # past either end; decimal texts
+        assert gather([1, which], [1, row]) is None
+
+
 DECIMALS = st.integers(-(10**18) + 1, 10**18 - 1).map(lambda value: b"%d" % value)
 NEARLY = st.sampled_from(
     [b"", b"-", b"-0", b"007", b"-07", b"+1", b" 1", b"1 ", b"1e3", b"10" + b"0" * 17, b"-1" + b"0" * 18]
@@ -178,6 +200,11 @@ def test_decimals_are_parsed_if_all_are_canonical_and_fit(
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([9, -1]))),
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([1, 1]))),
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([8]))),
+        ("gather_rows", (np.zeros(9, np.uint8), np.ones((1, 5), np.int64), *np.zeros((2, 2), np.int64), 0)),
+        ("gather_rows", (np.zeros(8, np.uint8), np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), 1)),
+        ("gather_rows", (np.zeros(8, np.uint8), np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), -1)),
+        ("gather_rows", (np.zeros(8, np.uint8), np.ones(5, np.int64), *np.zeros((2, 1), np.int64), 0)),
+        ("gather_rows", (np.zeros(8, np.uint8), np.ones((1, 5), np.int32), *np.zeros((2, 1), np.int64), 0)),
         ("bytes_at", (np.zeros(1, np.int64), np.array([-1]))),
         ("bytes_at", (np.zeros(1, np.int64), np.array([1, 1]))),
         ("texts_at", (np.zeros(1, np.int64), np.array([-1]))),

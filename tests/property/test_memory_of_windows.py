@@ -111,3 +111,32 @@ def test_a_later_pass_over_a_stratum_is_no_want_of_memory(tmp_path: Path) -> Non
         assert loader.resources is not None
         assert loader.resources.memory < 2 * loader.memory_needed
     assert stats["block_reloads"] > stats["block_loads"] / 2
+
+
+def test_a_bound_above_what_windows_need_is_not_filled(tmp_path: Path) -> None:
+    with shardkit.create(
+        tmp_path / "data", {"x": "int64[512]"}, block_size="32KiB", shard_size="1MiB"
+    ) as writer:
+        for number in range(6000):
+            writer.add({"x": np.full(512, number)})
+    dataset = shardkit.open(tmp_path / "data")
+    plan = dataset.plan(global_batch=16, lanes=2, window_blocks=4)
+    with dataset.loader(plan, tensors=False, memory="1GiB") as loader:
+        for _ in range(2):
+            assert sorted(int(x) for batch in loader for x in batch["x"][:, 0]) == list(range(6000))
+        stats, needed = loader.stats(), loader.memory_needed
+    assert stats["peak_bytes"] <= needed < dataset.manifest.raw_bytes / 4
+
+
+def test_a_window_grows_for_a_large_step_up_to_the_bound(tmp_path: Path) -> None:
+    with shardkit.create(tmp_path / "data", {"x": "bytes"}, block_size="32KiB", shard_size="8MiB") as writer:
+        for number in range(256):
+            writer.add({"x": number.to_bytes(2, "little") * (1_000_000 if number == 77 else 4000)})
+    dataset = shardkit.open(tmp_path / "data")
+    plan = dataset.plan(global_batch=4, lanes=2, window_blocks=2)
+    with warnings.catch_warnings(), dataset.loader(plan, tensors=False, memory="64MiB") as loader:
+        warnings.simplefilter("error")
+        assert sorted(int.from_bytes(x[:2], "little") for batch in loader for x in batch["x"]) == list(
+            range(256)
+        )
+        assert loader.memory_needed < 2_000_000 <= loader.stats()["peak_bytes"] <= 64 << 20
