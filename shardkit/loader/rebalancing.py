@@ -1,4 +1,4 @@
-"""Lanes that move between ranks while a run goes on: telemetry, decisions, their effect at a named step (SPEC.md §9).
+"""Lanes that move between ranks while a run goes on: telemetry, decisions, their effect at a named step (SPEC.md §8).
 
 Ranks talk through the process group's store, not by collectives: one small write every `every` steps, one small read a
 few steps later. What moves is decided by `shardkit.plan.rebalance`, a pure function.

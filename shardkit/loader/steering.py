@@ -1,4 +1,4 @@
-"""A loader with a run directory is watched, and settings of it change while it runs (SPEC.md §10)."""
+"""A loader with a run directory is watched, and settings of it change while it runs (telemetry/SPEC.md §8)."""
 
 from __future__ import annotations
 
