@@ -326,10 +326,9 @@ static void copy(char *to, const char *from, Py_ssize_t size)
     memcpy(to, from, (size_t)size);
 }
 
-/* Rows end to end into `all` bytes: of one size, or of sizes of their own where those are given. */
-static void copy_each(char *to, Py_ssize_t all, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same)
+/* Rows end to end: of one size, or of sizes of their own where those are given. */
+static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same)
 {
-    PyThreadState *let_go = all >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
     for (Py_ssize_t row = 0; row < rows; row++) {
         const Py_ssize_t size = sizes ? (Py_ssize_t)sizes[row] : same;
         if (row + 1 < rows)
@@ -338,8 +337,6 @@ static void copy_each(char *to, Py_ssize_t all, const int64_t *from, Py_ssize_t 
             copy(to, (const char *)(intptr_t)from[row], size);
         to += size;
     }
-    if (let_go)
-        PyEval_RestoreThread(let_go);
 }
 
 /* Rows end to end into a target: all of `size` bytes, or of sizes of their own where those are given. */
@@ -372,7 +369,10 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
     if (left) {
         PyErr_Format(PyExc_ValueError, "a target of %zd bytes for rows of another sum", target.len);
     } else {
-        copy_each(target.buf, target.len, from, rows, same < 0 ? sizes : NULL, same);
+        PyThreadState *let_go = target.len >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        copy_each(target.buf, from, rows, same < 0 ? sizes : NULL, same);
+        if (let_go)
+            PyEval_RestoreThread(let_go);
     }
     PyBuffer_Release(&target);
     PyMem_Free(table.numbers);
@@ -407,28 +407,78 @@ static int find_rows(Table *table, const Py_buffer *facts, Py_ssize_t column)
     return COPIED;
 }
 
+/* Places to fill one after the other; rows do not cross from one into the next. */
+typedef struct {
+    Py_ssize_t count, size; /* size: bytes of all */
+    Py_buffer *held;
+} Targets;
+
+static void release_targets(Targets *targets)
+{
+    while (targets->count)
+        PyBuffer_Release(&targets->held[--targets->count]);
+    PyMem_Free(targets->held);
+}
+
+static int hold_targets(PyObject *list, Targets *targets)
+{
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    targets->count = targets->size = 0;
+    targets->held = PyMem_Calloc((size_t)(count ? count : 1), sizeof *targets->held);
+    if (!targets->held) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; targets->count < count; targets->count++) {
+        Py_buffer *one = &targets->held[targets->count];
+        PyObject *target = PyList_GetItem(list, targets->count); /* another thread may have made it shorter */
+        if (!target || PyObject_GetBuffer(target, one, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
+            release_targets(targets);
+            return -1;
+        }
+        targets->size += one->len;
+    }
+    return 0;
+}
+
 static PyObject *gather_rows(PyObject *self, PyObject *args)
 {
-    PyObject *target_object, *facts_object, *arrays[2];
+    PyObject *list, *facts_object, *arrays[2];
     Py_ssize_t column;
-    Py_buffer target = {0}, facts = {0};
+    Py_buffer facts;
+    Targets targets;
     Table table;
     int state = -1;
-    if (!PyArg_ParseTuple(args, "OOOOn:gather_rows", &target_object, &facts_object, &arrays[0], &arrays[1], &column))
+    if (!PyArg_ParseTuple(args, "O!OOOn:gather_rows", &PyList_Type, &list, &facts_object, &arrays[0], &arrays[1], &column))
         return NULL;
     if (copy_table(arrays, 2, &table) < 0)
         return NULL;
-    if (PyObject_GetBuffer(facts_object, &facts, PyBUF_C_CONTIGUOUS) == 0 &&
-        PyObject_GetBuffer(target_object, &target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0) {
-        const Py_ssize_t rows = table.rows, size = rows ? target.len / rows : 0;
-        const int fits = facts.ndim == 2 && facts.itemsize == 8 && column >= 0 && column < (facts.shape[1] - 1) / FACTS;
-        if (!fits || size * rows != target.len)
-            PyErr_Format(PyExc_ValueError, "a target of %zd bytes for %zd rows of field %zd", target.len, rows, column);
-        else if ((state = find_rows(&table, &facts, column)) == COPIED)
-            copy_each(target.buf, target.len, table.numbers, rows, NULL, size);
+    if (hold_targets(list, &targets) < 0)
+        goto no_targets;
+    if (PyObject_GetBuffer(facts_object, &facts, PyBUF_C_CONTIGUOUS) < 0)
+        goto no_facts;
+    const Py_ssize_t rows = table.rows, size = rows ? targets.size / rows : 0;
+    int fits = facts.ndim == 2 && facts.itemsize == 8 && column >= 0 && column < (facts.shape[1] - 1) / FACTS &&
+               size * rows == targets.size;
+    for (Py_ssize_t n = 0; fits && n < targets.count; n++)
+        fits = size ? targets.held[n].len % size == 0 : targets.held[n].len == 0;
+    if (!fits)
+        PyErr_Format(PyExc_ValueError, "targets of %zd bytes for %zd rows of field %zd", targets.size, rows, column);
+    else if ((state = find_rows(&table, &facts, column)) == COPIED && size) {
+        PyThreadState *let_go = targets.size >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        const int64_t *from = table.numbers;
+        for (Py_ssize_t n = 0; n < targets.count; n++) {
+            const Py_ssize_t some = targets.held[n].len / size;
+            copy_each(targets.held[n].buf, from, some, NULL, size);
+            from += some;
+        }
+        if (let_go)
+            PyEval_RestoreThread(let_go);
     }
-    PyBuffer_Release(&target);
     PyBuffer_Release(&facts);
+no_facts:
+    release_targets(&targets);
+no_targets:
     PyMem_Free(table.numbers);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(state);
 }
@@ -572,7 +622,7 @@ static PyMethodDef functions[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size or sizes): the row at each address, end to end into `target`."},
     {"gather_rows", gather_rows, METH_VARARGS,
-     "gather_rows(target, facts, which, rows, column): rows of blocks, of one field, end to end into `target`; 0 if done."},
+     "gather_rows(targets, facts, which, rows, column): rows of blocks, of one field, end to end into a list of targets; 0 if done."},
     {"bytes_at", bytes_at, METH_VARARGS, "bytes_at(addresses, sizes): a list of the bytes at each address."},
     {"texts_at", texts_at, METH_VARARGS,
      "texts_at(addresses, sizes): a list of the UTF-8 text at each address, as str."},

@@ -32,8 +32,10 @@ def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -
 
 COPIED: int
 
-def gather_rows(target: NDArray[Any], facts: Int64s, which: Int64s, row: Int64s, column: int, /) -> int:
-    """Rows `row`, (n,), of blocks `which`, (n,), of the field `column`, end to end into `target`, which they fill.
+def gather_rows(
+    targets: list[NDArray[Any]], facts: Int64s, which: Int64s, row: Int64s, column: int, /
+) -> int:
+    """Rows `row`, (n,), of blocks `which`, (n,), of the field `column`, in order into `targets`, which they fill.
 
     `facts`, (blocks, 1 + 4 · fields), says of each block how many rows it has and where its fields lie.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,6 +187,14 @@ class GroupBlocks:
             assert found  # only a block that no step needs any more is taken out
             loaded.append(found)
         return first, loaded
+
+    def ready(self, step: int, most: int) -> int:
+        """How many steps from this one on, at most so many, need nothing that is not there."""
+        end = min(step + most, len(self.group.numbers))
+        for place in range(self._needed[step], self._needed[end]):
+            if self._entries[place].task.found is None:
+                return bisect_right(self._needed, place) - 1 - step
+        return max(0, end - step)
 
     def done(self, step: int) -> list[int]:
         """The rows of a step have been copied: places in `blocks` of those that no later step of the group needs."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,8 +145,8 @@ class RowAddresses:
         for place in places:
             self._blocks[place] = None
 
-    def take(self, first: int, end: int) -> dict[str, Any]:
-        """Rows `first` … `end - 1`, in order, of blocks that are there, in buffers of their own.
+    def take(self, borders: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows `borders[i]` … `borders[i + 1] - 1` for each i, of blocks that are there, in buffers of their own.
 
         Returns:
             Per field a fresh array (n, *shape), a list (bytes, str, json), or for ragged fields (values, offsets):
@@ -153,34 +155,46 @@ class RowAddresses:
         Raises:
             FormatError: a row number is past the end of its block, or a number is none of the field's type.
         """
-        which, row = self._which[first:end], self._row[first:end]
-        return {
-            one.name: self._fixed(one, which, row) if one.is_fixed else self._variable(one, which, row)
-            for one in self._fields
-        }
+        parts: list[dict[str, Any]] = [{} for _ in borders[1:]]
+        for one in self._fields:
+            columns = self._fixed(one, borders) if one.is_fixed else self._variable(one, borders)
+            for part, column in zip(parts, columns, strict=True):
+                part[one.name] = column
+        return parts
 
-    def _fixed(self, one: _Gathered, which: Int64s, row: Int64s) -> NDArray[Any]:
-        found = self._allocate((len(row), *one.type.shape), one.dtype)
-        state = block_rows.gather_rows(found, self._facts, which, row, one.column)
-        if state != block_rows.COPIED:
-            values, ends, data, pitch = self._facts_of(one, which, row)
-            addresses, texts = values + row * pitch, pitch == DECIMALS
-            offsets = 8 * row[texts]
-            parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
-            addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(
-                len(parsed)
-            )
-            block_rows.copy_rows(found, addresses, found.itemsize)
-        return found
+    def _fixed(self, one: _Gathered, borders: Sequence[int]) -> list[NDArray[Any]]:
+        shape, dtype = one.type.shape, one.dtype
+        targets = [self._allocate((b - a, *shape), dtype) for a, b in pairwise(borders)]
+        which, row = self._which[borders[0] : borders[-1]], self._row[borders[0] : borders[-1]]
+        if block_rows.gather_rows(targets, self._facts, which, row, one.column) != block_rows.COPIED:
+            for target, (a, b) in zip(targets, pairwise(borders), strict=True):
+                self._parse(one, target, a, b)
+        return targets
 
-    def _variable(self, one: _Gathered, which: Int64s, row: Int64s) -> Any:
-        values, ends, data, _ = self._facts_of(one, which, row)
+    def _parse(self, one: _Gathered, target: NDArray[Any], first: int, end: int) -> None:
+        """Rows of which some lie as decimal texts."""
+        row = self._row[first:end]
+        values, ends, data, pitch = self._facts_of(one, first, end)
+        addresses, texts = values + row * pitch, pitch == DECIMALS
+        offsets = 8 * row[texts]
+        parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
+        addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
+        block_rows.copy_rows(target, addresses, target.itemsize * prod(one.type.shape))
+
+    def _variable(self, one: _Gathered, borders: Sequence[int]) -> list[Any]:
+        row = self._row[borders[0] : borders[-1]]
+        values, ends, data, _ = self._facts_of(one, borders[0], borders[-1])
         starts = _int64s(values + 8 * row)
-        return _variable(one.type, data + starts, _int64s(ends + 8 * row) - starts, self._allocate)
+        addresses, sizes = data + starts, _int64s(ends + 8 * row) - starts
+        places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]
+        if one.type.kind == "ragged":
+            return [_ragged(one, addresses[place], sizes[place], self._allocate) for place in places]
+        objects = _objects(one.type, addresses, sizes)
+        return [objects[place] for place in places]
 
-    def _facts_of(self, one: _Gathered, which: Int64s, row: Int64s) -> Int64s:
+    def _facts_of(self, one: _Gathered, first: int, end: int) -> Int64s:
         """(4, n) the numbers of a field, of the block of each row; see `GatherColumns`."""
-        facts = self._facts[which]
+        facts, row = self._facts[self._which[first:end]], self._row[first:end]
         if len(row) and (int(row.min()) < 0 or bool((row >= facts[:, 0]).any())):
             raise FormatError(
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
@@ -224,21 +238,26 @@ def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) ->
     return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, one.name, first=0)
 
 
-def _variable(field: FieldType, addresses: Int64s, sizes: Int64s, allocate: Allocate) -> Any:
-    """bytes, str or parsed JSON of each row, or values and borders of all rows; one copy, out of the block."""
+def _objects(field: FieldType, addresses: Int64s, sizes: Int64s) -> list[Any]:
+    """bytes, str or parsed JSON of each row; one copy, out of the block."""
     if field.kind == "str":
-        return block_rows.texts_at(addresses, sizes)
-    if field.kind != "ragged":
-        found = block_rows.bytes_at(addresses, sizes)
-        if field.kind == "bytes":
-            return found
-        return [json.loads(one) if one or not field.optional else None for one in found]
-    dtype = np.dtype(field.dtype)
+        texts: list[str] = block_rows.texts_at(addresses, sizes)
+        return texts
+    found: list[Any] = block_rows.bytes_at(addresses, sizes)
+    if field.kind == "bytes":
+        return found
+    return [json.loads(one) if one or not field.optional else None for one in found]
+
+
+def _ragged(
+    one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
+) -> tuple[NDArray[Any], Int64s]:
+    """Values of all rows, end to end, and their borders."""
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=borders[1:])
-    values = allocate((int(borders[-1]) // dtype.itemsize,), dtype)
+    values = allocate((int(borders[-1]) // one.dtype.itemsize,), one.dtype)
     block_rows.copy_rows(values, addresses, sizes)
-    return values, borders // dtype.itemsize
+    return values, borders // one.dtype.itemsize
 
 
 def rows_of(value: Any, first: int, last: int) -> Any:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
 # A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
 _INLINE_BYTES = 8 << 20
+_TOGETHER_BYTES = 2 << 20
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
@@ -128,6 +130,8 @@ class Pipeline:
         self._pin = setup.tensors and may_pin()
         self._work = resources.row_work()
         self._prefetch = self._steps_ahead(prefetch)
+        # Every gather waits for the interpreter once it is done: some steps at a time where they are small.
+        self._together = 1 if self._prefetch else max(1, _TOGETHER_BYTES // max(1, self._bytes_per_step))
         self._watchdog = Watchdog(setup, resources, len(lanes), self._work)
         self._process = os.getpid()
         self._stopping = threading.Event()
@@ -313,28 +317,39 @@ class Pipeline:
         rows = RowAddresses(
             setup.sources.schema, setup.fields, len(needed), group.which, group.row, self._allocate
         )
-        borders, stall_s = group.borders.tolist(), setup.config.stall_s
-        for offset, lane_counts in enumerate(group.lane_counts.tolist()):
+        borders, stall_s, offset = group.borders.tolist(), setup.config.stall_s, 0
+        while offset < len(group.numbers):
             started = time.perf_counter()
             rows.add(*needed.wait(offset, stall_s, lambda waited: self._report(waited, "load")))
             counts.load_wait_s += time.perf_counter() - started
-            # those of the step are kept by `rows`, those of other steps by their window alone
-            lanes = self._lanes if setup.config.by_cell else [-1]
-            step, first, end = group.numbers[offset], borders[offset], borders[offset + 1]
-            parts, a = [], first
-            for lane, count in zip(
-                lanes, lane_counts if setup.config.by_cell else [end - first], strict=True
-            ):
-                started, b = time.perf_counter(), a + count
-                fields, valid = setup.missing.split(rows.take(a, b))
-                counts.gather_s += time.perf_counter() - started
-                # copies: a batch that is kept keeps no other step of its group
-                samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
-                begun = self._begin_work(fields, step, samples, slots, end - first)
-                parts.append((lane, begun._replace(valid=valid) if valid else begun))
-                a = b
-            rows.drop(needed.done(offset))
-            yield _BegunStep(step, end - first, parts, lane_counts)
+            steps = range(offset, offset + 1 + needed.ready(offset + 1, self._together - 1))
+            for more in steps[1:]:
+                rows.add(*needed.wait(more, stall_s, lambda waited: self._report(waited, "load")))
+            cells = group.lane_counts[offset : steps.stop].tolist() if setup.config.by_cell else None
+            ends = borders[offset : steps.stop + 1]
+            if cells is not None:
+                ends = list(accumulate(chain.from_iterable(cells), initial=ends[0]))
+            started = time.perf_counter()
+            taken = iter(map(setup.missing.split, rows.take(ends)))
+            counts.gather_s += time.perf_counter() - started
+            for step in steps:
+                rows.drop(needed.done(step))
+            # those of the steps are kept by `rows`, those of other steps by their window alone
+            a = ends[0]
+            for step in steps:
+                parts, lane_counts = [], group.lane_counts[step].tolist()
+                number, size = group.numbers[step], borders[step + 1] - borders[step]
+                lanes = self._lanes if cells is not None else [-1]
+                for lane, count in zip(lanes, lane_counts if cells is not None else [size], strict=True):
+                    b = a + count
+                    # copies: a batch that is kept keeps no other step of its group
+                    samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
+                    fields, valid = next(taken)
+                    begun = self._begin_work(fields, number, samples, slots, size)
+                    parts.append((lane, begun._replace(valid=valid) if valid else begun))
+                    a = b
+                yield _BegunStep(number, size, parts, lane_counts)
+            offset = steps.stop
 
     def _begin_work(
         self,

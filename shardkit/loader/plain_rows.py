@@ -69,13 +69,18 @@ def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -
         to += size
 
 
-def gather_rows(target: NDArray[Any], facts: Int64s, which: Int64s, row: Int64s, column: int, /) -> int:
+def gather_rows(
+    targets: list[NDArray[Any]], facts: Int64s, which: Int64s, row: Int64s, column: int, /
+) -> int:
     """As block_rows.pyi says."""
     rows, values, pitch = facts[which][:, [0, 1 + 4 * column, 4 + 4 * column]].T
     if bool(((row < 0) | (row >= rows) | (pitch < 0)).any()):
         return 1
-    if target.nbytes:
-        copy_rows(target, values + row * pitch, target.nbytes // len(row))
+    addresses, done = values + row * pitch, 0
+    for target in targets:
+        if target.nbytes:
+            copy_rows(target, addresses[done : done + len(target)], target.nbytes // len(target))
+        done += len(target)
     return COPIED
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LoaderResources"]
 
 _OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
-_ROOMY_BYTES = 512 << 20  # below this bound 64 MiB of freed memory are not negligible
+_ROOMY_BYTES = 128 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
 class LoaderResources:

@@ -75,7 +75,7 @@ def _rows(
 ) -> dict[str, Any]:
     rows = RowAddresses(schema, fields, len(blocks), which, row)
     rows.add(0, blocks)
-    return rows.take(0, len(which))
+    return rows.take([0, len(which)])[0]
 
 
 def _stored(format: str, names: list[str], sizes: list[int]) -> list[StoredBlock]:

@@ -157,7 +157,8 @@ def test_rows_are_gathered_where_all_are_there_to_be_copied(rows: Any) -> None:
 
     def gather(which: list[int], row: list[int]) -> list[int] | None:
         target = np.full(len(which), -1, np.int32)
-        state = rows.gather_rows(target, facts, np.array(which, np.int64), np.array(row, np.int64), 0)
+        halves = [target[: len(which) // 2], target[len(which) // 2 :]]
+        state = rows.gather_rows(halves, facts, np.array(which, np.int64), np.array(row, np.int64), 0)
         if state != rows.COPIED:
             assert (target == -1).all()
             return None
@@ -200,11 +201,23 @@ def test_decimals_are_parsed_if_all_are_canonical_and_fit(
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([9, -1]))),
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([1, 1]))),
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([8]))),
-        ("gather_rows", (np.zeros(9, np.uint8), np.ones((1, 5), np.int64), *np.zeros((2, 2), np.int64), 0)),
-        ("gather_rows", (np.zeros(8, np.uint8), np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), 1)),
-        ("gather_rows", (np.zeros(8, np.uint8), np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), -1)),
-        ("gather_rows", (np.zeros(8, np.uint8), np.ones(5, np.int64), *np.zeros((2, 1), np.int64), 0)),
-        ("gather_rows", (np.zeros(8, np.uint8), np.ones((1, 5), np.int32), *np.zeros((2, 1), np.int64), 0)),
+        ("gather_rows", ([np.zeros(9, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 2), np.int64), 0)),
+        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), 1)),
+        (
+            "gather_rows",
+            ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), -1),
+        ),
+        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones(5, np.int64), *np.zeros((2, 1), np.int64), 0)),
+        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int32), *np.zeros((2, 1), np.int64), 0)),
+        (
+            "gather_rows",
+            (
+                [np.zeros(12, np.uint8), np.zeros(4, np.uint8)],
+                np.ones((1, 5), np.int64),
+                *np.zeros((2, 2), np.int64),
+                0,
+            ),
+        ),  # a row across two
         ("bytes_at", (np.zeros(1, np.int64), np.array([-1]))),
         ("bytes_at", (np.zeros(1, np.int64), np.array([1, 1]))),
         ("texts_at", (np.zeros(1, np.int64), np.array([-1]))),

@@ -81,9 +81,13 @@ def test_gather_equals_what_was_written(format: str, compression: str, data: st.
     rows = RowAddresses(SCHEMA, list(SCHEMA), len(blocks), block, wanted - starts[block])
     rows.add(0, blocks)
     cut = data.draw(st.integers(0, len(wanted)))
-    head, got = rows.take(0, cut), rows.take(0, len(wanted))
+    head, got = rows.take([0, cut])[0], rows.take([0, len(wanted)])[0]
     np.testing.assert_array_equal(head["image"], got["image"][:cut])
-    assert head["text"] + rows.take(cut, len(wanted))["text"] == got["text"]
+    assert head["text"] + rows.take([cut, len(wanted)])[0]["text"] == got["text"]
+    for part, whole in zip(
+        rows.take([0, cut, len(wanted)]), (head, rows.take([cut, len(wanted)])[0]), strict=True
+    ):
+        np.testing.assert_equal(part, whole)  # together as alone
     expected = [samples[n] for n in wanted.tolist()]
     for name in ("image", "label", "score", "flag", "big"):
         dtype = np.dtype(SCHEMA[name].dtype)
@@ -102,7 +106,7 @@ def test_what_was_gathered_does_not_change_when_the_block_is_gone() -> None:
     blocks, samples = _blocks("arrow", "none", [4])
     rows = RowAddresses(SCHEMA, list(SCHEMA), 1, np.zeros(4, dtype=np.int64), np.arange(4))
     rows.add(0, blocks)
-    got = rows.take(0, 4)
+    got = rows.take([0, 4])[0]
     rows.drop([0])
     del blocks
     np.testing.assert_array_equal(got["image"], np.stack([s["image"] for s in samples]))
@@ -113,4 +117,4 @@ def test_a_row_past_the_end_of_its_block_is_refused() -> None:
     rows = RowAddresses(SCHEMA, list(SCHEMA), 2, np.array([1, 0]), np.array([4, 3]))
     rows.add(0, blocks)
     with pytest.raises(FormatError, match="fewer rows"):
-        rows.take(0, 2)
+        rows.take([0, 2])[0]
