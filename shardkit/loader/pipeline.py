@@ -38,7 +38,7 @@ T = TypeVar("T")
 _GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
 # A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
 _INLINE_BYTES = 8 << 20
-_TOGETHER_BYTES = 2 << 20
+_TOGETHER_BYTES, _TOGETHER_STEPS = 2 << 20, 8
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
@@ -131,7 +131,8 @@ class Pipeline:
         self._work = resources.row_work()
         self._prefetch = self._steps_ahead(prefetch)
         # Every gather waits for the interpreter once it is done: some steps at a time where they are small.
-        self._together = 1 if self._prefetch else max(1, _TOGETHER_BYTES // max(1, self._bytes_per_step))
+        fit = _TOGETHER_BYTES // max(1, self._bytes_per_step)
+        self._together = 1 if self._prefetch else max(1, min(_TOGETHER_STEPS, fit))
         self._watchdog = Watchdog(setup, resources, len(lanes), self._work)
         self._process = os.getpid()
         self._stopping = threading.Event()
