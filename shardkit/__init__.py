@@ -10,9 +10,9 @@
       ├── loader  audit    batches; proofs
       ├── ledger           what was consumed
       ├── plan             who reads what, when (pure)
-      ├── copies           policy, parity, replicating, repairing
+      ├── copies           placement, parity, replicating, repairing
       ├── reading          verified blocks from several places; the cache
-      ├── repository       objects, commits, collecting garbage
+      ├── repository       objects, commits, locations and policy
       ├── stores           where bytes lie: folders, buckets, fsspec
       ├── manifest         one version of a dataset
       ├── formats          shards, indexes, schema, digests

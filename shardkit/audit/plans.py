@@ -14,7 +14,7 @@ from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.plan import EARLIER_WINDOW_BLOCKS, Plan, Population
-from shardkit.repository.dataset_url import parse_dataset_url
+from shardkit.repository.log import parse_dataset_url
 
 __all__ = ["RunPlan", "find_plans", "open_recorded"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from shardkit.copies.policy.opening import root_store
-from shardkit.copies.policy.table import read_table
+from shardkit.reading.located_store import root_store
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import read_table
 
 __all__ = ["copies_of_commit"]
 

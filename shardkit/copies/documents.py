@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
-from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable
-from shardkit.copies.policy.opening import COPY_NAME, CopyMark, location_of, read_mark
-from shardkit.copies.policy.record import (
+from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import loads
+from shardkit.formats.digest import sha256_digest
+from shardkit.reading.documents import read_checked
+from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
+from shardkit.repository.location_table import (
     MAX_TABLE_BYTES,
     SPARES,
     TABLES,
+    LocationRecord,
+    LocationTable,
     spare_name,
     spare_number,
     table_name,
     table_number,
 )
-from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import loads
-from shardkit.formats.digest import sha256_digest
-from shardkit.reading.documents import read_checked
-from shardkit.reading.locations import Location
-from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.log import (
     LOG_PREFIX,
     MAX_ENTRY_BYTES,
@@ -39,6 +39,7 @@ from shardkit.repository.log import (
     entry_number,
     identity_named_by,
 )
+from shardkit.repository.opening import COPY_NAME, CopyMark, location_of, read_mark
 from shardkit.stores.store import Store
 
 __all__ = ["Documents", "check_documents", "mirror_documents", "mirror_log"]

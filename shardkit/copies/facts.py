@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from shardkit.copies.placement import Needed
-from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable, location_of, read_table
-from shardkit.copies.policy.opening import is_prepared, root_store
-from shardkit.copies.policy.table import first_root
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.located_store import root_store
+from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.opening import is_prepared, location_of
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import first_root, read_table
 
 __all__ = ["Facts", "Missing", "State", "look", "open_all", "open_recorded"]
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from shardkit.copies.policy import read_table
-from shardkit.copies.policy.opening import root_store
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
+from shardkit.reading.located_store import root_store
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import read_table
 from shardkit.telemetry import Record
 
 __all__ = ["ReplicationLag"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shardkit.copies.policy import open_locations
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.adopted import with_adopted
 from shardkit.reading.parity.catalogue import put_record, read_record, sets_of
@@ -14,6 +13,7 @@ from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import take_inventory
+from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import Descriptor
 from shardkit.stores.store import Store

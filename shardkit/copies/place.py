@@ -13,19 +13,6 @@ from shardkit.copies.checking import check_object
 from shardkit.copies.facts import Facts, look
 from shardkit.copies.pacing import Pace
 from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
-from shardkit.copies.policy import (
-    ROOT_NAME,
-    LocationRecord,
-    LocationTable,
-    Policy,
-    commit_table,
-    location_of,
-    read_table,
-    read_tables,
-)
-from shardkit.copies.policy.opening import COPY_NAME, prepare_copy, read_mark, root_store
-from shardkit.copies.policy.record import absolute_url
-from shardkit.copies.policy.table import draft_table, first_root
 from shardkit.copies.replicate import (
     Copying,
     Replication,
@@ -34,8 +21,14 @@ from shardkit.copies.replicate import (
     over_all,
 )
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
+from shardkit.reading.located_store import root_store
+from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
+from shardkit.repository.location_table import LocationRecord, LocationTable, absolute_url
+from shardkit.repository.opening import COPY_NAME, location_of, prepare_copy, read_mark
+from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import commit_table, draft_table, first_root, read_table, read_tables
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 from shardkit.stores.utc import seconds_of

@@ -1,29 +1,43 @@
-"""Which objects the versions of a root need, and how many copies the policy asks for."""
+"""Which objects the versions of a root need, and in which locations each belongs.
+
+The places are drawn by weighted rendezvous hashing over SHA-256, in integers; pure. Every location draws a number for
+an object from (name of the location, digest of the object); the object goes to those that drew best, one per failure
+domain. So nothing has to be looked up or kept, and a location that comes or goes moves only what it draws or drew best
+(Thaler and Ravishankar, 1998). With weights a draw u in (0, 1] counts as -log(u) / weight, smallest first: the
+exponential race, in which a location wins in proportion to its weight.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from shardkit.copies.policy import LocationTable, Placed, placement
+from shardkit.errors import ConfigurationError
+from shardkit.formats.digest import parse_digest
 from shardkit.manifest import Manifest
 from shardkit.reading.parity.catalogue import parity_names
 from shardkit.repository.inventory import Inventory, walk_versions
+from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.store import Store
 
 __all__ = [
+    "ALWAYS_EVERYWHERE",
     "LARGE",
     "Needed",
+    "Placed",
     "add_needed",
     "find_needed",
     "live_versions",
     "needed_of",
+    "placement",
     "strata_of",
     "there_are",
     "unknown_strata",
@@ -31,6 +45,12 @@ __all__ = [
 
 LARGE: Final = ("tar", "tar.zst", "arrow", "parity")
 """Extensions of objects that are not metadata."""
+
+ALWAYS_EVERYWHERE: Final = frozenset({"manifest", "page", "index", "selection", "sources", "about", "lookup"})
+"""Extensions of metadata: small, and without it no shard can be read or verified, so each location has all of it."""
+
+_FRACTION_BITS: Final = 32
+_SCALE_BITS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +189,74 @@ def _names_of_strata(manifest: Manifest) -> list[frozenset[str]]:
     return [
         names | pooled if one.pooled else names for names, one in zip(found, manifest.strata, strict=True)
     ]
+
+
+class Placed(NamedTuple):
+    """An object, as far as its place depends on it."""
+
+    digest: str
+    """``sha256:<hex>``."""
+    extension: str
+    strata: frozenset[str] = frozenset()
+    """Names of the strata of which a shard holds rows."""
+
+
+def placement(policy: Policy, locations: Sequence[LocationRecord], placed: Placed) -> tuple[str, ...]:
+    """Names of the locations that an object belongs in, the root first, the others by how well they drew.
+
+    Args:
+        policy: how many copies.
+        locations: the first is the root, which holds everything.
+        placed: the object.
+
+    Returns:
+        As many as the policy asks for, in distinct failure domains; fewer where there are fewer domains. All of them
+        for metadata.
+
+    Raises:
+        ConfigurationError: there is no location.
+    """
+    if not locations:
+        raise ConfigurationError("no location to place objects in; name the root first")
+    root, others = locations[0], [one for one in locations[1:] if one.weight]
+    if placed.extension in ALWAYS_EVERYWHERE:
+        return (root.name, *(one.name for one in others))
+    copies = policy.copies_of(placed.strata)
+    return (root.name, *_drawn(placed.digest, others, copies - 1, {root.domain}))
+
+
+def _drawn(digest: str, locations: Iterable[LocationRecord], count: int, taken: set[str]) -> list[str]:
+    if count < 1:
+        return []
+    chosen: list[str] = []
+    domains = set(taken)
+    for one in sorted(locations, key=lambda one: _draw(digest, one)):
+        if one.domain not in domains:
+            chosen.append(one.name)
+            domains.add(one.domain)
+            if len(chosen) == count:
+                break
+    return chosen
+
+
+def _draw(digest: str, location: LocationRecord) -> tuple[int, bytes]:
+    """-log2(u) / weight in fixed point, smallest best; the whole hash settles what rounding made equal."""
+    hashed = hashlib.sha256(
+        b"shardkit-placement/1\0" + f"{location.name}\0{parse_digest(digest)}".encode()
+    ).digest()
+    u = int.from_bytes(hashed[:8], "big") + 1  # 1 … 2**64
+    return (_minus_log2(u) << _SCALE_BITS) // location.weight, hashed
+
+
+def _minus_log2(u: int) -> int:
+    """-log2(u / 2**64) for 1 ≤ u ≤ 2**64, rounded up to 32 fractional bits: one bit per squaring of the mantissa."""
+    exponent = u.bit_length() - 1
+    mantissa = (u << 63) >> exponent  # [2**63, 2**64): 1.0 … 2.0
+    log2 = exponent
+    for _ in range(_FRACTION_BITS):
+        mantissa = (mantissa * mantissa) >> 63
+        log2 <<= 1
+        if mantissa >> 64:
+            mantissa >>= 1
+            log2 |= 1
+    return (64 << _FRACTION_BITS) - log2

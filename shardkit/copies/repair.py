@@ -23,8 +23,6 @@ from shardkit.copies.copying import copy_object
 from shardkit.copies.documents import mirror_documents
 from shardkit.copies.pacing import Pace
 from shardkit.copies.parity_encoding import encode_set
-from shardkit.copies.policy import ROOT_NAME, LocationRecord
-from shardkit.copies.policy.opening import root_store
 from shardkit.copies.records import Look, Records, merge_looks, read_looks
 from shardkit.copies.survey import Survey, open_holders
 from shardkit.errors import (
@@ -37,7 +35,10 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
+from shardkit.reading.located_store import root_store
+from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.catalogue import put_record, read_record
+from shardkit.repository.location_table import LocationRecord
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.store import Store

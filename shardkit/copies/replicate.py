@@ -19,8 +19,6 @@ from shardkit.copies.facts import Facts, Missing, look, open_all
 from shardkit.copies.pacing import Pace
 from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.placement import Needed, add_needed, find_needed, live_versions
-from shardkit.copies.policy import ROOT_NAME, LocationTable, read_table
-from shardkit.copies.policy.opening import open_locations, root_store
 from shardkit.copies.repair import CheckAll, repair_listed
 from shardkit.errors import (
     FormatError,
@@ -33,9 +31,13 @@ from shardkit.errors import (
 )
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.located_store import root_store
+from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.inventory import walk_versions
+from shardkit.repository.location_table import LocationTable
+from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import read_table
 
 __all__ = [
     "Copying",

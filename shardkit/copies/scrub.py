@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 
 from shardkit.copies.checking import BadCopy, CheckResult, Depth, Unchecked
 from shardkit.copies.pacing import Pace
-from shardkit.copies.policy import LocationRecord
 from shardkit.copies.records import Look, read_looks
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.repository.location_table import LocationRecord
 from shardkit.stores.utc import utc_text
 
 __all__ = ["Scrub", "ScrubbedLocation", "scrub"]

@@ -12,13 +12,10 @@ from shardkit.copies.checking import Healed
 from shardkit.copies.documents import Documents, check_documents
 from shardkit.copies.pacing import Pace
 from shardkit.copies.placement import Needed, add_needed, needed_of
-from shardkit.copies.policy import ROOT_NAME, LocationRecord, LocationTable, Policy, read_table
-from shardkit.copies.policy.opening import root_store
-from shardkit.copies.policy.table import draft_table, first_root
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.located_store import LocatedStore, root_store
+from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.catalogue import (
     find_records,
     first_good,
@@ -31,7 +28,10 @@ from shardkit.reading.parity.catalogue import (
 from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord, version_record_name
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import Inventory, take_inventory, walk_versions
+from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import draft_table, first_root, read_table
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import object_name, parse_object_name
 from shardkit.stores.store import Store

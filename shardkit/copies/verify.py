@@ -31,9 +31,6 @@ from typing import Literal
 import numpy as np
 
 from shardkit.copies.checking import CheckResult, Depth, check_object
-from shardkit.copies.policy import Policy, read_table
-from shardkit.copies.policy.durations import duration_text
-from shardkit.copies.policy.opening import own_name, root_store
 from shardkit.copies.records import read_looks
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
@@ -41,8 +38,8 @@ from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
+from shardkit.reading.located_store import root_store
 from shardkit.repository.catalog import load_shard_selection
-from shardkit.repository.dataset_url import parse_dataset_url
 from shardkit.repository.identity import IDENTITY_NAME
 from shardkit.repository.inventory import Inventory, side_objects, take_inventory
 from shardkit.repository.log import (
@@ -52,9 +49,13 @@ from shardkit.repository.log import (
     check_succession,
     entry_name,
     entry_number,
+    parse_dataset_url,
 )
+from shardkit.repository.opening import own_name
 from shardkit.repository.part_locations import find_part
+from shardkit.repository.policy import Policy, duration_text
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import read_table
 from shardkit.stores.objects import object_name, parse_object_name
 from shardkit.stores.store import Store
 from shardkit.stores.utc import utc_text

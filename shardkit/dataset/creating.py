@@ -20,9 +20,10 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
+from shardkit.stores.directories import FOLDER
+from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
-from shardkit.stores.os_errors import explained
-from shardkit.stores.temporaries import FOLDER, private_folder, temporary_name
+from shardkit.stores.staging import private_folder, temporary_name
 
 __all__ = ["Writer", "create"]
 

@@ -28,7 +28,7 @@ from shardkit.reading.locating import Locations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.catalog import Part, Version, load_manifest
-from shardkit.repository.dataset_url import parse_dataset_url
+from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.telemetry import TelemetrySettings
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardkit.copies.facts import open_all
-from shardkit.copies.policy import ROOT_NAME, read_table
-from shardkit.copies.policy.opening import root_store
 from shardkit.errors import FormatError, ShardkitError, StoreError
+from shardkit.reading.located_store import root_store
+from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import read_table
 from shardkit.stores.objects import parse_object_name
 
 __all__ = ["delete_from_copies"]

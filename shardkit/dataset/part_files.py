@@ -19,9 +19,8 @@ import xxhash
 from shardkit.dataset.row_table import RowColumns
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
-from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.os_errors import explained
-from shardkit.stores.temporaries import writer_is_dead
+from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.staging import writer_is_dead
 
 __all__ = ["FOLDER", "PartFolder", "WrittenPart", "check_part_name", "settings_of"]
 

@@ -23,8 +23,7 @@ from shardkit.dataset.layout import order_keys
 from shardkit.dataset.row_table import RowColumns
 from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, record_header
 from shardkit.errors import StoreError
-from shardkit.stores.file_operations import active
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import active, explained
 
 __all__ = ["MIN_RUN_BYTES", "RUN_BYTES", "RowSpool", "RunBuffer", "remove_scratch", "sized_run"]
 

@@ -21,8 +21,7 @@ from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
 from shardkit.errors import IntegrityError
 from shardkit.formats import JoinedPayloads, RowBlock, Schema
-from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import Handle, active, explained
 
 __all__ = [
     "NO_ROW",

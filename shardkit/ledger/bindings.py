@@ -13,7 +13,7 @@ from typing import Any, Final
 from shardkit.errors import IntegrityError
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, Source
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 
 __all__ = [
     "BINDINGS", "CHECKPOINT", "CONFIGURATION", "bind_checkpoint", "bind_configuration",

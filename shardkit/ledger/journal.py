@@ -36,7 +36,7 @@ from shardkit.ledger.journal_format import (
     Header,
     xxh3,
 )
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 
 __all__ = ["Journal"]
 

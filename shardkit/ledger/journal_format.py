@@ -13,7 +13,7 @@ import xxhash
 
 from shardkit.errors import FormatError
 from shardkit.formats.canonical_json import loads
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 
 __all__ = [
     "CELLS", "CHECK", "EVENT", "FILE_NAME", "HEAD", "HEADER", "MAGIC", "META", "CellRecord", "Entry",

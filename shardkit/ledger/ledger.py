@@ -29,7 +29,7 @@ from shardkit.ledger.records import (
     parse_lines,
     parse_records,
 )
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 
 __all__ = ["Ledger", "read_file"]
 

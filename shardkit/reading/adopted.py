@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NoReturn
 
-from shardkit.copies.policy import ROOT_NAME
-from shardkit.copies.policy.opening import root_store
 from shardkit.errors import IntegrityError, NotFoundError
 from shardkit.manifest import ADOPTED, Manifest
 from shardkit.reading.adopted_tars import Tar, TarFiles, put_adopted, read_tar_place
-from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.located_store import LocatedStore, root_store
+from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.remote import Patience

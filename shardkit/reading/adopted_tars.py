@@ -21,7 +21,7 @@ from shardkit.manifest.json_fields import read_document
 from shardkit.reading.documents import read_checked
 from shardkit.repository.part_locations import location_name
 from shardkit.repository.repository import Repository
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 from shardkit.stores.remote import ForeignStat, ForeignStore, Patience, open_foreign, split_url
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.store import Store

@@ -23,7 +23,7 @@ from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.ranges import Range, coalesce
 from shardkit.stores.store import ObjectStat, Stage, Store, check_name
 
-__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects"]
+__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects", "root_store"]
 
 _Result = TypeVar("_Result")
 
@@ -287,6 +287,17 @@ class LocatedStore:
 
     def _fetch(self, want: Want) -> Buffer:
         return self._shared.now().path.fetch(want)
+
+
+def root_store(store: Store) -> Store:
+    """The store of the root itself, below what reads over several locations or finds adopted tars."""
+    while True:
+        if isinstance(store, LocatedStore):
+            store = store.root
+        elif hasattr(store, "inner"):
+            store = store.inner
+        else:
+            return store
 
 
 class _Shared:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardkit.copies.policy.record import ROOT_NAME
 from shardkit.errors import UsageError
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote import parse_address
@@ -15,7 +14,7 @@ from shardkit.stores.remote.cache_client import CacheClient
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 
-__all__ = ["ROOT_NAME", "Locations", "locate", "open_location"]
+__all__ = ["Locations", "locate", "open_location"]
 
 Locations = Mapping[str, str] | Sequence[Location]
 """Name → URL, nearest first; or locations with all their properties."""

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
-from shardkit.copies.policy.opening import recorded_locations
 from shardkit.errors import (
     NotFoundError,
     ShardkitError,
@@ -19,14 +18,20 @@ from shardkit.errors import (
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.reading.locating import Locations, locate
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.changes import Changes
 from shardkit.repository.commit_hooks import commit_hooks
 from shardkit.repository.commit_log import CommitLog
 from shardkit.repository.garbage_lists import check_not_collected
 from shardkit.repository.identity import IDENTITY_NAME, SINGLE_WRITER, Identity
-from shardkit.repository.log import LogEntry, check_ref_name
+from shardkit.repository.log import Changes, LogEntry, check_ref_name
 from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
-from shardkit.repository.opening import first_identity, for_one_writer, over_all, read_identity, refuse_copy
+from shardkit.repository.opening import (
+    first_identity,
+    for_one_writer,
+    over_all,
+    read_identity,
+    recorded_locations,
+    refuse_copy,
+)
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import Descriptor, object_name
 from shardkit.stores.remote import check_writers

@@ -21,8 +21,7 @@ from shardkit.repository.catalog import (
     put_manifest,
     put_selection,
 )
-from shardkit.repository.dataset_url import parse_dataset_url
-from shardkit.repository.log import LogEntry
+from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.part_locations import find_part, put_location
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.local import LocalStore

@@ -6,13 +6,16 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from shardkit.errors import StoreError
 from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.temporaries import FOLDER
 
-__all__ = ["Directories", "check_regular", "exists"]
+__all__ = ["FOLDER", "Directories", "check_regular", "exists"]
+
+FOLDER: Final = "tmp"
+"""Folder of a local root that holds temporaries; on the same file system as the objects, so that `link`
+works."""
 
 
 class Directories:

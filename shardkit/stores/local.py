@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
-from shardkit.stores import temporaries
-from shardkit.stores.directories import Directories, check_regular, exists
-from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.os_errors import explained
-from shardkit.stores.staging import LocalStage
+from shardkit.stores.directories import FOLDER, Directories, check_regular, exists
+from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.staging import LocalStage, writer_is_dead
 from shardkit.stores.store import ObjectStat, check_name, check_prefix
 
 __all__ = ["LocalStore"]
@@ -153,8 +151,8 @@ class LocalStore:
         """A large object, written piece by piece; see `Store.stage`."""
         self._check_writable(suffix or "an object")
         with contextlib.ExitStack() as cleanup:
-            with explained(f"make a temporary file in {self._root}/{temporaries.FOLDER}", writing=True):
-                folder = cleanup.enter_context(self._directories.made((temporaries.FOLDER,)))
+            with explained(f"make a temporary file in {self._root}/{FOLDER}", writing=True):
+                folder = cleanup.enter_context(self._directories.made((FOLDER,)))
                 stage = LocalStage(self._directories, folder, suffix)
             cleanup.callback(stage.drop)
             yield stage
@@ -166,10 +164,10 @@ class LocalStore:
         write.
         """
         swept = 0
-        with contextlib.suppress(OSError), self._directories.opened((temporaries.FOLDER,)) as folder:
+        with contextlib.suppress(OSError), self._directories.opened((FOLDER,)) as folder:
             for name, _ in active().names(folder):
                 with contextlib.suppress(OSError):
-                    if temporaries.writer_is_dead(active(), folder, name):
+                    if writer_is_dead(active(), folder, name):
                         active().unlink(folder, name)
                         swept += 1
         return swept

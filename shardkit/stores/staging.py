@@ -1,18 +1,122 @@
-"""One temporary file on its way to a name."""
+"""Files that are still being written: how one gets its name, and the sweep of those whose writer is dead.
+
+A temporary is named ``<boot>-<pid namespace>-<pid>-<start>-<random>[.suffix]``, and its writer holds an
+advisory lock on it. Sweeping too much costs the writer a clean error and nothing else (publishing links the
+temporary by name), but it would be rude; sweeping too little costs space.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
 
 from shardkit.errors import StoreError
 from shardkit.stores.directories import Directories
-from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import FileOperations, Handle, active, explained
 from shardkit.stores.store import check_name
-from shardkit.stores.temporaries import temporary_name
 
-__all__ = ["LocalStage"]
+__all__ = ["LocalStage", "private_folder", "temporary_name", "writer_is_dead"]
+
+_FOREIGN_GRACE_S: Final = 24 * 3600
+_NAME: Final = re.compile(r"([0-9a-z]+)-([0-9a-z]+)-([0-9]+)-([0-9]+)-[0-9a-f]{16}(?:\.[a-z0-9.]+)?")
+
+
+def temporary_name(suffix: str = "") -> str:
+    """A new name that says which process of which boot writes it."""
+    pid = os.getpid()
+    tail = f".{suffix}" if suffix else ""
+    return f"{_boot()}-{_pid_namespace()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(8)}{tail}"
+
+
+def private_folder(url: str) -> str:
+    """A local folder for scratch files of work on a remote root: the same one each time, nobody else's.
+
+    Raises:
+        StoreError: Its place is taken by something that another user could write to.
+    """
+    parent = os.path.join(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
+    with explained(f"make {parent}", writing=True):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(parent, 0o700)
+        found = os.lstat(parent)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StoreError(
+            f"{parent} is not a private directory of this user; remove it, or name a scratch directory"
+        )
+    return os.path.join(parent, hashlib.sha256(url.encode()).hexdigest()[:16])
+
+
+def writer_is_dead(operations: FileOperations, folder: Handle, name: str) -> bool:
+    """Whether the process that wrote this temporary certainly is gone.
+
+    A writer of this boot and this process namespace is looked up. Any other may be one of an earlier boot or
+    one on another machine or in another container: it counts as dead only when nobody holds the file's lock
+    and the file has not been written to for a day.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return False  # not ours: leave it alone
+    boot, namespace, pid, start = match.group(1), match.group(2), int(match.group(3)), int(match.group(4))
+    if (boot, namespace) == (_boot(), _pid_namespace()):
+        return not _is_alive(pid, start)
+    return _is_abandoned(operations, folder, name)
+
+
+def _is_abandoned(operations: FileOperations, folder: Handle, name: str) -> bool:
+    file = operations.open_file(folder, name)
+    try:
+        idle_s = time.time() - operations.stat_open(file).st_mtime
+        return idle_s > _FOREIGN_GRACE_S and operations.try_lock(file)
+    finally:
+        operations.close(file)
+
+
+def _is_alive(pid: int, start: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # alive, and somebody else's
+    now = _start_time(pid)
+    # A start time tells the writer from a later process that was given its number.
+    return now is None or start in (0, now)
+
+
+@functools.cache
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
+    with contextlib.suppress(OSError, ValueError, ArithmeticError):
+        return f"up{int(time.time() - time.monotonic()) // 60}"  # no /proc (macOS): the minute of the boot
+    return "unknown"
+
+
+@functools.cache
+def _pid_namespace() -> str:
+    try:
+        return "".join(character for character in os.readlink("/proc/self/ns/pid") if character.isdigit())
+    except OSError:
+        return "0"
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks after boot at which a process started, None where the system does not say."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # Field 22 of proc_pid_stat(5); the second field is the command in brackets and may hold anything.
+        return int(text.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class LocalStage:

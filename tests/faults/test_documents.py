@@ -16,8 +16,6 @@ import pytest
 import shardkit
 from shardkit.audit.checkpoint_records import read_checkpoints
 from shardkit.audit.run_record import load_run
-from shardkit.copies.policy.opening import CopyMark
-from shardkit.copies.policy.record import LocationTable
 from shardkit.copies.records import read_looks
 from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
@@ -27,10 +25,11 @@ from shardkit.reading.adopted_tars import read_tar_place
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
-from shardkit.repository.identity import Identity
+from shardkit.repository.identity import Identity, sealed
+from shardkit.repository.location_table import LocationTable
 from shardkit.repository.log import LogEntry
+from shardkit.repository.opening import CopyMark
 from shardkit.repository.part_locations import Location, location_name
-from shardkit.repository.sealed import sealed
 from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.testing.memory_store import MemoryStore

@@ -20,7 +20,6 @@ import pytest
 import shardkit
 from shardkit.copies.checking import check_object
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.policy import LocationRecord
 from shardkit.copies.records import Records, read_looks
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
@@ -31,6 +30,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.parity import find_records
 from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.utc import utc_text

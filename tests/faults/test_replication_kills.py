@@ -19,10 +19,12 @@ from shardkit.copies.collecting import collect
 from shardkit.copies.facts import look
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed, live_versions
-from shardkit.copies.policy import LocationRecord, Policy, read_table
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.repository.inventory import take_inventory
+from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import Policy
+from shardkit.repository.table_commits import read_table
 from shardkit.storage import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from tests.drills import drill_cases, drill_count
@@ -36,7 +38,7 @@ import shardkit.dataset.creating, shardkit.repository.garbage_lists, shardkit.co
 from shardkit.storage import Repository
 from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
-from shardkit.copies.policy import LocationRecord
+from shardkit.repository.location_table import LocationRecord
 from shardkit.copies.place import Change, place
 from shardkit.copies.replicate import replicate
 from tests.faults.killed_operations import KilledOperations, run_in_child

@@ -14,10 +14,10 @@ import pytest
 
 import shardkit
 from shardkit.copies.place import Change, place
-from shardkit.copies.policy import LocationRecord
 from shardkit.copies.verify import verify
 from shardkit.reading.cache import Supply
 from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
 from tests.servers.google import GoogleServer, google_environment, google_server
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import shardkit
 from shardkit.copies.lag import ReplicationLag
 from shardkit.copies.place import Change, place
-from shardkit.copies.policy import LocationRecord
+from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from tests.unit.telemetry_series import made_series

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.copies.policy import Critical, LocationRecord, Placed, Policy, placement
+from shardkit.copies.placement import Placed, placement
+from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import Critical, Policy
 
 DIGESTS = [f"sha256:{hashlib.sha256(b'%d' % i).hexdigest()}" for i in range(400)]
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 import shardkit
 import shardkit_tools.building.rebuilding as rebuilding
 from shardkit.copies.place import Change, place
-from shardkit.copies.policy import LocationRecord, Policy
 from shardkit.copies.verify import verify
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
+from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import Policy
 from shardkit.storage import Repository, object_name
 
 SCHEMA = {"secret": "str", "n": "int64", "kind": "str"}

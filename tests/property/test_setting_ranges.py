@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.copies.policy import Policy
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.errors import ConfigurationError, PlanError, UsageError
 from shardkit.loader import Rebalancing
@@ -23,6 +22,7 @@ from shardkit.plan.rebalance import Rules
 from shardkit.plan.settings import Settings
 from shardkit.ranges import Range, parse_size
 from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.policy import Policy
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.control import Knob, parse_control
 from shardkit_tools.main import run as shardkit_command

@@ -15,7 +15,6 @@ import numpy as np
 import shardkit
 from shardkit.copies.collecting.collecting import collect
 from shardkit.copies.place import Change, place
-from shardkit.copies.policy import LocationRecord
 from shardkit.copies.repair import repair
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
@@ -23,6 +22,7 @@ from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.cache import BlockCache, Supply
+from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
 from tests.simulation.buckets import Bucket
 from tests.simulation.world import SCHEMA, SETTINGS, Violated, World, add_rows, check_rows

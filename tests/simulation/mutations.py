@@ -20,8 +20,7 @@ from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import located_store, read_path
 from shardkit.repository import commit_log, inventory, object_access
-from shardkit.repository.changes import Changes
-from shardkit.repository.log import entry_name
+from shardkit.repository.log import Changes, entry_name
 from shardkit.repository.repository import Repository
 from shardkit.stores import directories, file_operations, objects
 from shardkit.stores.local import LocalStore

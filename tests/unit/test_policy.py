@@ -9,19 +9,6 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.copies.policy import (
-    Critical,
-    LocationRecord,
-    LocationTable,
-    Parity,
-    Policy,
-    commit_table,
-    open_locations,
-    read_table,
-    read_tables,
-)
-from shardkit.copies.policy.opening import COPY_NAME, prepare_copy
-from shardkit.copies.policy.table import first_root
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
@@ -30,6 +17,10 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
+from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.opening import COPY_NAME, open_locations, prepare_copy
+from shardkit.repository.policy import Critical, Parity, Policy
+from shardkit.repository.table_commits import commit_table, first_root, read_table, read_tables
 from shardkit.storage import LocalStore, LocatedStore, Repository
 
 

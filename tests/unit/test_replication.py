@@ -14,10 +14,12 @@ from shardkit.copies.facts import look
 from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
 from shardkit.copies.place import Change, place, promote, undo
 from shardkit.copies.placement import find_needed, live_versions
-from shardkit.copies.policy import LocationRecord, Policy, read_table
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.locations import Location
+from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import Policy
+from shardkit.repository.table_commits import read_table
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations

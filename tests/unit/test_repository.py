@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, StoreError, UsageError
-from shardkit.repository.identity import Identity
-from shardkit.repository.sealed import sealed
+from shardkit.repository.identity import Identity, sealed
 from shardkit.storage import (
     LocalStore,
     Repository,
@@ -23,7 +22,7 @@ from shardkit.storage import (
     parse_dataset_url,
     parse_object_name,
 )
-from shardkit.stores.os_errors import store_error
+from shardkit.stores.file_operations import store_error
 from shardkit.testing.memory_store import MemoryStore
 
 DIGEST = "sha256:" + "ab" * 32

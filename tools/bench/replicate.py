@@ -30,9 +30,9 @@ import numpy as np
 
 import shardkit
 from shardkit.copies.place import Change, place
-from shardkit.copies.policy import LocationRecord
 from shardkit.copies.replicate import replicate
 from shardkit.ranges import parse_size
+from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.repository import Repository
 from tests.servers.object_stores import localstack, s3_environment
 

@@ -8,12 +8,14 @@ from typing import Any
 from shardkit.copies.pacing import Pace
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
-from shardkit.copies.policy import LocationRecord, Policy, read_table
-from shardkit.copies.policy.opening import root_store
 from shardkit.copies.replicate import Replication, encode_parity, replicate
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.reading.located_store import root_store
+from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
+from shardkit.repository.table_commits import read_table
 from shardkit_tools.console import bytes_text, clean, count_text, print_line, print_table
 
 __all__ = ["begin_copies", "finish_copies", "print_copies", "print_lag", "print_locations"]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, Stratum
-from shardkit.repository.dataset_url import parse_dataset_url
-from shardkit.repository.log import LogEntry
+from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit_tools.console import clean, short_id
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 import shardkit
 from shardkit.loader import Rebalancing
 from shardkit.plan import EARLIER_WINDOW_BLOCKS
-from shardkit.repository.dataset_url import parse_dataset_url
+from shardkit.repository.log import parse_dataset_url
 
 from .configuration import Configuration
 from .distributed import World

@@ -12,9 +12,9 @@ from typing import Any, Final, NoReturn
 from shardkit.copies.collecting.marking import COLLECTED, mark_live
 from shardkit.copies.documents import mirror_log
 from shardkit.copies.facts import Facts, open_recorded
-from shardkit.copies.policy import ROOT_NAME
-from shardkit.copies.policy.opening import root_store
 from shardkit.errors import ShardkitError, UsageError
+from shardkit.reading.located_store import root_store
+from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.garbage_lists import (
     MAX_NAMES,
     forget_lists,

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from shardkit.copies.policy.opening import root_store
 from shardkit.errors import IntegrityError, NotFoundError
+from shardkit.reading.located_store import root_store
 from shardkit.reading.parity.catalogue import parity_names
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
+from shardkit.stores.directories import FOLDER
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import EXTENSIONS, object_name
 from shardkit.stores.store import Store
-from shardkit.stores.temporaries import FOLDER
 from shardkit.stores.utc import seconds_of
 
 __all__ = ["COLLECTED", "mark_live", "objects_of_builds", "versions_of"]

@@ -29,8 +29,7 @@ from shardkit.reading.cache.leases import Lease, Neighbours
 from shardkit.reading.detours import Detours
 from shardkit.reading.locations import BlockRequest
 from shardkit.stores.directories import Directories
-from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import Handle, active, explained
 
 __all__ = ["BLOCKS", "MARKER", "BlockCache"]
 

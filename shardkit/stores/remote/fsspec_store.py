@@ -27,7 +27,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.stores.os_errors import store_error
+from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.ranges import check_ranges
 from shardkit.stores.remote.spooled_stage import SpooledStage, spooled

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from shardkit.errors import StoreError, UsageError
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 from shardkit.stores.store import check_name
 
 __all__ = ["SpooledStage", "spooled"]

@@ -26,8 +26,8 @@ from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
+from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
-from shardkit.stores.os_errors import explained
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.building.free_space import check_space, fits_page_cache, least_bytes, space_needs
 from shardkit_tools.building.job import NO_FOLDER, Job, clear_temporaries, open_job

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import StoreFullError
 from shardkit.storage import available_memory
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import is_url
 

@@ -23,16 +23,15 @@ from typing import Protocol
 
 import xxhash
 
-from shardkit.copies.policy.opening import root_store
 from shardkit.dataset.creating import scratch_folder
 from shardkit.dataset.scratch_reading import Part, PartFiles, Parts
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
+from shardkit.reading.located_store import root_store
 from shardkit.storage import LocalStore, Repository
-from shardkit.stores.file_operations import Handle, active
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.staging import private_folder, temporary_name, writer_is_dead
 from shardkit.stores.store import Store
-from shardkit.stores.temporaries import private_folder, temporary_name, writer_is_dead
 
 __all__ = [
     "NO_FOLDER",

@@ -15,8 +15,7 @@ from shardkit.dataset.encoding import CLASS_AXIS
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import UsageError
 from shardkit.manifest import MIXED, Manifest
-from shardkit.repository.dataset_url import parse_dataset_url
-from shardkit.repository.log import LogEntry
+from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit_tools.building.outcome import BuildResult, ProgressCallback
 from shardkit_tools.building.recipe import build

@@ -12,7 +12,7 @@ import typer
 
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 from shardkit_tools.benchmarks.comparing import LEAST_ROUNDS, MOST_MARGIN, Comparison, Finding, compare
 from shardkit_tools.benchmarks.results import Ratio, Result, load_result
 from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure

@@ -15,7 +15,7 @@ import typer
 import shardkit
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats.tar_members import sniff_extension
-from shardkit.stores.os_errors import explained
+from shardkit.stores.file_operations import explained
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,

@@ -8,9 +8,9 @@ import typer
 
 from shardkit.copies.collecting import Collection, collect
 from shardkit.copies.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
-from shardkit.copies.policy.durations import duration_text as short_duration
-from shardkit.copies.policy.durations import parse_duration
-from shardkit.copies.policy.opening import root_store
+from shardkit.reading.located_store import root_store
+from shardkit.repository.policy import duration_text as short_duration
+from shardkit.repository.policy import parse_duration
 from shardkit.repository.repository import Repository
 from shardkit_tools import options
 from shardkit_tools.building.job import abandoned_jobs, remove_job

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.repository.dataset_url import parse_dataset_url
+from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools.console import JsonFlag, clean, print_json, print_line, print_table, short_id
 from shardkit_tools.versions import time_text

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.repository.dataset_url import parse_dataset_url
+from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools.console import (
     JsonFlag,

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from shardkit.copies.checking import Lost, Unchecked
-from shardkit.copies.policy import LocationRecord
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
+from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,

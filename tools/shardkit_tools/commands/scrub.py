@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.copies.policy import LocationRecord
-from shardkit.copies.policy.durations import parse_duration
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
+from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import parse_duration
 from shardkit_tools import options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
 from shardkit_tools.console import (

@@ -19,12 +19,12 @@ import numpy as np
 
 from shardkit.audit import RunPlan, find_plans, load_run
 from shardkit.audit.checkpoint_records import read_checkpoints
-from shardkit.copies.policy import open_locations
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardkitError, StateError, UsageError
 from shardkit.plan import Assignment, assign
 from shardkit.plan.locality import lane_shards
 from shardkit.reading.locations import Location
+from shardkit.repository.opening import open_locations
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.reading import check_run
 

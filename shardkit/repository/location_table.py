@@ -11,15 +11,15 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.copies.policy.policy import Policy
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.manifest.json_fields import Fields
-from shardkit.repository.sealed import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
+from shardkit.reading.locations import ROOT_NAME
+from shardkit.repository.identity import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
+from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address
 
 __all__ = [
     "MAX_TABLE_BYTES",
-    "ROOT_NAME",
     "SPARES",
     "TABLES",
     "LocationRecord",
@@ -29,9 +29,6 @@ __all__ = [
     "table_name",
     "table_number",
 ]
-
-ROOT_NAME: Final = "root"
-"""The location where the log is: it holds every object, and is the only one that is committed to."""
 
 TABLES: Final = "locations/"
 """Folder of the tables, and of the places of parts and adopted tars."""

@@ -1,4 +1,4 @@
-"""How many copies of what, whether with parity, and when a commit counts as done."""
+"""Durations as people write them: ``30d``, ``12h``, ``90m``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from shardkit.copies.policy.durations import duration_text, parse_duration
 from shardkit.errors import ConfigurationError
 from shardkit.manifest.json_fields import Fields
 from shardkit.ranges import Range
 
-__all__ = ["MODES", "Critical", "Mode", "Parity", "Policy"]
+__all__ = ["MODES", "Critical", "Mode", "Parity", "Policy", "duration_text", "parse_duration"]
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_TEXT: Final = re.compile(r"([0-9]{1,9})([smhdw]?)")
+
+
+def parse_duration(text: str, what: str) -> int:
+    """Seconds.
+
+    Args:
+        text: a number and one of s, m, h, d, w; a bare number is seconds.
+        what: how messages name it.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"{what} {text[:40]!r}: expected a number and a unit, such as 30d, 12h or 90m"
+        )
+    return int(match[1]) * _SECONDS[match[2] or "s"]
+
+
+def duration_text(seconds: int) -> str:
+    """The shortest spelling that `parse_duration` reads back, without weeks."""
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{seconds // _SECONDS[unit]}{unit}"
+    return f"{seconds}s"
+
 
 Mode = Literal["sync", "async", "hybrid"]
 """When a commit counts as done; see `MODES`."""

@@ -7,16 +7,6 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from shardkit.copies.policy.policy import Policy
-from shardkit.copies.policy.record import (
-    MAX_TABLE_BYTES,
-    ROOT_NAME,
-    LocationRecord,
-    LocationTable,
-    absolute_url,
-    spare_name,
-    table_name,
-)
 from shardkit.errors import (
     CommitConflict,
     CommitUnknown,
@@ -28,6 +18,16 @@ from shardkit.errors import (
 )
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.documents import read_checked
+from shardkit.reading.locations import ROOT_NAME
+from shardkit.repository.location_table import (
+    MAX_TABLE_BYTES,
+    LocationRecord,
+    LocationTable,
+    absolute_url,
+    spare_name,
+    table_name,
+)
+from shardkit.repository.policy import Policy
 from shardkit.stores.utc import utc_text
 
 if TYPE_CHECKING:
