@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -184,14 +181,14 @@ class RowWork:
         workers = self._workers
         if workers is None:
             return []
-        call = _work_here if isinstance(workers, ProcessPoolExecutor) else function
+        call = function if isinstance(workers, ThreadPoolExecutor) else _work_here
         pieces = []
         try:
             for a in range(0, len(slots), size):
                 b = min(a + size, len(slots))
                 rows = {name: rows_of(value, a, b) for name, value in columns.items()}
                 pieces.append(workers.submit(call, rows, step, slots[a:b], self._cell_size))
-        except BrokenProcessPool as error:
+        except BrokenExecutor as error:
             raise _worker_died(step) from error
         return pieces
 
@@ -200,7 +197,7 @@ class RowWork:
             return function(begun.columns, begun.step, begun.slots, self._cell_size)
         try:
             return [row for piece in begun.pieces for row in piece.result()]
-        except BrokenProcessPool as error:
+        except BrokenExecutor as error:
             raise _worker_died(begun.step) from error
 
     def _replace(
@@ -254,11 +251,16 @@ def open_workers(kind: Workers, number: int, function: RowFunction) -> Executor:
     """
     if kind == "threads":
         return ThreadPoolExecutor(number, "shardkit-transform")
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor  # slow to import
+
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(number, context, initializer=_begin_worker, initargs=(function,))
 
 
 def _begin_worker(function: RowFunction) -> None:
+    import multiprocessing
+
     global _function
     _function = function
     parent = multiprocessing.parent_process()
@@ -267,7 +269,9 @@ def _begin_worker(function: RowFunction) -> None:
 
 
 def _end_with(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
+    from multiprocessing.connection import wait as wait_for
+
+    wait_for([sentinel])
     os._exit(1)
 
 

@@ -10,7 +10,6 @@ from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote import parse_address
-from shardkit.stores.remote.cache_client import CacheClient
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 
@@ -58,6 +57,8 @@ def open_location(name: str, url: str, *, rank: int = 1, heal: bool = False) -> 
         UsageError: The URL names a version of a dataset, or holds a credential.
     """
     if "://" in url and parse_address(url).scheme in ("http", "https"):
+        from shardkit.stores.remote.cache_client import CacheClient  # http.client is slow to import
+
         return Location(name=name, store=CacheClient(url), domain=url, rank=-1, holds="blocks")
     if "@sha256:" in url:
         raise UsageError(
