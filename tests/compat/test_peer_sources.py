@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime as dt
+import decimal
 import io
 import json
 import random
@@ -209,6 +210,56 @@ def test_huggingface_folders(tmp_path: Path) -> None:
     assert len(rows_of(open_source(str(tmp_path / "splits" / "test")))) == 30
 
 
+@pytest.mark.parametrize("written", ["to_parquet", "save_to_disk"])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_files_as_the_hub_keeps_them(tmp_path: Path, written: str, gaps: bool) -> None:
+    """Pictures and sounds of `datasets` are their bytes, to the last one, with the sampling rate that is in them."""
+    datasets = pytest.importorskip("datasets")
+    samples = []
+    for number in range(12):
+        stream = io.BytesIO()
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(stream, "PNG")
+        has_none = gaps and number % 5 == 2
+        photo = (
+            None
+            if has_none
+            else {"bytes": stream.getvalue(), "path": f"{number}.png" if number % 2 else None}
+        )
+        samples.append({"photo": photo, "sound": {"bytes": b"RIFF%d" % number, "path": None}})
+    made = datasets.Dataset.from_list(samples).cast_column("photo", datasets.Image(decode=False))
+    made = made.cast_column("sound", datasets.Audio(decode=False))
+    source = tmp_path / ("a.parquet" if written == "to_parquet" else "saved")
+    getattr(made, written)(str(source))
+    importer = open_source(str(source))
+    assert types_of(importer) == {"photo": "bytes?" if gaps else "bytes", "sound": "bytes"}
+    same_rows(rows_of(importer), [{n: one and one["bytes"] for n, one in row.items()} for row in samples])
+    build(str(source), tmp_path / "root")
+    assert len(shardkit.open(str(tmp_path / "root"))) == 12
+
+
+def test_a_path_without_bytes_costs_its_row(tmp_path: Path) -> None:
+    files = [
+        {"bytes": b"x", "path": "x.png"},
+        {"bytes": None, "path": "y.png"},
+        {"bytes": None, "path": None},
+        None,
+    ]
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    pq.write_table(pa.table({"photo": pa.array(files, kind)}), tmp_path / "a.parquet")
+    pa.feather.write_feather(pa.table({"photo": pa.array(files, kind)}), str(tmp_path / "a.arrow"))
+    for name in ("a.parquet", "a.arrow"):
+        importer = open_source(str(tmp_path / name))
+        assert types_of(importer) == {"photo": "bytes?"}
+        rows = list(importer.read(importer.tasks()[0]))
+        assert [isinstance(row, SourceFailure) for row in rows] == [False, True, False, False]
+        assert "row 1: field 'photo' holds no bytes, only a path" in str(rows[1].error)  # type: ignore[union-attr]
+        assert [row.sample["photo"] for row in rows if not isinstance(row, SourceFailure)] == [
+            b"x",
+            None,
+            None,
+        ]
+
+
 @pytest.mark.parametrize("variant", ["plain", "zstd", "gz"])
 def test_mds_shards(variant: str) -> None:
     importer = open_source(str(MDS / variant))
@@ -247,13 +298,67 @@ def test_nulls_cost_their_rows(tmp_path: Path) -> None:
     same_rows(rows_of(as_json), pa.table(columns).to_pylist())
 
 
-def test_times_need_a_type(tmp_path: Path) -> None:
-    when = dt.datetime(2026, 11, 20, 12, 30, tzinfo=dt.UTC).replace(tzinfo=None)
-    pq.write_table(pa.table({"when": pa.array([when], pa.timestamp("ms"))}), tmp_path / "a.parquet")
-    with pytest.raises(
-        shardkit.errors.SourceError, match=r"column 'when' is timestamp\[ms\].*--schema when=str"
-    ):
+WHEN = dt.datetime(2026, 11, 20, 12, 30)  # noqa: DTZ001  Arrow's own time of day, of no zone
+SCALARS: list[tuple[pa.Array, str, object, dict[str, object]]] = [
+    # column, its type, its value, and the values of other types that it can be given
+    (pa.array([WHEN.date()]), "str", "2026-11-20", {"int64": 20777}),
+    (pa.array([WHEN.date()], pa.date64()), "str", "2026-11-20", {"int64": 1795132800000}),
+    (pa.array([WHEN], pa.timestamp("s")), "str", "2026-11-20 12:30:00", {"int64": 1795177800}),
+    (pa.array([WHEN], pa.timestamp("ms")), "str", "2026-11-20 12:30:00.000", {"int64": 1795177800000}),
+    (
+        pa.array([WHEN], pa.timestamp("us", "Asia/Kolkata")),
+        "str", "2026-11-20 18:00:00.000000+0530", {"int64": 1795177800000000},
+    ),
+    (pa.array([dt.time(1, 2, 3)]), "str", "01:02:03.000000", {"int64": 3723000000}),
+    (pa.array([dt.timedelta(seconds=3)], pa.duration("ms")), "int64", 3000, {"str": "3000"}),
+    (pa.array([decimal.Decimal("1.20")]), "str", "1.20", {"float64": 1.2}),
+    (pa.array([decimal.Decimal("-7.5")], pa.decimal256(50, 3)), "str", "-7.500", {"float64": -7.5}),
+    (pa.array(["a"]).dictionary_encode(), "str", "a", {"json": "a"}),
+    (pa.array([1.5], pa.float16()), "float16", 1.5, {"float64": 1.5, "str": "1.5"}),
+    (
+        pa.array([[("k", 1), ("j", 2)]], pa.map_(pa.string(), pa.int32())),
+        "json", {"k": 1, "j": 2}, {"str": '{"j": 2, "k": 1}'},
+    ),
+    (pa.array([[(3, "x")]], pa.map_(pa.int32(), pa.string())), "json", [[3, "x"]], {"str": '[[3, "x"]]'}),
+    (
+        pa.array([{"at": WHEN.date(), "cost": decimal.Decimal("0.10"), "in": [{"x": 1}]}]),
+        "json", {"at": "2026-11-20", "cost": "0.10", "in": [{"x": 1}]}, {},
+    ),
+    (pa.array([["x", None]]), "json", ["x", None], {"str": '["x", null]'}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SCALARS)))
+def test_scalars_of_tables_arrive_as_expected(tmp_path: Path, number: int) -> None:
+    column, kind, value, others = SCALARS[number]
+    pq.write_table(pa.table({"v": column}), tmp_path / "a.parquet")
+    pa.feather.write_feather(pa.table({"v": column}), str(tmp_path / "a.arrow"), compression="uncompressed")
+    for name in ("a.parquet", "a.arrow"):
+        if name == "a.parquet" and column.type == pa.timestamp("s"):
+            continue  # Parquet has none of whole seconds
+        found = open_source(str(tmp_path / name))
+        assert types_of(found) == {"v": kind}
+        same_rows(rows_of(found), [{"v": value}])
+    for given, expected in others.items():
+        options = ImportOptions(field_types={"v": given})
+        same_rows(rows_of(open_source(str(tmp_path / "a.arrow"), options=options)), [{"v": expected}])
+
+
+def test_scalars_without_a_value_are_optional(tmp_path: Path) -> None:
+    for column, kind, value, _ in SCALARS:
+        pair = pa.concat_arrays([column, pa.nulls(1, column.type)])
+        pa.feather.write_feather(pa.table({"v": pair}), str(tmp_path / "a.arrow"))
+        found = open_source(str(tmp_path / "a.arrow"))
+        assert types_of(found) == {"v": kind if kind == "json" else f"{kind}?"}
+        same_rows(rows_of(found), [{"v": value}, {"v": None}])
+
+
+def test_what_is_suggested_for_a_column_that_no_field_holds_works(tmp_path: Path) -> None:
+    pictures = [{"bytes": b"\xff\xd8", "note": "n"}]
+    pq.write_table(pa.table({"imgs": pa.array([pictures])}), tmp_path / "a.parquet")
+    with pytest.raises(shardkit.errors.SourceError, match=r"--schema imgs=json .*imgs=str"):
         open_source(str(tmp_path / "a.parquet"))
-    for kind, value in (("str", "2026-11-20 12:30:00.000"), ("int64", 1795177800000)):
-        options = ImportOptions(field_types={"when": kind})
-        same_rows(rows_of(open_source(str(tmp_path / "a.parquet"), options=options)), [{"when": value}])
+    expected = [{"bytes": "/9g=", "note": "n"}]
+    for given, value in (("json", expected), ("str", json.dumps(expected))):
+        options = ImportOptions(field_types={"imgs": given})
+        same_rows(rows_of(open_source(str(tmp_path / "a.parquet"), options=options)), [{"imgs": value}])

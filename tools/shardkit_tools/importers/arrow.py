@@ -46,6 +46,8 @@ class ArrowImporter:
     batches: tuple[tuple[int, ...], ...] = ()
     """Of each file: rows of its record batches; empty where they are known only to who has read them."""
     classes: tuple[str, ...] = ()
+    name: str = "arrow"
+    """Of the importer, in the recipe."""
 
     def files(self) -> Sequence[SourceFile]:
         return self.source.files
@@ -80,7 +82,7 @@ class ArrowImporter:
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
-        return {"importer": "arrow"}
+        return {"importer": self.name}
 
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:

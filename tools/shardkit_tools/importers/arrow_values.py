@@ -3,16 +3,24 @@
     bool, integers, floats → the same            utf8 → str           binary → bytes
     list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
     struct, map, list of anything else → json    dictionary → what it encodes
+    date, time, timestamp, decimal → str         duration → int64, in its own unit
 
 A text column ``__key__`` holds the samples' keys, as it does in shards of the arrow format.
 
-Times, dates and decimals have no counterpart; ``--schema when=str`` (or int64, for the number of units since 1970)
-says what they become. A column that holds nulls is optional (`null_columns`), and json holds them as they are; others
-are errors that name the row.
+A struct of bytes and path, as Hugging Face keeps pictures and sounds, is its bytes.
+
+Text has all of a timestamp, its zone too, and every digit of a decimal; ``--schema when=int64`` is the number of units
+since 1970, ``price=float64`` a number to compute with. What is nested can be json, and str with the same text: bytes
+are base64 there, and maps whose keys are no text are lists of pairs.
+
+A column that holds nulls is optional (`null_columns`), and json holds them as they are; others are errors that name the
+row.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -36,6 +44,7 @@ __all__ = [
     "batch_samples",
     "check_same_fields",
     "column_types",
+    "is_media",
     "null_columns",
 ]
 
@@ -73,8 +82,8 @@ def column_types(
         inferred = given.get(column.name) or _type_text(column.type)
         if inferred is None:
             raise SourceError(
-                f"{where}: column {column.name!r} is {column.type}, which no field type holds; say what it "
-                f"becomes, such as --schema {column.name}=str"
+                f"{where}: column {column.name!r} is {column.type}, which no field type holds as it is; say what it "
+                f"becomes: --schema {column.name}=json (bytes in it as base64), or {column.name}=str for its text"
             )
         is_optional = column.name in nulls and column.name not in given and inferred != "json"
         types[column.name] = f"{inferred}?" if is_optional else inferred
@@ -85,7 +94,7 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
     """Columns of record batches that hold a null, other than inside of a value."""
     return {
         name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        if column.null_count
+        if (_media_bytes(column) if is_media(column.type) else column).null_count
     }  # fmt: skip
 
 
@@ -206,9 +215,13 @@ def _columns(
     keys = [(KEY, FieldType("str"))] if KEY in batch.schema.names else []
     for name, kind in [*types.items(), *keys]:
         column = _plain(batch.column(batch.schema.get_field_index(name)))
+        if kind.kind == "bytes" and is_media(column.type):
+            for row in _paths_alone(column):
+                bad.setdefault(row, _path_error(where, first_row + row, name))
+            column = _media_bytes(column)
         absent = set(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist())
         if kind.kind != "json":
-            for row in _null_rows(column):
+            for row in _null_rows(column) if kind.kind in ("array", "ragged") else sorted(absent):
                 if row not in absent or not kind.optional:
                     bad.setdefault(row, _null_error(where, first_row + row, name, kind))
         values = _values(column, kind, f"{where} from row {first_row} on, column {name!r}")
@@ -218,7 +231,38 @@ def _columns(
     return columns, bad
 
 
+def is_media(kind: Any) -> bool:
+    """Whether a column keeps files as Hugging Face does: their bytes, and the paths that they had."""
+    return bool(
+        pa.types.is_struct(kind)
+        and {kind.field(i).name: _type_text(kind.field(i).type) for i in range(kind.num_fields)} == _MEDIA
+    )
+
+
+_MEDIA = {"bytes": "bytes", "path": "str"}
+
+
+def _media_bytes(column: Any) -> Any:
+    return pc.struct_field(column, "bytes")
+
+
+def _paths_alone(column: Any) -> list[int]:
+    """Rows of files that lie elsewhere."""
+    alone = pc.and_(pc.is_null(_media_bytes(column)), pc.is_valid(pc.struct_field(column, "path")))
+    rows: list[int] = np.flatnonzero(alone.to_numpy(zero_copy_only=False)).tolist()
+    return rows
+
+
+def _path_error(where: str, row: int, name: str) -> SourceError:
+    return SourceError(
+        f"{where} row {row}: field {name!r} holds no bytes, only a path; save the dataset with the files embedded "
+        "(save_to_disk and to_parquet do so by default)"
+    )
+
+
 def _type_text(kind: Any) -> str | None:
+    if is_media(kind):
+        return "bytes"
     if pa.types.is_dictionary(kind):
         return _type_text(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
@@ -239,7 +283,16 @@ def _type_text(kind: Any) -> str | None:
         return f"{np.dtype(item.to_pandas_dtype()).name}[{','.join(map(str, shape))}]"
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
         return f"{np.dtype(kind.value_type.to_pandas_dtype()).name}[*]"
+    if pa.types.is_duration(kind):
+        return "int64"
+    if _is_text(kind):
+        return "str"
     return "json" if _is_json(kind) else None
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a value is no number, and its text says all of it."""
+    return bool(pa.types.is_decimal(kind) or (pa.types.is_temporal(kind) and not pa.types.is_interval(kind)))
 
 
 def _is_number(kind: Any) -> bool:
@@ -247,17 +300,50 @@ def _is_number(kind: Any) -> bool:
 
 
 def _is_json(kind: Any) -> bool:
-    """Whether a nested type holds only what JSON has."""
-    if pa.types.is_struct(kind):
+    """Whether a nested type holds only what JSON has, or text says."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_json(kind.storage_type)
+    if pa.types.is_nested(kind):
         return all(_is_json(kind.field(i).type) for i in range(kind.num_fields))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     return (
         _is_number(kind)
+        or _is_text(kind)
         or pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
+        or pa.types.is_string_view(kind)
         or pa.types.is_null(kind)
     )
+
+
+def _json_values(column: Any) -> list[Any]:
+    """The rows of a column as JSON has them."""
+    values: list[Any] = column.to_pylist()
+    return [_as_json(value, column.type) for value in values]
+
+
+def _as_json(value: Any, kind: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(kind, pa.BaseExtensionType):
+        return _as_json(value, kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _as_json(value, kind.value_type)
+    if pa.types.is_struct(kind):
+        return {name: _as_json(one, kind.field(name).type) for name, one in value.items()}
+    if pa.types.is_map(kind):
+        pairs = [[_as_json(key, kind.key_type), _as_json(one, kind.item_type)] for key, one in value]
+        has_names = all(isinstance(key, str) for key, _ in pairs) and len({key for key, _ in pairs}) == len(
+            pairs
+        )
+        return dict(pairs) if has_names else pairs
+    if pa.types.is_nested(kind):
+        return [_as_json(one, kind.value_type) for one in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    text: str = pa.array([value], kind).cast(pa.string())[0].as_py()
+    return text
 
 
 def _fixed_shape(kind: Any) -> tuple[tuple[int, ...], Any]:
@@ -304,8 +390,7 @@ def _null_error(where: str, row: int, name: str, kind: FieldType) -> SourceError
 def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
     """One value per row; what stands in the place of a null does not matter."""
     if kind.kind == "json":
-        values: list[Any] = column.to_pylist()
-        return values
+        return _json_values(column)
     if kind.kind == "array":
         found = _fixed_array(column, kind)
         if found is not None:
@@ -313,6 +398,8 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
             return rows
     if kind.kind in ("array", "ragged"):
         return _lists(column, kind, where)
+    if kind.kind == "str" and pa.types.is_nested(column.type):
+        return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
     target = {"str": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
     if target is None:
         target = pa.from_numpy_dtype(np.dtype(kind.dtype))

@@ -8,65 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pyarrow as pa
-
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
 from shardkit_tools.importers.arrow import ArrowImporter, open_arrow, open_ipc
 from shardkit_tools.importers.protocol import (
     ImportOptions,
-    SourceFailure,
     SourceFile,
-    SourceSample,
-    SourceTask,
 )
 from shardkit_tools.importers.source_files import Source, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["HuggingFaceImporter", "open_huggingface"]
+__all__ = ["open_huggingface"]
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
-_MEDIA = frozenset({"Image", "Audio", "Video"})
 
 
-@dataclass(frozen=True)
-class HuggingFaceImporter:
-    """A saved dataset as a source; made by `open_huggingface`."""
-
-    arrow: ArrowImporter
-    schema: Schema
-    classes: tuple[str, ...]
-    media: tuple[str, ...]  # columns that are structs of bytes and path
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.arrow.files()
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """One per file, which is a stream."""
-        return self.arrow.tasks()
-
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of one file."""
-        for row in self.arrow.read(task):
-            if isinstance(row, SourceFailure) or not self.media:
-                yield row
-                continue
-            try:
-                media = {name: _media_bytes(row, name, task.files[0].path) for name in self.media}
-            except SourceError as error:
-                yield SourceFailure(row.source_name, row.source_row, error)
-                continue
-            yield dataclasses.replace(row, sample={**row.sample, **media})
-
-    def describe(self) -> dict[str, object]:
-        return {"importer": "huggingface"}
-
-
-def open_huggingface(source: Source, options: ImportOptions) -> HuggingFaceImporter:
+def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
     """Read the description and the schemas of a saved dataset.
 
     Raises:
@@ -87,14 +46,11 @@ def open_huggingface(source: Source, options: ImportOptions) -> HuggingFaceImpor
     features = features if isinstance(features, dict) else {}
     files = tuple(_data_files(_document(by_name[_STATE]), by_name, source))
     listed = Source(source.given, files)
-    given, media = _given_types(files[0], features, options.field_types)
+    given = _given_types(files[0], features, options.field_types)
     arrow = open_arrow(listed, dataclasses.replace(options, field_types=given))
-    types = {name: "bytes" if name in media else str(kind) for name, kind in arrow.schema.items()}
     label = features.get("label")
     classes = label.get("names", []) if isinstance(label, dict) and label.get("_type") == "ClassLabel" else []
-    return HuggingFaceImporter(
-        arrow, options.schema(types, source.given), tuple(map(str, classes)), tuple(media)
-    )
+    return dataclasses.replace(arrow, classes=tuple(map(str, classes)), name="huggingface")
 
 
 def _document(file: SourceFile) -> dict[str, Any]:
@@ -123,32 +79,16 @@ def _data_files(
         yield by_name[name]
 
 
-def _given_types(
-    file: SourceFile, features: Mapping[str, Any], given: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """Types that the description knows better than Arrow, and the columns that hold media."""
+def _given_types(file: SourceFile, features: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, str]:
+    """Types that the description knows better than Arrow."""
     with open_ipc(file) as reader:
         schema = reader.schema
-    types, media = dict(given), []
+    types = dict(given)
     for column in schema:
         feature = features.get(column.name)
         kind = feature.get("_type", "") if isinstance(feature, dict) else ""
-        if kind in _MEDIA and pa.types.is_struct(column.type):
-            media.append(column.name)
-            types[column.name] = "json"  # read as a struct; what is stored are the bytes in it
-        elif kind.startswith("Array") and isinstance(feature, dict) and column.name not in types:
+        if kind.startswith("Array") and isinstance(feature, dict) and column.name not in types:
             shape = feature.get("shape")
             if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
                 types[column.name] = f"{feature.get('dtype')}[{','.join(map(str, shape))}]"
-    return types, media
-
-
-def _media_bytes(row: SourceSample, name: str, path: str) -> bytes:
-    value = row.sample[name]
-    data = value.get("bytes") if isinstance(value, dict) else None
-    if not isinstance(data, bytes):
-        raise SourceError(
-            f"{path} row {row.source_row}: field {name!r} holds no bytes, only a path or nothing; save the "
-            "dataset with the files embedded (save_to_disk does so by default)"
-        )
-    return data
+    return types

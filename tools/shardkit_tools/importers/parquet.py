@@ -16,6 +16,7 @@ from shardkit_tools.importers.arrow_values import (
     batch_samples,
     check_same_fields,
     column_types,
+    is_media,
     null_columns,
 )
 from shardkit_tools.importers.protocol import (
@@ -99,13 +100,16 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
-    types = column_types(first, options.field_types, source.files[0].path, _null_columns(source, first))
+    types = column_types(first, options.field_types, source.files[0].path)
+    inferred = {name for name, kind in types.items() if name not in options.field_types and kind != "json"}
+    types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred)}
     return ParquetImporter(source, options.schema(types, source.given), tuple(groups))
 
 
-def _null_columns(source: Source, schema: Any) -> set[str]:
-    """Columns that hold nulls: what the footers say, and where they do not tell, what the columns say."""
+def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:
+    """Those of some columns that hold nulls: the footers say it, and where they do not tell, the columns."""
     found: set[str] = set()
+    fields = {field.name: field for field in schema}
     for file in source.files:
         with open_file(file) as stream:
             parquet = _open(stream, file)
@@ -114,11 +118,16 @@ def _null_columns(source: Source, schema: Any) -> set[str]:
                 row_group = parquet.metadata.row_group(group)
                 for column in map(row_group.column, range(row_group.num_columns)):
                     name, _, inner = column.path_in_schema.partition(".")
+                    if name not in wanted:
+                        continue
                     counted = column.statistics if column.is_stats_set else None
                     nulls = counted.null_count if counted is not None and counted.has_null_count else None
-                    if nulls and not inner:
+                    is_file = is_media(fields[name].type)
+                    if is_file and inner == "path":
+                        continue
+                    if nulls and (is_file or not inner):
                         found.add(name)
-                    elif nulls != 0 and schema.field(name).nullable:
+                    elif nulls != 0 and fields[name].nullable:
                         unsure.add(
                             name
                         )  # of what is inside of lists and structs the nulls are counted together
