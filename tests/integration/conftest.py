@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,23 +48,40 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first of the suite's processes to ask fills, for all of them; not to be written to."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / name).exists():
+            making = base / f"{name}.making"
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir()
+            make(making)
+            making.rename(base / name)
+    return base / name
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """scikit-learn's digits: every fifth for evaluation."""
-    from sklearn.datasets import load_digits
 
-    found = load_digits()
-    roots = {}
-    for name, held_out in (("train", False), ("val", True)):
-        roots[name] = str(tmp_path_factory.mktemp(name) / "digits")
-        schema = {"image": "uint8[8,8]", "label": "int64"}
-        with shardkit.create(
-            roots[name], schema=schema, stratify="label", shard_size="64KiB", block_size="4KiB"
-        ) as writer:
-            for i, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
-                if (i % 5 == 0) == held_out:
-                    writer.add({"image": image.astype(np.uint8), "label": int(label)})
-    return roots
+    def write(folder: Path) -> None:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        for name, held_out in (("train", False), ("val", True)):
+            with shardkit.create(
+                str(folder / name), schema={"image": "uint8[8,8]", "label": "int64"}, stratify="label",
+                shard_size="64KiB", block_size="4KiB",
+            ) as writer:  # fmt: skip
+                for i, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
+                    if (i % 5 == 0) == held_out:
+                        writer.add({"image": image.astype(np.uint8), "label": int(label)})
+
+    folder = made_once(tmp_path_factory, "digits", write)
+    return {name: str(folder / name) for name in ("train", "val")}
 
 
 def run_until(
@@ -163,14 +182,15 @@ def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     """A run directory of two ranks of which one was slowed; not to be written to."""
     from tests.integration.forked import launch_forked
 
-    run = tmp_path_factory.mktemp("slowed") / "run"
-    settings = {
-        "run.directory": run, "run.steps": 70, "data.dataset": digits["train"], "data.global_batch": 24,
-        "data.lanes": 12, "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1,
-        "parallel.exact": "int64", "parallel.rebalance": "true", "parallel.rebalance_every": 8, "checkpoint.every": 40,
-        "log.telemetry_s": 0.2, "log.price_per_hour": 36.0,
-    }  # fmt: skip
-    environment = {**os.environ, "SHARDKIT_TEST_FAULT": "slow:1:45"}
-    done = launch_forked(2, arguments_of(settings), environment, run.with_name("launch"))
-    assert done.returncode == 0, done.stderr
-    return run
+    def train(folder: Path) -> None:
+        settings = {
+            "run.directory": folder / "run", "run.steps": 70, "data.dataset": digits["train"], "data.global_batch": 24,
+            "data.lanes": 12, "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1,
+            "parallel.exact": "int64", "parallel.rebalance": True, "parallel.rebalance_every": 8,
+            "checkpoint.every": 40, "log.telemetry_s": 0.2, "log.price_per_hour": 36.0,
+        }  # fmt: skip
+        environment = {**os.environ, "SHARDKIT_TEST_FAULT": "slow:1:45"}
+        done = launch_forked(2, arguments_of(settings), environment, folder / "launch")
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "slowed", train) / "run"
