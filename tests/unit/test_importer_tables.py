@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
-from shardkit_tools.importers.conformance import read_all
+from shardkit_tools.importers.conformance import check_importer, read_all
 from shardkit_tools.importers.source_files import list_source
 
 MDS = Path(__file__).parents[1] / "compat" / "golden" / "mds"
@@ -74,6 +76,28 @@ def test_types_that_no_field_has(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](path, pa.table({"a.b": [1, None]}))
     with pytest.raises(SchemaError, match=r"field name 'a\.b'"):
         open_source(str(path))
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize(("ends", "name"), [("\n", "a.csv"), ("\r\n", "a.csv.gz"), ("\n", "a.csv.zst")])
+def test_cells_end_where_the_header_says(tmp_path: Path, delimiter: str, ends: str, name: str) -> None:
+    price = "0.5" if delimiter == "," else "0,5"
+    rows = [("id", "price", "word"), ("1", price, "a"), ("2", "", '"b; c|d"')]
+    data = b"\xef\xbb\xbf" + "".join(delimiter.join(row) + ends for row in rows).encode()
+    packed = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.rpartition(".")[2], bytes)(data)
+    (tmp_path / name).write_bytes(packed)
+    samples = [dict(row.sample) for row in check_importer(open_source(str(tmp_path / name)))]
+    assert samples == [
+        {"id": 1, "price": 0.5 if delimiter == "," else price, "word": "a"},
+        {"id": 2, "price": None if delimiter == "," else "", "word": "b; c|d"},
+    ]
+
+
+def test_one_column_needs_no_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('word\n"a;b"\n')
+    assert [dict(row.sample) for row in check_importer(open_source(str(tmp_path / "a.csv")))] == [
+        {"word": "a;b"}
+    ]
 
 
 @pytest.mark.parametrize(

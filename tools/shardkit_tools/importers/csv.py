@@ -1,5 +1,7 @@
 """CSV and TSV with a header line. Types are inferred from the first rows; later rows must fit them.
 
+Cells end at commas, or, where the header has none, at semicolons, tabs or bars: no field name holds one of these.
+
 A column of integers is int64, one of numbers float64, one of true and false bool, anything else str.
 Integers with leading zeros stay text: they are codes, and a number would lose the zeros. An empty cell is a
 text without characters; in a column of numbers or truths it has no value, and the column is optional.
@@ -8,6 +10,7 @@ text without characters; in a column of numbers or truths it has no value, and t
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import re
@@ -33,6 +36,7 @@ __all__ = ["CsvImporter", "open_csv"]
 
 _SCAN_ROWS = 100_000
 _MAX_CELL_CHARACTERS = 1 << 30
+_HEADER_BYTES = 1 << 16
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 _TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -187,6 +191,16 @@ def _header(file: SourceFile) -> list[str]:
     return header
 
 
+@functools.lru_cache(maxsize=1024)
+def _delimiter(file: SourceFile) -> str:
+    if file_suffix(file.name) == "tsv":
+        return "\t"
+    with open_plain(file) as stream:
+        header = re.split(rb"[\r\n]", stream.read(_HEADER_BYTES), maxsplit=1)[0]
+    found = max(b",;\t|", key=header.count) if b"," not in header else ord(",")
+    return chr(found)
+
+
 def _rows(file: SourceFile, start: int = 0, stop: int | None = None, first: int = 0) -> Iterator[list[str]]:
     """The rows below the header, without empty lines; or those of a range, whose first row has that number."""
     if start:
@@ -217,7 +231,7 @@ def _cells(
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(stream, encoding=encoding, newline="")
-    reader = csv.reader(text, delimiter="\t" if file_suffix(file.name) == "tsv" else ",", strict=True)
+    reader = csv.reader(text, delimiter=_delimiter(file), strict=True)
     try:
         yield from reader
     except UnicodeDecodeError as error:
