@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardkit.copies.checking import check_object
 from shardkit.copies.facts import Facts, look
 from shardkit.copies.pacing import Pace
 from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
@@ -25,6 +24,7 @@ from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.location_table import LocationRecord, LocationTable, absolute_url
+from shardkit.repository.object_access import check_object
 from shardkit.repository.opening import COPY_NAME, location_of, prepare_copy, read_mark
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository

@@ -9,17 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, NamedTuple
 
-from shardkit.copies.checking import (
-    DEPTHS,
-    BadCopy,
-    CheckResult,
-    Depth,
-    Healed,
-    Lost,
-    Unchecked,
-    check_object,
-)
-from shardkit.copies.copying import copy_object
+from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
 from shardkit.copies.documents import mirror_documents
 from shardkit.copies.pacing import Pace
 from shardkit.copies.parity_encoding import encode_set
@@ -39,6 +29,7 @@ from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.catalogue import put_record, read_record
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.object_access import DEPTHS, CheckResult, Depth, check_object, copy_object
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import parse_object_name
 from shardkit.stores.store import Store
@@ -366,7 +357,8 @@ class Repairer:
                 bad.name,
                 list(self.holders.locations.values()),
                 self.holders.locations[bad.location],
-                pace=self._pace,
+                replace=bad.was == "wrong",
+                pace=self._pace.take,
                 bad_copy=lambda one, _name, result: told.append(f"{one.name}: {result}"),
             )
         except (StoreFullError, StoreReadOnlyError) as error:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from shardkit.copies.checking import Depth, Healed, Unchecked
-from shardkit.copies.copying import CopyAll, CopyTask, copy_task
+from shardkit.copies.checking import Healed, Unchecked
 from shardkit.copies.documents import mirror_documents, mirror_log
 from shardkit.copies.facts import Facts, Missing, look, open_all
 from shardkit.copies.pacing import Pace
@@ -35,16 +34,20 @@ from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.location_table import LocationTable
+from shardkit.repository.object_access import Depth, copy_object
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 
 __all__ = [
+    "CopyAll",
+    "CopyTask",
     "Copying",
     "LocationResult",
     "Replication",
     "copy_before_commit",
     "copy_log",
+    "copy_task",
     "encode_parity",
     "over_all",
     "replicate",
@@ -57,6 +60,30 @@ _FAILURES: Final = 3
 
 Report = Callable[[int, int, int, int], None]
 """(objects done, objects, bytes done, bytes)."""
+
+
+class CopyTask(NamedTuple):
+    """A copy to be made; see `copy_object`."""
+
+    name: str
+    sources: tuple[Location, ...]
+    target: Location
+
+
+CopyAll = Callable[
+    [Iterable[tuple[int, CopyTask]]], Iterator[tuple[int, "int | IntegrityError | StoreError"]]
+]
+"""Makes numbered copies and yields what came of each as it comes: its bytes, or why there is none."""
+
+
+def copy_task(
+    task: CopyTask, pace: Pace, moved: Callable[[int], None] | None = None
+) -> int | IntegrityError | StoreError:
+    """Make a copy: its bytes, or why there is none."""
+    try:
+        return copy_object(task.name, task.sources, task.target, pace=pace.take, moved=moved)[1]
+    except (IntegrityError, StoreError) as error:
+        return error
 
 
 @dataclass(slots=True)

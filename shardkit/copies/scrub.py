@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.checking import BadCopy, CheckResult, Depth, Unchecked
+from shardkit.copies.checking import BadCopy, Unchecked
 from shardkit.copies.pacing import Pace
 from shardkit.copies.records import Look, read_looks
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.object_access import CheckResult, Depth
 from shardkit.stores.utc import utc_text
 
 __all__ = ["Scrub", "ScrubbedLocation", "scrub"]

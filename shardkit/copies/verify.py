@@ -30,7 +30,6 @@ from typing import Literal
 
 import numpy as np
 
-from shardkit.copies.checking import CheckResult, Depth, check_object
 from shardkit.copies.records import read_looks
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
@@ -51,6 +50,7 @@ from shardkit.repository.log import (
     entry_number,
     parse_dataset_url,
 )
+from shardkit.repository.object_access import CheckResult, Depth, check_object
 from shardkit.repository.opening import own_name
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy, duration_text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardkit.copies.checking import check_object
 from shardkit.copies.facts import open_recorded
 from shardkit.copies.placement import live_versions
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
 from shardkit.reading.parity import SetRecord, sets_that_hold
 from shardkit.repository.inventory import walk_versions
+from shardkit.repository.object_access import check_object
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import object_name, parse_object_name
 

@@ -11,19 +11,12 @@ from typing import TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
 from shardkit.reading.located_store import LocatedStore
+from shardkit.repository.object_access import asked_twice
 from shardkit.stores.store import Store
 
-__all__ = ["asked_twice", "read_checked"]
+__all__ = ["read_checked"]
 
 _Found = TypeVar("_Found")
-
-
-def asked_twice(ask: Callable[[], _Found]) -> _Found:
-    """What `ask` gives; asked once more where what came was not what was written."""
-    try:
-        return ask()
-    except (IntegrityError, FormatError):
-        return ask()
 
 
 def read_checked(

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreFullError, StoreReadOnlyError
+from shardkit.errors import FormatError, ShardkitError
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.detours import Detours
 from shardkit.reading.locations import Location
+from shardkit.repository.object_access import copy_object
 from shardkit.stores.objects import parse_object_name
-from shardkit.stores.store import Store
 
 __all__ = ["Healer"]
 
-_MAX_OBJECT_BYTES: Final = 5 * 2**30
-_PIECE_BYTES: Final = 8 * 2**20
 _QUEUED: Final = 10_000
 
 
@@ -92,30 +90,11 @@ class Healer:
 
     def _heal(self, location: Location, name: str) -> None:
         try:
-            self._copy(name, location)
+            copy_object(name, self._locations, location, replace=True)
             self._detours.note("healed", location.name, what=name)
             self._record(location, name, "healed", level="read")
         except ShardkitError as error:
             self._detours.note("heal_failed", location.name, what=name, reason=str(error))
-
-    def _copy(self, name: str, bad: Location) -> None:
-        """Piece by piece from the first location whose bytes turn out good; they get their name only then."""
-        digest, extension = parse_object_name(name)
-        for location in self._locations:
-            if location.name == bad.name:
-                continue
-            with bad.store.stage(extension) as stage:
-                try:
-                    for piece in _pieces(location.store, name):
-                        stage.write(piece)
-                except (StoreFullError, StoreReadOnlyError):
-                    raise  # of the bad copy's place: no other source helps
-                except ShardkitError:
-                    continue
-                if f"sha256:{stage.digest}" == digest:
-                    stage.publish(name, replace=True)
-                    return
-        raise IntegrityError(f"no other location has a good copy of {name}; run: shardkit repair")
 
     def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
         digest, extension = parse_object_name(name)
@@ -127,11 +106,3 @@ class Healer:
                 self.attest(found)
             elif location.heal:
                 location.store.put_new(found.new_name(), found.to_bytes())
-
-
-def _pieces(store: Store, name: str) -> Iterator[bytes]:
-    stat = store.head(name)
-    if stat is None or stat.size > _MAX_OBJECT_BYTES:
-        raise IntegrityError(f"{name} is not in {store.url}, or too large")
-    for offset in range(0, stat.size, _PIECE_BYTES):
-        yield store.get_range(name, offset, min(_PIECE_BYTES, stat.size - offset))

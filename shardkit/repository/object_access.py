@@ -1,25 +1,45 @@
-"""Putting and getting content-addressed objects over any store: verified on the way in and on the way out."""
+"""Content-addressed objects over any store: one way to put one, to get, check and copy it, verified each time."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
-from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.formats.digest import sha256_digest
-from shardkit.reading.documents import asked_twice
-from shardkit.stores.objects import EXTENSIONS, Descriptor, object_name
+from shardkit.reading.locations import Location
+from shardkit.stores.objects import EXTENSIONS, Descriptor, object_name, parse_object_name
 from shardkit.stores.staging import LocalStage
 from shardkit.stores.store import Stage, Store
 
-__all__ = ["MAX_OBJECT_BYTES", "ObjectAccess", "ObjectStage", "OpenedRoot"]
+__all__ = [
+    "DEPTHS",
+    "MAX_OBJECT_BYTES",
+    "CheckResult",
+    "Depth",
+    "ObjectAccess",
+    "ObjectStage",
+    "OpenedRoot",
+    "asked_twice",
+    "check_object",
+    "copy_object",
+]
+
+_Found = TypeVar("_Found")
 
 MAX_OBJECT_BYTES: Final = 5 * 2**30
 """The largest single upload that object stores take, and so the largest object."""
 
 _PIECE_BYTES: Final = 8 * 2**20
+"""Read and hashed at a time."""
+
+Depth = Literal["list", "stored", "read"]
+"""How deep to check; see `DEPTHS`."""
+
+DEPTHS: Final[tuple[Depth, ...]] = ("list", "stored", "read")
+"""Size alone; the checksum that the store keeps; every byte."""
 
 
 class OpenedRoot(Protocol):
@@ -132,25 +152,188 @@ class ObjectAccess:
     def _is_good(self, descriptor: Descriptor) -> bool:
         """Whether the object that lies there has the bytes that its name promises.
 
-        Someone who puts an object again has the good bytes in hand: the moment to find out, and to heal, bad
-        ones.
+        Callers have the good bytes in hand, so this is the moment to find out, and to repair, bad ones. What cannot be
+        read is as bad as what is wrong.
         """
-        name = descriptor.name
-        try:
-            stat = self._store.head(name)
-            if stat is None or stat.size != descriptor.size:
-                return False
-            if stat.sha256 is not None:
-                return f"sha256:{stat.sha256}" == descriptor.digest
-            digest = hashlib.sha256()
-            for offset in range(0, stat.size, _PIECE_BYTES):
-                digest.update(self._store.get_range(name, offset, min(_PIECE_BYTES, stat.size - offset)))
-        except (StoreError, IntegrityError, NotFoundError):
-            return False  # unreadable is as bad as wrong
-        return f"sha256:{digest.hexdigest()}" == descriptor.digest
+        return check_object(self._store, descriptor.name, descriptor.size, "stored").is_good
 
     def _refuse(self, name: str, what: str) -> None:
         raise IntegrityError(
             f"{name} in {self._store.url}: {what}; the bytes are not those that were written; "
             f"run: shardkit repair {self._store.url}"
         )
+
+
+def asked_twice(ask: Callable[[], _Found]) -> _Found:
+    """What `ask` gives; asked once more where what came was not what was written."""
+    try:
+        return ask()
+    except (IntegrityError, FormatError):
+        return ask()
+
+
+class CheckResult(NamedTuple):
+    """What a check found."""
+
+    result: str
+    """"good", "wrong", "missing", or "unreadable": nothing is known."""
+    level: Depth
+    """How deep it was checked."""
+    num_bytes: int = 0
+    """That were read for it."""
+    expected: str = ""
+    got: str = ""
+    error: ShardkitError | None = None
+    """What the store said instead of an answer."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.result == "good"
+
+
+def check_object(
+    store: Store,
+    name: str,
+    size: int | None,
+    depth: Depth,
+    pace: Callable[[int], None] | None = None,
+    *,
+    may_read: bool = True,
+) -> CheckResult:
+    """Check an object.
+
+    Args:
+        store: where.
+        name: of the object.
+        size: bytes, None where that is not known.
+        depth: "list": it is there and has its size; "stored": and the checksum that the store keeps is that of the
+            name, or, where the store keeps none, every byte is read; "read": every byte is read in any case.
+        pace: called with the number of bytes before they are read; may sleep.
+        may_read: False: at "stored", an object of which the store keeps no checksum is "unreadable".
+    """
+    digest, _ = parse_object_name(name)
+    there = "the object" if size is None else f"{size} bytes"
+    try:
+        stat = store.head(name)
+        if stat is None:
+            return CheckResult("missing", "list", 0, there, "nothing of that name")
+        if size is not None and stat.size != size:
+            return CheckResult("wrong", "list", 0, there, f"{stat.size} bytes")
+        if depth == "list":
+            return CheckResult("good", "list")
+        if depth == "stored" and stat.sha256 is None and not may_read:
+            return CheckResult("unreadable", "list", 0, "a stored checksum", "none")
+        if depth == "stored" and stat.sha256 is not None:
+            return _compared(digest, f"sha256:{stat.sha256}", "stored", 0)
+        found = hashlib.sha256()
+        for offset in range(0, stat.size, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, stat.size - offset)
+            if pace is not None:
+                pace(length)
+            found.update(store.get_range(name, offset, length))
+    except NotFoundError as error:
+        return CheckResult("missing", "list", 0, digest, str(error), error)
+    except IntegrityError as error:
+        return CheckResult("wrong", "read", 0, digest, str(error), error)
+    except ShardkitError as error:
+        return CheckResult("unreadable", "list", 0, digest, str(error), error)
+    return _compared(digest, f"sha256:{found.hexdigest()}", "read", stat.size)
+
+
+def _compared(digest: str, found: str, level: Depth, num_bytes: int) -> CheckResult:
+    return CheckResult("good" if found == digest else "wrong", level, num_bytes, digest, found)
+
+
+def copy_object(
+    name: str,
+    sources: Sequence[Location],
+    target: Location,
+    *,
+    replace: bool = False,
+    pace: Callable[[int], None] | None = None,
+    moved: Callable[[int], None] | None = None,
+    bad_copy: Callable[[Location, str, str], None] | None = None,
+) -> tuple[str, int]:
+    """Make good bytes of an object durable in a location.
+
+    Args:
+        name: of the object.
+        sources: asked in this order.
+        target: open for writing; what lies there under the name is kept if it is good, replaced if not.
+        replace: what lies there was read and is wrong: replaced whatever checksum the store keeps of it.
+        pace: called with the number of bytes before they are read; may sleep.
+        moved: told of bytes as they go.
+        bad_copy: told of (source, name, "wrong" or "missing").
+
+    Returns:
+        (name of the source that was good, bytes of the object).
+
+    Raises:
+        IntegrityError: no source has good bytes.
+        StoreError: no source answered, or the target failed.
+    """
+    digest, extension = parse_object_name(name)
+    bad: dict[str, str] = {}
+    silent: StoreError | None = None
+    for source in sources:
+        if source.name == target.name:
+            continue
+        with target.store.stage(extension) as stage:
+            try:
+                _fill(stage, source, name, pace, moved)
+            except _TargetFailed as failed:
+                raise failed.error from None
+            except NotFoundError:
+                bad[source.name] = "missing"
+            except IntegrityError:
+                bad[source.name] = "wrong"
+            except ShardkitError as error:
+                silent = error if isinstance(error, StoreError) else StoreError(str(error))
+            else:
+                if f"sha256:{stage.digest}" == digest:
+                    if replace:
+                        stage.publish(name, replace=True)
+                    else:
+                        ObjectAccess(target.store).publish(stage, extension)
+                    return source.name, stage.size
+                bad[source.name] = "wrong"
+        if bad_copy is not None and source.name in bad:
+            bad_copy(source, name, bad[source.name])
+    if silent is not None:
+        raise silent
+    told = ", ".join(f"{where}: {what}" for where, what in bad.items()) or "none was asked"
+    raise IntegrityError(f"{name}: no location has good bytes of it ({told}); run: shardkit repair")
+
+
+class _TargetFailed(Exception):
+    """A write failed, and not a read: no other source helps."""
+
+    def __init__(self, error: ShardkitError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _fill(
+    stage: Stage,
+    source: Location,
+    name: str,
+    pace: Callable[[int], None] | None,
+    moved: Callable[[int], None] | None,
+) -> None:
+    stat = source.store.head(name)
+    if stat is None:
+        raise NotFoundError(f"{name} is not in {source.store.url}")
+    if stat.size > MAX_OBJECT_BYTES:
+        raise IntegrityError(f"{name} in {source.store.url}: {stat.size} bytes, no object is that large")
+    for offset in range(0, stat.size, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, stat.size - offset)
+        if pace is not None:
+            pace(length)
+        data = source.store.get_range(name, offset, length)
+        try:
+            stage.write(data)
+        except StoreError as error:
+            raise _TargetFailed(error) from None
+        if moved is not None:
+            moved(length)

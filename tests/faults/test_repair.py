@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.copies.checking import check_object
 from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.records import Records, read_looks
 from shardkit.copies.repair import repair
@@ -31,6 +30,7 @@ from shardkit.reading.attestations import Attestation
 from shardkit.reading.parity import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.object_access import check_object
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.utc import utc_text

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
-from shardkit.copies import checking, copying, place, placement, repair, replicate
+from shardkit.copies import place, placement, repair, replicate
 from shardkit.copies.collecting import collecting, marking
 from shardkit.dataset import erasing, erasing_copies, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
@@ -74,9 +74,7 @@ def _unchecked_get(self: Any, digest: str, extension: str, size: int | None, max
     return bytes(self._store.get(name, max_bytes=max_bytes if size is None else size))
 
 
-def _unchecked_copy(
-    name: str, sources: Any, target: Any, *, pace: Any = None, moved: Any = None, bad_copy: Any = None
-) -> tuple[str, int]:
+def _unchecked_copy(name: str, sources: Any, target: Any, **_: Any) -> tuple[str, int]:
     """A copy gets its name without a look at its bytes."""
     for source in sources:
         if source.name != target.name:
@@ -174,7 +172,7 @@ def _mark_refs(repository: Any, log: Any, since: float) -> Any:
 
 def _listed(store: Any, name: str, size: int | None, _depth: Any, pace: Any = None) -> Any:
     """That an object is there is enough."""
-    return checking.check_object(store, name, size, "list", pace)
+    return object_access.check_object(store, name, size, "list", pace)
 
 
 def _move_tags(self: Any, tags: dict[str, str]) -> None:
@@ -271,7 +269,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(object_access.ObjectAccess, "get", _unchecked_get),
-    "a copy is not checked": _both(copying, repair, "copy_object", _unchecked_copy),
+    "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
     "commits do not look at collections": _replaced(Repository, "_check_not_collected", _nothing),

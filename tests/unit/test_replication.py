@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.copying import copy_object
 from shardkit.copies.facts import look
 from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
 from shardkit.copies.place import Change, place, promote, undo
@@ -18,10 +17,13 @@ from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.locations import Location
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.object_access import copy_object
 from shardkit.repository.policy import Policy
 from shardkit.repository.table_commits import read_table
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import ObjectStat
 from tests.faults.faulty_operations import FaultyOperations
 
 
@@ -114,7 +116,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     name = repository.put_object(data, "tar").name
     bad.store.put_new(name, b"\1" + data[1:])
     with pytest.raises(IntegrityError, match="bad: wrong, empty: missing"):
-        copy_object(name, [bad, _location(tmp_path / "empty", "empty")], target, pace=Pace())
+        copy_object(name, [bad, _location(tmp_path / "empty", "empty")], target, pace=Pace().take)
     assert target.store.head(name) is None
     told: list[tuple[str, str]] = []
     moved: list[int] = []
@@ -122,7 +124,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
         name,
         [bad, good],
         target,
-        pace=Pace(),
+        pace=Pace().take,
         moved=moved.append,
         bad_copy=lambda at, _, how: told.append((at.name, how)),
     )
@@ -130,8 +132,28 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     assert target.store.get(name, max_bytes=size) == data
     assert told == [("bad", "wrong")]
     assert sum(moved) == 2 * len(data)
-    copy_object(name, [good], bad, pace=Pace())  # over bad bytes
+    copy_object(name, [good], bad, pace=Pace().take)  # over bad bytes
     assert bad.store.get(name, max_bytes=size) == data
+
+
+class _KeepsChecksums(LocalStore):
+    """Tells the SHA-256 that an object was put with, whatever became of its bytes."""
+
+    def head(self, name: str) -> ObjectStat | None:
+        found = super().head(name)
+        return found and ObjectStat(found.size, parse_object_name(name)[0].removeprefix("sha256:"))
+
+
+def test_what_was_read_as_wrong_is_replaced_whatever_checksum_the_store_keeps(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 50
+    name = Repository.create(tmp_path / "good").put_object(data, "tar").name
+    good, rotten = _location(tmp_path / "good", "good"), _KeepsChecksums(tmp_path / "rotten")
+    rotten.put_new(name, b"\1" + data[1:])
+    target = Location(name="rotten", store=rotten, domain="rotten")
+    copy_object(name, [good], target)
+    assert rotten.get(name, max_bytes=len(data)) != data, "the store's word for it is taken"
+    copy_object(name, [good], target, replace=True)
+    assert rotten.get(name, max_bytes=len(data)) == data
 
 
 def _make(root: Path, ref: str = "main", first: int = 0) -> None:
