@@ -13,8 +13,6 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from shardkit.errors import (
@@ -25,26 +23,24 @@ from shardkit.errors import (
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
-    UsageError,
 )
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.ranges import check_ranges
-from shardkit.stores.remote.spooled_stage import SpooledStage, spooled
+from shardkit.stores.remote.remote_store import RemoteStore, is_object_name
 from shardkit.stores.remote.waiting import WAITS
-from shardkit.stores.store import ObjectStat, check_name, check_prefix
+from shardkit.stores.store import ObjectStat, check_prefix
 
 __all__ = ["FsspecStore"]
 
 _Result = TypeVar("_Result")
 
-_MAX_PUT_BYTES: Final = 5 * 2**30
 _TEMPORARIES: Final = "tmp"
 _CLIENTS_OWN_S: Final = float("inf")
 """How long fsspec's clients wait is theirs to know."""
 
 
-class FsspecStore:
+class FsspecStore(RemoteStore):
     """Objects below a URL that fsspec opens; implements `shardkit.stores.store.Store`.
 
     Args:
@@ -55,33 +51,11 @@ class FsspecStore:
     def __init__(self, address: Address, *, read_only: bool = False) -> None:
         if importlib.util.find_spec("fsspec") is None:
             raise MissingDependency(f"{address.scheme}:// needs fsspec; run: pip install 'shardkit[s3]'")
-        self._address = address
-        self._read_only = read_only
-        self._open()
+        super().__init__(address, read_only=read_only)
 
     def _open(self) -> None:
         self._lock = threading.Lock()
         self._systems: dict[int, tuple[Any, str]] = {}
-
-    def __repr__(self) -> str:
-        return f"FsspecStore({self.url!r}, read_only={self._read_only})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_address": self._address, "_read_only": self._read_only}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-
-    @property
-    def url(self) -> str:
-        """The URL of the root."""
-        return self._address.url
-
-    @property
-    def read_only(self) -> bool:
-        """Whether changes are refused."""
-        return self._read_only
 
     def for_one_writer(self) -> FsspecStore:
         """Itself: it never was for more."""
@@ -92,10 +66,7 @@ class FsspecStore:
     def get(self, name: str, *, max_bytes: int) -> bytes:
         self._check_name(name)
         size = self._size(name)
-        if size > max_bytes:
-            raise IntegrityError(
-                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
-            )
+        self._check_size(name, size, max_bytes)
         return self._read(name, 0, size)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
@@ -122,11 +93,6 @@ class FsspecStore:
         except NotFoundError:
             return None
 
-    def local_path(self, name: str) -> Path | None:
-        """None: a memory map is for `LocalStore` only."""
-        self._check_name(name)
-        return None
-
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         check_prefix(prefix)
         system, root = self._system()
@@ -140,7 +106,9 @@ class FsspecStore:
 
         paths = self._told(prefix or "objects", "list", find)
         names = sorted(_below(system, root, path) for path in paths)
-        yield from (name for name in names if name > after and name.startswith(prefix) and _is_ours(name))
+        yield from (
+            name for name in names if name > after and name.startswith(prefix) and is_object_name(name)
+        )
 
     # Writing
 
@@ -170,11 +138,6 @@ class FsspecStore:
                 system.rm_file(f"{root}/{name}")
 
         self._told(name, "delete", remove, writing=True)
-
-    def stage(self, suffix: str = "") -> AbstractContextManager[SpooledStage]:
-        """A large object, collected in a local temporary file; see `Store.stage`."""
-        self._check_writable(suffix or "an object")
-        return spooled(self, _MAX_PUT_BYTES)
 
     def _put(self, name: str, data: bytes) -> None:
         """Write under a temporary name, then move: no reader sees half an object."""
@@ -234,10 +197,7 @@ class FsspecStore:
         data = self._told(
             name, "read", lambda: system.cat_file(f"{root}/{name}", start=offset, end=offset + length)
         )
-        if len(data) != length:
-            raise IntegrityError(
-                f"{name} in {self.url}: {len(data)} bytes came, {length} were expected; run: shardkit repair {self.url}"
-            )
+        self._check_length(name, len(data), length)
         return bytes(data)
 
     def _told(
@@ -271,24 +231,6 @@ class FsspecStore:
             f"cannot {doing} {name} in {self.url}: no answer; look at the network, then run it again"
         )
 
-    def _check_name(self, name: str) -> None:
-        check_name(name)
-
-    def _check_writable(self, name: str) -> None:
-        if self._read_only:
-            raise StoreReadOnlyError(
-                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
-            )
-
 
 def _below(system: Any, root: str, path: str) -> str:
     return str(system._strip_protocol(path)).removeprefix(root).lstrip("/")  # noqa: SLF001
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a listed name is an object's: temporaries and foreign files are not ours to show."""
-    try:
-        check_name(name)
-    except UsageError:
-        return False
-    return True

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
@@ -21,15 +20,14 @@ from shardkit.stores.remote.client import Buffer, Client, Found
 from shardkit.stores.remote.clients import open_client
 from shardkit.stores.remote.failures import Failure
 from shardkit.stores.remote.ranges import Range, check_ranges, coalesce
-from shardkit.stores.remote.spooled_stage import SpooledStage, spooled
+from shardkit.stores.remote.remote_store import MAX_PUT_BYTES, RemoteStore, is_object_name
 from shardkit.stores.remote.waiting import WAITS, Wait
-from shardkit.stores.store import ObjectStat, check_name, check_prefix
+from shardkit.stores.store import ObjectStat, check_prefix
 
 __all__ = ["ObjectStore"]
 
 _Result = TypeVar("_Result")
 
-_MAX_PUT_BYTES: Final = 5 * 2**30
 _ERRNO: Final = {
     "throttled": errno.EBUSY,
     "no-answer": errno.ETIMEDOUT,
@@ -49,7 +47,7 @@ _MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time tha
 _MAX_JOINED_BYTES: Final = 8 * 2**20
 
 
-class ObjectStore:
+class ObjectStore(RemoteStore):
     """Objects of a bucket below a prefix; implements `shardkit.stores.store.Store`.
 
     May be used from any thread, after a fork, and pickled: clients are made per process when they are first needed,
@@ -63,6 +61,8 @@ class ObjectStore:
             for one writer at a time only.
     """
 
+    _PICKLED = ("_address", "_read_only", "_patience", "_conditional")
+
     def __init__(
         self,
         address: Address,
@@ -71,36 +71,13 @@ class ObjectStore:
         patience: Patience | None = None,
         conditional: bool = True,
     ) -> None:
-        self._address = address
-        self._read_only = read_only
         self._patience = patience or Patience()
         self._conditional = conditional
-        self._open()
+        super().__init__(address, read_only=read_only)
 
     def _open(self) -> None:
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, str], Any] = {}
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.url!r}, read_only={self._read_only})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = ("_address", "_read_only", "_patience", "_conditional")
-        return {name: getattr(self, name) for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-
-    @property
-    def url(self) -> str:
-        """``s3://bucket/prefix``."""
-        return self._address.url
-
-    @property
-    def read_only(self) -> bool:
-        """Whether changes are refused."""
-        return self._read_only
 
     def with_patience(self, patience: Patience) -> ObjectStore:
         """The same root, more or less patient."""
@@ -119,11 +96,8 @@ class ObjectStore:
     def get(self, name: str, *, max_bytes: int) -> bytes:
         self._check_name(name)
         size, data = self._try(name, "read", lambda client: client.get(name, max_bytes))
-        if size > max_bytes:
-            raise IntegrityError(
-                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
-            )
-        self._check_length(name, data, size)
+        self._check_size(name, size, max_bytes)
+        self._check_length(name, memoryview(data).nbytes, size)
         return bytes(data)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
@@ -136,7 +110,7 @@ class ObjectStore:
         if length == 0:
             return self._empty_range(name, offset)
         data = self._try(name, "read", lambda client: client.get_range(name, offset, length))
-        self._check_length(name, data, length)
+        self._check_length(name, memoryview(data).nbytes, length)
         return data
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -167,11 +141,6 @@ class ObjectStore:
         found = self._look(name)
         return None if found is None else ObjectStat(found.size, found.sha256)
 
-    def local_path(self, name: str) -> Path | None:
-        """None: nothing here is a local file."""
-        self._check_name(name)
-        return None
-
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         check_prefix(prefix)
         last, what, since = after, prefix or "objects", WAITS.now()
@@ -187,7 +156,7 @@ class ObjectStore:
                         found = next(listed, None)
                     if found is None:
                         return
-                    if found.name > last and found.name.startswith(prefix) and _is_ours(found.name):
+                    if found.name > last and found.name.startswith(prefix) and is_object_name(found.name):
                         yield found.name
                         last = found.name
                     since = WAITS.now()
@@ -224,11 +193,6 @@ class ObjectStore:
         self._check_name(name)
         self._check_writable(name)
         self._try(name, "delete", lambda client: client.delete(name))
-
-    def stage(self, suffix: str = "") -> AbstractContextManager[SpooledStage]:
-        """A large object, collected in a local temporary file and put in one piece; see `Store.stage`."""
-        self._check_writable(suffix or "an object")
-        return spooled(self, _MAX_PUT_BYTES)
 
     def _put_if_absent(self, name: str, data: bytes) -> bool:
         write_id = uuid.uuid4().hex
@@ -346,27 +310,11 @@ class ObjectStore:
             self._refuse(name, "read", Failure("range", ""))
         return b""
 
-    def _check_length(self, name: str, data: Buffer, expected: int) -> None:
-        found = memoryview(data).nbytes
-        if found != expected:
-            raise IntegrityError(
-                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
-            )
-
     def _check_put(self, name: str, size: int) -> None:
         self._check_writable(name)
-        if size > _MAX_PUT_BYTES:
+        if size > MAX_PUT_BYTES:
             raise UsageError(
-                f"{name}: {size} bytes, a bucket takes {_MAX_PUT_BYTES} in one piece; use smaller samples"
-            )
-
-    def _check_name(self, name: str) -> None:
-        check_name(name)
-
-    def _check_writable(self, name: str) -> None:
-        if self._read_only:
-            raise StoreReadOnlyError(
-                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
+                f"{name}: {size} bytes, a bucket takes {MAX_PUT_BYTES} in one piece; use smaller samples"
             )
 
 
@@ -374,12 +322,3 @@ class ObjectStore:
 def _has_boto3() -> bool:
     """Asked with every look at an object, and slow to find out."""
     return importlib.util.find_spec("boto3") is not None
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a listed name is an object's: foreign objects below the prefix are not ours to show."""
-    try:
-        check_name(name)
-    except UsageError:
-        return False
-    return True
