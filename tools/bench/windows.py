@@ -115,11 +115,14 @@ def _python_path() -> str:
 
 
 def rank_alone(root: str, rank: int, world: int, workers: int) -> None:
-    """One rank's epoch; prints what its processes held at the end and the bytes of blocks that they read."""
+    """One rank's epoch; prints what its processes held near the end and what they had read."""
+    import warnings
+
     import torch.utils.data
 
     import shardkit.torch
 
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors
     dataset = shardkit.open(root)
     plan = dataset.plan(global_batch=BATCH)
     batches: Any
@@ -187,7 +190,9 @@ def main() -> None:
     options.add_argument("--out", type=Path, required=True, help="path without an extension")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        text = ["# Windows, " + time.strftime("%Y-%m-%d"), "", f"{machine_facts()}", "",
+        facts = machine_facts()
+        text = [f"# Windows, {facts['date']}", "",
+                f"{facts['cpus']} × {facts['processor']}, Python {facts['python']}: `python tools/bench/windows.py`.", "",
                 f"Tokens, {chosen.rows} rows of 8 KiB, median of {chosen.repeats} epochs in turns.", "",
                 "## Block sizes", "", *block_sizes(chosen.rows, chosen.repeats, Path(scratch)), "",
                 "## Processes of one node", "", *processes(chosen.rows, Path(scratch)), ""]  # fmt: skip
