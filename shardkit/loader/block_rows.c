@@ -297,6 +297,8 @@ static PyObject *ways(PyObject *self, PyObject *ignored)
 
 #define WORTH_LETTING_GO (1 << 15) /* bytes; a shorter copy is over before another thread has begun */
 #define AHEAD 2048              /* bytes of the next row that are asked for while one is copied */
+#define SHORT 512               /* bytes of a row */
+#define FAR_AHEAD 8             /* rows: each lies somewhere else in memory */
 #define LONG (1 << 14)          /* bytes of a row that is worth asking ahead for inside of it */
 #define PART 2048               /* bytes that are asked for at a time, two parts before they are read */
 
@@ -329,10 +331,11 @@ static void copy(char *to, const char *from, Py_ssize_t size)
 /* Rows end to end: of one size, or of sizes of their own where those are given. */
 static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same)
 {
+    const Py_ssize_t next = !sizes && same <= SHORT ? FAR_AHEAD : 1; /* a short copy takes less time than its row to come */
     for (Py_ssize_t row = 0; row < rows; row++) {
         const Py_ssize_t size = sizes ? (Py_ssize_t)sizes[row] : same;
-        if (row + 1 < rows)
-            ask_for((const char *)(intptr_t)from[row + 1], size);
+        if (row + next < rows)
+            ask_for((const char *)(intptr_t)from[row + next], size);
         if (size)
             copy(to, (const char *)(intptr_t)from[row], size);
         to += size;
@@ -568,7 +571,6 @@ static PyObject *bytes_at(PyObject *self, PyObject *args) { return objects_at(ar
 static PyObject *texts_at(PyObject *self, PyObject *args) { return objects_at(args, 1); }
 
 #define MOST_DIGITS 18 /* of any so many digits the value fits int64 */
-#define FAR_AHEAD 8    /* rows: each lies somewhere else in memory */
 
 /* The value of a canonical decimal; 0 on success. */
 static int parse_decimal(const char *text, int64_t size, int64_t *value)

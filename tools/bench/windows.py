@@ -192,7 +192,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         facts = machine_facts()
         text = [f"# Windows, {facts['date']}", "",
-                f"{facts['cpus']} × {facts['processor']}, Python {facts['python']}: `python tools/bench/windows.py`.", "",
+                f"{facts['cpus']} × {facts['processor']}, Python {facts['python']}; `tools/bench/windows.py`.", "",
                 f"Tokens, {chosen.rows} rows of 8 KiB, median of {chosen.repeats} epochs in turns.", "",
                 "## Block sizes", "", *block_sizes(chosen.rows, chosen.repeats, Path(scratch)), "",
                 "## Processes of one node", "", *processes(chosen.rows, Path(scratch)), ""]  # fmt: skip
