@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, StoreError
 from shardkit.reading.cache import BlockCache
 from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.remote import ObjectStore, Patience
+from shardkit.stores.urls import open_store
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
@@ -212,6 +214,32 @@ def issuer() -> Iterator[Issuer]:
     made = Issuer()
     yield made
     made.close()
+
+
+def test_a_client_that_repeats_nothing_asks_again_with_a_new_token(
+    proxy: FaultProxy, root: str, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{issuer.server.server_port}/credentials"
+    )
+    opened = open_store(root)
+    assert isinstance(opened, ObjectStore)
+    store = opened.with_patience(Patience(deadline_s=0))
+    whole = store.get("shardkit.json", max_bytes=1 << 20)
+    good_from = [issuer.issued + 1]
+
+    def only_newer(request: Request) -> Fault | None:
+        key = request.headers.get("authorization", "").partition("Credential=")[2].partition("/")[0]
+        is_old = int(key.removeprefix(ACCESS_KEY) or 0) < good_from[0]
+        return Fault("status", status=400, code="ExpiredToken") if is_old else None
+
+    proxy.faults = only_newer
+    assert store.get("shardkit.json", max_bytes=1 << 20) == whole
+    good_from[0] = 1 << 30  # none is ever good again: it ends, and says so
+    with pytest.raises(StoreError, match="could not be renewed"):
+        store.get("shardkit.json", max_bytes=1 << 20)
 
 
 def test_a_token_that_expires_in_mid_epoch(

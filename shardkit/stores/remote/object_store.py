@@ -259,8 +259,13 @@ class ObjectStore(RemoteStore):
     ) -> _Result:
         """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
         problem: Failure | None = None
+        turns, renewed = pauses(self._patience), False
         with self._waiting(doing, name) as wait:
-            for _ in pauses(self._patience):
+            while True:
+                expired = problem is not None and problem.kind == "expired"
+                if next(turns, None) is None and (renewed or not expired):
+                    break  # new credentials get their attempt however little time there is
+                renewed = renewed or expired
                 denied_before = problem is not None and problem.kind == "denied"
                 try:
                     return request(self._client(role))
