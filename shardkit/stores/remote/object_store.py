@@ -56,7 +56,8 @@ class ObjectStore(RemoteStore):
     Args:
         address: Of the root.
         read_only: Refuse every change.
-        patience: How long each operation may take. With ``deadline_s=0`` nothing is tried twice.
+        patience: How long each operation may take. With ``deadline_s=0`` nothing is tried twice,
+            except with new credentials.
         conditional: Whether the bucket keeps put-if-absent; where it does not, a put looks first, which is safe
             for one writer at a time only.
     """
