@@ -262,16 +262,14 @@ class BlockWindow:
         """Bytes of these blocks, at most, and whether they are there or on their way."""
         find, size_of = self._entries.get, self._source.size_of
         held = [find(block) for block in blocks]
-        known = [
-            -size_of(block) if entry is None else entry.slot
-            for block, entry in zip(blocks, held, strict=True)
-        ]
         there = np.array([entry is not None for entry in held], np.bool_)
-        sizes = -(np.array(known, np.int64) // self._page) * self._page  # of those that are not
-        slots = np.array(known, np.int64)[there]
-        sizes[there] = self._slots.size[slots]
+        sizes = np.array(
+            [0 if entry else size_of(block) for block, entry in zip(blocks, held, strict=True)], np.int64
+        )
+        sizes[there] = self._slots.size[[entry.slot for entry in held if entry]]
         for n in np.flatnonzero(there & (sizes == 0)).tolist():  # they wait for room
-            sizes[n] = self._whole_pages(size_of(blocks[n]))
+            sizes[n] = size_of(blocks[n])
+        sizes = -(-sizes // self._page) * self._page
         return sizes, there
 
     # ---- what steps need
@@ -447,9 +445,9 @@ class BlockWindow:
             if (
                 entry is not None
                 and entry.task is task
-                and size < (before_it := int(self._slots.size[entry.slot]))
+                and size < (noted := int(self._slots.size[entry.slot]))
             ):
-                self._bytes -= before_it - size
+                self._bytes -= noted - size
                 self._slots.size[entry.slot] = size
         if self._bytes < before and self._wake_at is not None:
             self._changed.notify_all()

@@ -11,7 +11,6 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,7 +178,7 @@ class RowAddresses:
         offsets = 8 * row[texts]
         parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
         addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
-        block_rows.copy_rows(target, addresses, target.itemsize * prod(one.type.shape))
+        block_rows.copy_rows(target, addresses, one.type.item_bytes)
 
     def _variable(self, one: _Gathered, borders: Sequence[int]) -> list[Any]:
         row = self._row[borders[0] : borders[-1]]
@@ -226,7 +225,7 @@ def _int64s(addresses: Int64s) -> Int64s:
 def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
     """Values of decimal texts, of which it is given where starts, ends and blocks lie."""
     starts = _int64s(starts_at)
-    addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, one.type.numpy_dtype
+    addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, one.dtype
     found = block_rows.decimals_at(addresses, sizes)
     if found is not None:
         values = np.frombuffer(found, np.int64)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -326,30 +326,24 @@ class Pipeline:
             steps = range(offset, offset + 1 + needed.ready(offset + 1, self._together - 1))
             for more in steps[1:]:
                 rows.add(*needed.wait(more, stall_s, lambda waited: self._report(waited, "load")))
-            cells = group.lane_counts[offset : steps.stop].tolist() if setup.config.by_cell else None
-            ends = borders[offset : steps.stop + 1]
-            if cells is not None:
-                ends = list(accumulate(chain.from_iterable(cells), initial=ends[0]))
+            lane_counts = group.lane_counts[offset : steps.stop].tolist()
+            cells = lane_counts if setup.config.by_cell else [[sum(one)] for one in lane_counts]
+            ends = list(accumulate(chain.from_iterable(cells), initial=borders[offset]))
             started = time.perf_counter()
-            taken = iter(map(setup.missing.split, rows.take(ends)))
+            taken = zip(pairwise(ends), map(setup.missing.split, rows.take(ends)), strict=True)
             counts.gather_s += time.perf_counter() - started
             for step in steps:
                 rows.drop(needed.done(step))
             # those of the steps are kept by `rows`, those of other steps by their window alone
-            a = ends[0]
-            for step in steps:
-                parts, lane_counts = [], group.lane_counts[step].tolist()
-                number, size = group.numbers[step], borders[step + 1] - borders[step]
-                lanes = self._lanes if cells is not None else [-1]
-                for lane, count in zip(lanes, lane_counts if cells is not None else [size], strict=True):
-                    b = a + count
+            for step, of_lanes, sizes in zip(steps, lane_counts, cells, strict=True):
+                parts, number, size = [], group.numbers[step], sum(sizes)
+                for lane in self._lanes if setup.config.by_cell else [-1]:
+                    (a, b), (fields, valid) = next(taken)
                     # copies: a batch that is kept keeps no other step of its group
                     samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
-                    fields, valid = next(taken)
                     begun = self._begin_work(fields, number, samples, slots, size)
                     parts.append((lane, begun._replace(valid=valid) if valid else begun))
-                    a = b
-                yield _BegunStep(number, size, parts, lane_counts)
+                yield _BegunStep(number, size, parts, of_lanes)
             offset = steps.stop
 
     def _begin_work(
