@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, PlanError, RunError
 from shardkit.ledger import step_digests
-from shardkit.plan import Plan, Population, make_plan
+from shardkit.plan import Plan, Population, assign, make_plan
 
 __all__ = ["Coverage", "PlanRecipe", "cell_digests", "configured_settings", "recipe_of", "replay"]
 
@@ -231,7 +231,7 @@ def replay(
             if counted
             else None
         )
-        shares = _shares(plan.lanes, jobs)
+        shares = assign(plan.lanes, max(1, min(jobs, plan.lanes))).shares()
         crew: _Alone | _Crew
         crew = _Alone(plan) if len(shares) == 1 else stack.enter_context(_Crew(recipe, shares))
         for begin, end in _epochs(plan, first, last):
@@ -278,11 +278,6 @@ def _epochs(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
             end = min(end, plan.from_step)  # an amendment may change the size of cells
         yield first, end
         first = end
-
-
-def _shares(lanes: int, jobs: int) -> list[list[int]]:
-    count = max(1, min(jobs, lanes))
-    return [list(range(one * lanes // count, (one + 1) * lanes // count)) for one in range(count)]
 
 
 def _steps_at_once(plan: Plan, shares: int) -> int:

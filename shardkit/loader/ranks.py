@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.errors import ConfigurationError
-from shardkit.plan import Plan
+from shardkit.plan import Plan, assign
 
 __all__ = ["Topology", "find_topology", "own_lanes", "ranks_beside"]
 
@@ -106,8 +106,7 @@ def own_lanes(
             "the last step of each epoch is short and would give ranks unequal batches; make the plan with "
             'remainder="drop", or pass uneven=True and multiply the loss by batch.weight'
         )
-    rank = topology.rank
-    return list(range(rank * lanes // world, (rank + 1) * lanes // world))
+    return list(assign(lanes, world).lanes_of(topology.rank))
 
 
 def _has_short_step(plan: Plan) -> bool:

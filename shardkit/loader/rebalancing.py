@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardkit.errors import ConfigurationError, RunError
-from shardkit.plan.assignment import Assignment
+from shardkit.plan import Assignment, assign
 from shardkit.plan.rebalance import Decision, RankTelemetry, Rules, in_force, rebalance
 from shardkit.ranges import Range
 
@@ -78,8 +78,7 @@ class Rebalancer:
     ) -> None:
         self._settings, self._rank, self._world, self._leads = settings, rank, world, leads
         self._record, self._clock, self._prefix = record, clock, prefix
-        owners = [r for r in range(world) for _ in range(r * lanes // world, (r + 1) * lanes // world)]
-        self._even = Assignment(tuple(owners), (0,) * world)
+        self._even = assign(lanes, world)
         self._loop = 0  # how often the steps did not go on where they had stopped
         self._next = 0
         self._begin(0)

@@ -39,6 +39,13 @@ class Assignment:
         """Lanes of a rank, ascending: the order of its batches."""
         return tuple(lane for lane, owner in enumerate(self.owner) if owner == rank)
 
+    def shares(self) -> list[list[int]]:
+        """`lanes_of` every rank."""
+        found: list[list[int]] = [[] for _ in self.node_of]
+        for lane, owner in enumerate(self.owner):
+            found[owner].append(lane)
+        return found
+
     @property
     def ranks(self) -> int:
         """Ranks of the world, those without a lane included."""
@@ -73,7 +80,7 @@ def assign(
 
     In this order: shares follow the speeds as nearly as whole lanes allow (each rank with a speed above 0 gets at least
     one), most bytes are local, fewest lanes move (and rather inside a node), lanes of a node are neighbours. The result
-    depends on nothing else.
+    depends on nothing else. Lanes and ranks alone give *fixed shares*: rank r has lanes ⌊r·L/R⌋ to ⌊(r+1)·L/R⌋ − 1.
 
     Args:
         lanes: L.
@@ -101,12 +108,15 @@ def assign(
     ):
         raise PlanError(f"assignment: nodes, speeds and was need {ranks} entries, one for each rank")
     before = _owners_now(lanes, ranks, previous, was)
-    held = np.bincount(before[before >= 0], minlength=ranks)
-    share = quotas(lanes, [1.0] * ranks if speeds is None else list(speeds), held.tolist())
+    if speeds is None and previous is None:
+        share = [(rank + 1) * lanes // ranks - rank * lanes // ranks for rank in range(ranks)]
+    else:
+        held = np.bincount(before[before >= 0], minlength=ranks)
+        share = quotas(lanes, [1.0] * ranks if speeds is None else list(speeds), held.tolist())
     by_node = sorted(range(ranks), key=lambda r: (node_of[r], r))
-    slot_rank = np.array(
-        [r for r in by_node for _ in range(share[r])], dtype=np.int64
-    )  # one column per lane to give
+    slot_rank = np.repeat(by_node, [share[r] for r in by_node])  # one column per lane to give
+    if local_bytes is None and previous is None:  # nothing but neighbours to weigh: they go in order
+        return Assignment(tuple(slot_rank.tolist()), node_of, from_step)
     column_node = np.array(node_of)[slot_rank]
     lane = np.arange(lanes)
     cost = np.abs(lane[:, None] - lane[None, :]).astype(np.float64) / lanes  # neighbours last

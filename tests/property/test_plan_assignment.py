@@ -26,6 +26,13 @@ def test_all_lanes_evenly_and_in_runs(world):  # type: ignore[no-untyped-def]
     assert max(counts) - min(counts) <= 1
     assert list(given_out.owner) == sorted(given_out.owner)
     assert given_out.even == (lanes % ranks == 0)
+    # what 0.1's loader dealt: a run that goes on has the same lanes on the same ranks
+    assert given_out.shares() == [
+        list(range(r * lanes // ranks, (r + 1) * lanes // ranks)) for r in range(ranks)
+    ]
+    assert [list(given_out.lanes_of(r)) for r in range(ranks)] == given_out.shares()
+    alone = assign(lanes, ranks, nodes=range(ranks), local_bytes=np.zeros((lanes, ranks)))
+    assert alone.owner == given_out.owner, "an empty table changes nothing"
 
 
 @some

@@ -15,10 +15,11 @@ from shardkit_tools.simulation.cluster import Cluster, Data, changed, load_clust
 from shardkit_tools.simulation.demand import Groups, group_steps, rank_needs
 from shardkit_tools.simulation.faults import Draws, arrivals, recovery
 from shardkit_tools.simulation.fetching import Items, RankFlow
-from shardkit_tools.simulation.moves import Moves, even_lanes
+from shardkit_tools.simulation.moves import Moves
 from shardkit_tools.simulation.populations import BlockMap, synthetic_population
 from shardkit_tools.simulation.quantities import parse_count, parse_duration, parse_rate
 from shardkit_tools.simulation.run import costs, prepare, simulate_lanes
+from shardkit_tools.simulation.sampling import choose_sample
 from shardkit_tools.simulation.timing import (
     exposed_seconds,
     hierarchical_seconds,
@@ -264,11 +265,12 @@ def test_a_rank_at_half_speed_gives_lanes_away() -> None:
 
 
 def test_shares_are_those_of_the_real_assignment() -> None:
-    for lanes, world in ((64, 8), (10, 4), (7, 7), (48, 5)):
-        made = assign(lanes, world, nodes=[r // 2 for r in range(world)])
-        assert [len(made.lanes_of(r)) for r in range(world)] == even_lanes(lanes, world).tolist()
-        flat = [lane for r in range(world) for lane in made.lanes_of(r)]
-        assert flat == list(range(lanes)), "neighbours, in order: what large clusters take for granted"
+    for lanes, nodes, ranks in ((64, 8, 1), (10, 2, 2), (48, 5, 1), (600, 7, 8)):
+        cluster = changed(Cluster(), [f"nodes={nodes}", f"ranks={ranks}"])
+        fixed = assign(lanes, nodes * ranks).shares()
+        looked = choose_sample(cluster, lanes, lanes, 1 << 40)
+        assert [list(looked.lanes[n, r]) for n in range(nodes) for r in range(ranks)] == fixed
+        assert Moves(cluster, lanes).lanes_of.tolist() == [len(one) for one in fixed]
 
 
 def test_costs_by_hand() -> None:

@@ -21,7 +21,7 @@ from shardkit.audit import RunPlan, find_plans, load_run
 from shardkit.audit.checkpoint_records import read_checkpoints
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardkitError, StateError, UsageError
-from shardkit.plan import Assignment, assign
+from shardkit.plan import assign
 from shardkit.plan.locality import lane_shards
 from shardkit.reading.locations import Location
 from shardkit.repository.opening import open_locations
@@ -154,8 +154,6 @@ def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan) -> 
         raise StateError(
             f"lane {owner.index(-1)} has no owner in the telemetry; wait for the run to take a step"
         )
-    hosts = sorted({record.host for record in last.values()})
-    now = Assignment(tuple(owner), tuple(hosts.index(last[rank].host) for rank in sorted(last)))
     before = max(map(owner.count, last))
     if not found.survivors:
         found.lanes_per_rank = (before, 0)
@@ -163,8 +161,7 @@ def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan) -> 
         return
     if len(found.survivors) > lanes:
         found.notes.append("more ranks are left than there are lanes")
-    nodes = [hosts.index(last[rank].host) for rank in found.survivors]
-    then = assign(lanes, len(found.survivors), nodes=nodes, previous=now, was=found.survivors, prefer="moves")
+    then = assign(lanes, len(found.survivors))
     for lane, (old, new) in enumerate(zip(owner, then.owner, strict=True)):
         if found.survivors[new] != old:
             found.moves[lane] = (old, found.survivors[new])

@@ -13,17 +13,11 @@ from shardkit.plan.rebalance import Decision, RankTelemetry, in_force, rebalance
 from shardkit_tools.simulation.cluster import Cluster
 from shardkit_tools.simulation.faults import SLOWNESS, Draws
 
-__all__ = ["Moves", "even_lanes"]
+__all__ = ["Moves"]
 
 _EVERY = 8  # steps between two questions
 _MOST_LANES = 256  # of a linear assignment; more are moved in bundles, or in groups of nodes
 _SAMPLES = 8  # of a rank's telemetry
-
-
-def even_lanes(lanes: int, world: int) -> NDArray[np.int64]:
-    """Lanes of each rank before anything moves: the shares that `assign` gives equal ranks."""
-    share: NDArray[np.int64] = lanes // world + (np.arange(world) < lanes % world).astype(np.int64)
-    return share
 
 
 @dataclass
@@ -49,7 +43,7 @@ class Moves:
     def __init__(self, cluster: Cluster, lanes: int, slow: dict[int, float] | None = None) -> None:
         self._cluster, self._cell = cluster, cluster.work.cell
         world = cluster.world
-        self.lanes_of = even_lanes(lanes, world)
+        self.lanes_of = np.bincount(assign(lanes, world).owner, minlength=world)
         self.slowness = np.ones(world)
         self.moved_lanes: list[tuple[int, int]] = []  # (step, lanes that went to another node)
         self.decisions = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +10,10 @@ from numpy.typing import NDArray
 
 from shardkit.plan import assign
 from shardkit_tools.simulation.cluster import Cluster
-from shardkit_tools.simulation.moves import even_lanes
 
 __all__ = ["Sample", "choose_sample", "standard_error"]
 
 _LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
-_MOST_ASSIGNED = 256  # lanes; the assignment of more equal ranks is known: neighbours, in order
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sampl
     own = max(1, min(math.ceil(per_rank), affordable // (nodes * ranks)))
     chosen = tuple(i * all_nodes // nodes for i in range(nodes))
     inside = tuple(i * all_ranks // ranks for i in range(ranks))
-    owned = _owned(cluster, lanes)
+    owned = assign(lanes, cluster.world).shares()
     found = {}
     for node in chosen:
         for rank in inside:
@@ -73,16 +70,6 @@ def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sampl
     of_ranks = sum(len(owned[node * all_ranks + rank]) for node, rank in found)
     of_nodes = sum(len(owned[node * all_ranks + r]) for node in chosen for r in range(all_ranks))
     return Sample(chosen, inside, found, looked / of_nodes, looked / of_ranks, lanes / of_ranks)
-
-
-def _owned(cluster: Cluster, lanes: int) -> list[Sequence[int]]:
-    """Lanes of every rank: the real assignment, or what it is known to be for equal ranks in order."""
-    world = cluster.world
-    if lanes <= _MOST_ASSIGNED:
-        made = assign(lanes, world, nodes=[rank // cluster.nodes.ranks for rank in range(world)])
-        return [made.lanes_of(rank) for rank in range(world)]
-    ends = np.cumsum(even_lanes(lanes, world)).tolist()
-    return [range(first, last) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def standard_error(parts: NDArray[np.float64], share: float) -> float | None:
