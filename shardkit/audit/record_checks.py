@@ -11,7 +11,7 @@ from shardkit.audit.result import Audit
 from shardkit.audit.run_record import RunRecord
 from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
-from shardkit.ledger.bindings import BINDINGS, CHECKPOINT, CONFIGURATION
+from shardkit.ledger.bindings import BINDINGS, CHECKPOINT, CONFIGURATION, DEALT
 from shardkit.ledger.ledger import read_file
 
 __all__ = [
@@ -127,7 +127,7 @@ def explain_events(record: RunRecord) -> None:
                 f"start {event.get('start')} on {event.get('ranks')} ranks; the one before had come to step "
                 f"{event.get('reached')}, {event.get('repeats')} steps were repeated",
             )  # fmt: skip
-        elif kind not in ("plan", "assignment", "start", CHECKPOINT, CONFIGURATION):
+        elif kind not in ("plan", "assignment", "start", CHECKPOINT, CONFIGURATION, DEALT):
             details = {name: value for name, value in event.items() if name not in ("kind", "step")}
             record.add(
                 "note", str(kind), where, ", ".join(f"{name} {value}" for name, value in details.items())

@@ -20,7 +20,7 @@ from shardkit.errors import FormatError, UsageError
 from shardkit.formats import FixedColumn, Schema, Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Selection, ShardTable, check_against, merge
-from shardkit.plan import Plan, make_plan
+from shardkit.plan import Assignment, Plan, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
 from shardkit.reading.blocks import BlockReader
@@ -203,6 +203,8 @@ class Dataset(Samples):
         fields: Sequence[str] | None = None,
         by_cell: bool = False,
         uneven: bool = False,
+        assignment: Literal["near", "fixed"] | Assignment = "near",
+        store: Any = None,
         rebalance: bool | Rebalancing = False,
         memory: int | str | None = None,
         threads: int | None = None,
@@ -245,6 +247,12 @@ class Dataset(Samples):
             fields: only these fields are gathered.
             by_cell: hand out a list of batches per step, one per lane.
             uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
+            assignment: ``"near"``: ranks of a process group begin with the lanes of which most bytes lie in their
+                node's `cache`, equally many each, or with those that the ledger of `run` recorded for these ranks on
+                these nodes; ``"fixed"``: rank r of R always has lanes r·L/R to (r+1)·L/R − 1, as without a process
+                group; or an Assignment, dealt elsewhere.
+            store: a torch store for ranks that `rank` and `world` name, which they have to themselves: they compare
+                what they read, and deal lanes, as ranks of a process group do.
             rebalance: move lanes away from slow ranks while the run goes on, through the process group's store; needs
                 `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
             memory: bound for the blocks of this rank in memory, for example ``"512MiB"``; workers share it. By default
@@ -283,6 +291,7 @@ class Dataset(Samples):
         """
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
+            assignment=assignment, store=store,
             rebalance=Rebalancing() if rebalance is True else rebalance or None,
             memory=None if memory is None else parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors,
             decode=decode or {}, transform=transform, batch_transform=batch_transform, workers=workers,

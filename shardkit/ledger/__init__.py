@@ -6,8 +6,10 @@ what is promised.
 """
 
 from shardkit.ledger.bindings import (
+    bind_assignment,
     bind_checkpoint,
     bind_configuration,
+    bound_assignment,
     bound_settings,
     ledger_head,
     setting_differences,
@@ -25,8 +27,10 @@ __all__ = [
     "Journal",
     "Ledger",
     "Merge",
+    "bind_assignment",
     "bind_checkpoint",
     "bind_configuration",
+    "bound_assignment",
     "bound_settings",
     "journal_paths",
     "ledger_head",

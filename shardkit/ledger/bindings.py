@@ -13,11 +13,12 @@ from typing import Any, Final
 from shardkit.errors import IntegrityError
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, Source
+from shardkit.plan import assign
 from shardkit.stores.file_operations import explained
 
 __all__ = [
-    "BINDINGS", "CHECKPOINT", "CONFIGURATION", "bind_checkpoint", "bind_configuration",
-    "bound_settings", "ledger_head", "setting_differences",
+    "BINDINGS", "CHECKPOINT", "CONFIGURATION", "DEALT", "bind_assignment", "bind_checkpoint", "bind_configuration",
+    "bound_assignment", "bound_settings", "ledger_head", "setting_differences",
 ]  # fmt: skip
 
 BINDINGS: Final = "bindings"
@@ -26,6 +27,8 @@ CHECKPOINT: Final = "checkpoint"
 """Kind of the event that a checkpoint's ref is preceded by: `name`, `checkpoint` (digest of its manifest)."""
 CONFIGURATION: Final = "configuration"
 """Kind of the event of a start under new settings: `run` (digest of run.json), `settings` (JSON text), `changed`."""
+DEALT: Final = "dealt"
+"""Kind of the event of a start whose lanes were dealt by what lay where: `nodes` by rank, `owners` by lane."""
 
 
 def bind_checkpoint(
@@ -71,7 +74,7 @@ def bind_configuration(
     """
     text = json.dumps(settings, sort_keys=True)
     with Ledger(Path(run), writing=True) as ledger:
-        known = _last(ledger)
+        known = _last(ledger, CONFIGURATION)
         if known is not None and known.get("run") != record:
             raise IntegrityError(
                 f"{run}/run.json was changed: its digest is {record}, and the ledger records {known.get('run')}; "
@@ -91,8 +94,50 @@ def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The settings that were recorded last; None where none were (runs of 0.1, and other trainers)."""
     if not (Path(run) / "ledger").is_dir():
         return None
-    known = _last(Ledger(Path(run)))
+    known = _last(Ledger(Path(run)), CONFIGURATION)
     return None if known is None else dict(json.loads(known["settings"]))
+
+
+def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes: Sequence[str]) -> None:
+    """Record, durably, which rank begins with which lanes; nothing where that is what `bound_assignment` gives.
+
+    Args:
+        run: directory.
+        owners: the rank of each lane.
+        nodes: where each rank is.
+
+    Raises:
+        IntegrityError: the ledger was cut or damaged.
+        StoreError: it cannot be written.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        known = _last(ledger, DEALT, nodes=list(nodes), lanes=len(owners))
+        if known is None or known["owners"] != list(owners):
+            ledger.add_event(
+                {"kind": DEALT, "step": ledger.next_step, "nodes": list(nodes), "lanes": len(owners),
+                 "owners": list(owners)}
+            )  # fmt: skip
+            ledger.commit()
+
+
+def bound_assignment(
+    run: str | os.PathLike[str], *, lanes: int, nodes: Sequence[str]
+) -> tuple[int, ...] | None:
+    """The owners of lanes that were recorded last for these ranks on these nodes; None where none were.
+
+    Where this number of ranks has trained and no owners were ever recorded for it, as in runs of 0.1, they are those of
+    fixed shares.
+    """
+    if not (Path(run) / "ledger").is_dir():
+        return None
+    ledger = Ledger(Path(run))
+    known = _last(ledger, DEALT, nodes=list(nodes), lanes=lanes)
+    if known is not None:
+        return tuple(known["owners"])
+    world, events = len(nodes), ledger.event_documents()
+    dealt = any(one.get("kind") == DEALT and len(one["nodes"]) == world for one in events)
+    began = any(one.get("kind") == "start" and one.get("ranks") == world for one in events)
+    return assign(lanes, world).owner if began and not dealt else None
 
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -108,9 +153,12 @@ def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[
     return found
 
 
-def _last(ledger: Ledger) -> dict[str, Any] | None:
-    found = (event for event in reversed(ledger.event_documents()) if event.get("kind") == CONFIGURATION)
-    return next(found, None)
+def _last(ledger: Ledger, kind: str, **values: object) -> dict[str, Any] | None:
+    event: dict[str, Any]
+    for event in reversed(ledger.event_documents()):
+        if event.get("kind") == kind and all(event.get(name) == value for name, value in values.items()):
+            return event
+    return None
 
 
 KEEP_BYTES: Final = 1 << 24

@@ -15,47 +15,81 @@ from typing import Any
 from shardkit.errors import RunError, StateError
 from shardkit.formats.canonical_json import dumps, loads
 
-__all__ = ["agree", "check_agreement"]
+__all__ = ["Exchange", "agree", "check_agreement"]
 
 _MAX_BYTES = 1 << 20
+_PATIENCE_S = 600.0
 _numbers = itertools.count()
 
 
-def agree(
-    rank: int, world: int, mine: Mapping[str, Any], *, lanes: int, shared: bool, timeout_s: float
-) -> None:
-    """Exchange and compare; returns on every rank or raises on every rank.
-
-    All ranks must make their loaders in the same order; loaders whose rank and world were given as arguments do not
-    take part.
+class Exchange:
+    """A part of a torch store, in which the ranks that begin together say small things.
 
     Args:
-        rank: in the process group.
-        world: of the process group.
-        mine: plain values that must be equal on all ranks, but for "lanes", the own ones.
+        store: of torch; the ranks have it to themselves, or make their loaders in the same order. Its timeout is how
+            long the slowest is waited for, unless `patience_s` says so.
+        rank, world: of those that take part.
+        prefix: of the part.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world: int, *, prefix: str = "", patience_s: float | None = None
+    ) -> None:
+        self._store, self._prefix = store, prefix
+        self._patience_s: float = store.timeout.total_seconds() if patience_s is None else patience_s
+        self.rank, self.world = rank, world
+
+    @classmethod
+    def of_process_group(cls) -> Exchange | None:
+        """All ranks of torch's process group; None where there is none."""
+        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return None
+        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to it
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        return cls(store, rank, world, patience_s=_PATIENCE_S, prefix=f"shardkit/loader/{next(_numbers)}/")
+
+    def put(self, key: str, value: bytes) -> None:
+        """Say it."""
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, other: int) -> bytes:
+        """What rank `other` says.
+
+        Raises:
+            RunError: it does not.
+        """
+        try:
+            self._store.wait([self._prefix + key], timedelta(seconds=self._patience_s))
+        except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
+            raise RunError(
+                f"rank {self.rank}: rank {other} of {self.world} has made no loader after "
+                f"{self._patience_s:.0f} s; every rank must make its loaders in the same order, or pass rank= and "
+                "world= to a loader of its own"
+            ) from error
+        return bytes(self._store.get(self._prefix + key))
+
+
+def agree(
+    exchange: Exchange, mine: Mapping[str, Any], *, lanes: int, shared: bool
+) -> Sequence[Mapping[str, Any]]:
+    """Exchange and compare; returns what all ranks said on every rank, or raises on every rank.
+
+    Args:
+        exchange: of all ranks.
+        mine: plain values that must be equal on all ranks, but for "lanes", the own ones, and "chosen", whether
+            somebody chose them.
         lanes: of the plan; together the ranks must hold each once.
         shared: ranks with equal lanes are allowed (they share a data-parallel coordinate).
-        timeout_s: how long to wait for the slowest rank.
 
     Raises:
         StateError: ranks differ; names rank and difference.
         RunError: a rank did not come.
     """
-    distributed = sys.modules["torch"].distributed
-    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to it
-    prefix = f"shardkit/loader/{next(_numbers)}"
-    store.set(f"{prefix}/{rank}", dumps(dict(mine)))
-    found: list[Mapping[str, Any]] = []
-    for other in range(world):
-        try:
-            store.wait([f"{prefix}/{other}"], timedelta(seconds=timeout_s))
-        except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
-            raise RunError(
-                f"rank {rank}: rank {other} of {world} has made no loader after {timeout_s:.0f} s; every rank must "
-                "make its loaders in the same order, or pass rank= and world= to a loader of its own"
-            ) from error
-        found.append(loads(bytes(store.get(f"{prefix}/{other}")), _MAX_BYTES))
+    exchange.put(str(exchange.rank), dumps(dict(mine)))
+    found = [loads(exchange.get(str(other), other), _MAX_BYTES) for other in range(exchange.world)]
     check_agreement(found, lanes=lanes, shared=shared)
+    return found
 
 
 def check_agreement(found: Sequence[Mapping[str, Any]], *, lanes: int, shared: bool) -> None:
@@ -67,7 +101,7 @@ def check_agreement(found: Sequence[Mapping[str, Any]], *, lanes: int, shared: b
     first = found[0]
     for rank, other in enumerate(found):
         differing = [name for name in sorted(first.keys() | other.keys())
-                     if name != "lanes" and first.get(name) != other.get(name)]  # fmt: skip
+                     if name not in ("lanes", "chosen") and first.get(name) != other.get(name)]  # fmt: skip
         if differing:
             details = "; ".join(
                 f"{n} is {first.get(n)!r} on rank 0, {other.get(n)!r} on rank {rank}" for n in differing

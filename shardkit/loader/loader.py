@@ -21,13 +21,13 @@ from shardkit.loader.live import LiveLoader
 from shardkit.loader.loop import Loop, Steps
 from shardkit.loader.missing import MissingValues
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
-from shardkit.loader.ranks import find_topology, own_lanes
+from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.transforms import RowFunction, find_decoders
-from shardkit.plan import Plan
+from shardkit.plan import Assignment, Plan
 from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shardkit.reading.cache import SharedBlocks
 
 __all__ = ["Loader"]
-
-_AGREEMENT_S = 600.0
 
 
 class Loader:
@@ -49,7 +47,6 @@ class Loader:
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
         self.topology = topology = find_topology(config.rank, config.world, mesh=config.mesh)
-        lanes = own_lanes(plan, topology, chosen=config.lanes, uneven=config.uneven)
         tensors = "torch" in sys.modules if config.tensors is None else config.tensors
         if tensors:
             __import__("torch")  # only where a caller asked for tensors before importing it
@@ -58,6 +55,11 @@ class Loader:
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
             events=EventLog(config.run, topology.rank), missing=MissingValues(sources.schema, fields, config.fill),
         )  # fmt: skip
+        dealt = self._deal()
+        self.assignment = None if dealt is None else dealt.assignment
+        lanes = (
+            sorted(config.lanes or ()) if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
+        )
         self._memory = self._setup.memory_bound(len(lanes))  # at the start
         self._start = 0  # where the next `iter` begins
         self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
@@ -79,27 +81,43 @@ class Loader:
             self._function = RowFunction(
                 seed=plan.settings.seed, decoders=decoders, transform=config.transform
             )
-        self._agree()
         self._rebalancer: Rebalancer | None = None
-        if config.rebalance is not None:
-            self._rebalancer = make_rebalancer(config.rebalance, rank=topology.rank, world=topology.world,
-                                               lanes=plan.lanes, record=self._record_decision)  # fmt: skip
+        if config.rebalance is not None and dealt is not None:
+            self._rebalancer = make_rebalancer(
+                config.rebalance, rank=topology.rank, dealt=dealt, record=self._record_decision
+            )
 
-    def _agree(self) -> None:
-        if self.topology.source not in ("the process group", "the device mesh"):
-            return
-        distributed: Any = sys.modules["torch"].distributed
-        if not distributed.is_initialized():
-            return
+    def _deal(self) -> Dealt | None:
+        """Compare with the ranks that begin together, and deal; None where the lanes of this one are chosen."""
+        setup, plan, (rank, world, source) = self._setup, self.plan, self.topology
+        config, chosen = setup.config, setup.config.lanes
+        if chosen is None:
+            check_shares(plan, world, uneven=config.uneven)
+            dealt = fixed_shares(plan, world, config.assignment)
+            own = list(dealt.assignment.lanes_of(rank))
+        else:
+            dealt, own = None, check_chosen(plan.lanes, chosen)
+        if config.store is None and source not in ("the process group", "the device mesh"):
+            return dealt
         from importlib.metadata import version  # slow to import, and asked where there are several ranks only
 
-        from shardkit.loader.agreement import agree
+        from shardkit.loader.agreement import Exchange, agree
+        from shardkit.loader.dealing import deal
 
-        setup = self._setup
-        mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": self.plan.digest,
-                "world": self.topology.world, "fields": setup.fields, "lanes": self.lanes}  # fmt: skip
-        agree(distributed.get_rank(), distributed.get_world_size(), mine, lanes=self.plan.lanes,
-              shared=setup.config.mesh is not None, timeout_s=_AGREEMENT_S)  # fmt: skip
+        exchange = (
+            Exchange.of_process_group() if config.store is None else Exchange(config.store, rank, world)
+        )
+        if exchange is None:
+            return dealt
+
+        asked = config.assignment
+        mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": plan.digest,
+                "world": world, "fields": setup.fields, "chosen": chosen is not None, "lanes": own,
+                "assignment": asked.digest if isinstance(asked, Assignment) else asked}  # fmt: skip
+        found = agree(exchange, mine, lanes=plan.lanes, shared=config.mesh is not None)
+        if world == 1 or isinstance(asked, Assignment) or any(one["chosen"] for one in found):
+            return dealt
+        return deal(plan, setup.sources, config, self.topology, exchange)
 
     def __repr__(self) -> str:
         rank, world, _ = self.topology

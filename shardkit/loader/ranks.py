@@ -1,16 +1,28 @@
-"""Which rank of how many this process is, found and never guessed, and which lanes are its own."""
+"""Which rank of how many this process is, found and never guessed, and whether so many can share the lanes."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardkit.errors import ConfigurationError
-from shardkit.plan import Plan, assign
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Topology", "find_topology", "own_lanes", "ranks_beside"]
+from shardkit.errors import ConfigurationError
+from shardkit.plan import Assignment, Plan, assign
+
+__all__ = [
+    "Dealt",
+    "Topology",
+    "check_chosen",
+    "check_shares",
+    "find_topology",
+    "fixed_shares",
+    "ranks_beside",
+]
 
 # Launchers that start several processes but leave RANK unset: a lone default of rank 0 of 1 would train every
 # process on all data.
@@ -71,25 +83,25 @@ def find_topology(
     return first
 
 
-def own_lanes(
-    plan: Plan, topology: Topology, *, chosen: Sequence[int] | None = None, uneven: bool = False
-) -> list[int]:
-    """The lanes of this rank: contiguous runs, so that neighbouring shards stay on one node.
+def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
+    """Lanes that a caller names, ascending.
 
-    Args:
-        plan: whose lanes are shared.
-        topology: by whom.
-        chosen: lanes instead of the even share.
-        uneven: ranks may hold unequal numbers of samples.
+    Raises:
+        ConfigurationError: one is named twice, or does not exist.
     """
-    lanes, world = plan.lanes, topology.world
-    if chosen is not None:
-        own = sorted(chosen)
-        if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
-            raise ConfigurationError(
-                f"lanes={list(chosen)}: distinct numbers from 0 to {lanes - 1} are expected"
-            )
-        return own
+    own = sorted(chosen)
+    if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
+        raise ConfigurationError(f"lanes={list(chosen)}: distinct numbers from 0 to {lanes - 1} are expected")
+    return own
+
+
+def check_shares(plan: Plan, world: int, *, uneven: bool) -> None:
+    """Whether so many ranks can share the lanes; equally, unless `uneven`.
+
+    Raises:
+        ConfigurationError: they cannot; says which numbers can.
+    """
+    lanes = plan.lanes
     if world > lanes:
         raise ConfigurationError(
             f"{world} ranks cannot share {lanes} lanes; make the plan with lanes={world} or more, or use fewer ranks"
@@ -106,7 +118,37 @@ def own_lanes(
             "the last step of each epoch is short and would give ranks unequal batches; make the plan with "
             'remainder="drop", or pass uneven=True and multiply the loss by batch.weight'
         )
-    return list(assign(lanes, world).lanes_of(topology.rank))
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Lanes as ranks begin with them.
+
+    Attributes:
+        assignment: by data-parallel rank.
+        nodes: the node of each rank; empty where nobody said.
+        nearby: node → int64[lanes], bytes of each lane that lie there; the leader's, empty elsewhere.
+    """
+
+    assignment: Assignment
+    nodes: Sequence[str] = ()
+    nearby: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+
+
+def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:
+    """Lanes without asking anybody: an Assignment that was given, else fixed shares.
+
+    Raises:
+        ConfigurationError: the one that was given is of other lanes or ranks.
+    """
+    if not isinstance(given, Assignment):
+        return Dealt(assign(plan.lanes, world))
+    if (len(given.owner), given.ranks) != (plan.lanes, world):
+        raise ConfigurationError(
+            f"assignment= deals {len(given.owner)} lanes to {given.ranks} ranks; the plan has {plan.lanes} lanes, and "
+            f"{world} ranks share them"
+        )
+    return Dealt(given)
 
 
 def _has_short_step(plan: Plan) -> bool:

@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
 from shardkit.errors import ConfigurationError, RunError
-from shardkit.plan import Assignment, assign
+from shardkit.loader.ranks import Dealt
+from shardkit.plan import Assignment
 from shardkit.plan.rebalance import Decision, RankTelemetry, Rules, in_force, rebalance
 from shardkit.ranges import Range
 
@@ -57,8 +60,7 @@ class Rebalancer:
     Args:
         settings: with a store.
         rank: in the data-parallel world.
-        world: ranks that share the plan.
-        lanes: of the plan; dealt evenly at first.
+        dealt: lanes at first, and what lies where.
         leads: this process decides; one of all.
         record: journals a decision, before it is published: called with (step, details).
         clock: seconds.
@@ -69,24 +71,25 @@ class Rebalancer:
         settings: Rebalancing,
         *,
         rank: int,
-        world: int,
-        lanes: int,
+        dealt: Dealt,
         leads: bool,
         record: Record,
         prefix: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._settings, self._rank, self._world, self._leads = settings, rank, world, leads
+        self._settings, self._rank, self._leads = settings, rank, leads
         self._record, self._clock, self._prefix = record, clock, prefix
-        self._even = assign(lanes, world)
+        self._dealt, self._world = dealt.assignment, dealt.assignment.ranks
+        self._node = dealt.nodes[rank] if dealt.nodes else platform.node()
+        self._nearby = dealt.nearby
         self._loop = 0  # how often the steps did not go on where they had stopped
         self._next = 0
         self._begin(0)
 
     def _begin(self, step: int) -> None:
-        """Even shares, no telemetry, no decision: the same on every rank, whatever was heard before."""
+        """The lanes of the start, no telemetry, no decision: the same on every rank, whatever was heard before."""
         self._first = step
-        self._start = self._current = self._even
+        self._start = self._current = self._dealt
         self._journal: list[Decision] = []  # the leader's; others know what is in force
         self.moves = 0
         self._forget()
@@ -103,7 +106,7 @@ class Rebalancer:
     # ---- what the loader calls
 
     def seek(self, step: int) -> None:
-        """Steps go on at `step`: where they had stopped, else with even shares."""
+        """Steps go on at `step`: where they had stopped, else with the lanes of the start."""
         if step != self._next:
             self._loop += 1
             self._next = step
@@ -120,7 +123,7 @@ class Rebalancer:
             RunError: as `lanes_at`.
         """
         if step != self._next:
-            return list(self._even.lanes_of(self._rank))
+            return list(self._dealt.lanes_of(self._rank))
         moved = self._decided(step)
         return self.lanes_now() if moved is None else list(moved.lanes_of(self._rank))
 
@@ -175,7 +178,7 @@ class Rebalancer:
 
     def _tell(self, step: int) -> None:
         if self._compute:
-            told = {"step": step, "moves": self.moves, "node": platform.node(), "compute_s": list(self._compute),
+            told = {"step": step, "moves": self.moves, "node": self._node, "compute_s": list(self._compute),
                     "wait_s": list(self._wait)}  # fmt: skip
             self._settings.store.set(self._key("telemetry", self._rank), json.dumps(told))
 
@@ -208,7 +211,14 @@ class Rebalancer:
                      d.before_s, d.expected_s, d.undoes) for d in self._journal
         ]  # fmt: skip
         seen = [RankTelemetry(tuple(one["compute_s"]), tuple(one["wait_s"])) for one in told]
-        return rebalance(step, seen, self._start, self._journal, rules=self._settings.rules)
+        near = [self._nearby.get(name) for name in names]
+        table = None
+        if any(one is not None for one in near):
+            none = np.zeros(len(self._start.owner), dtype=np.int64)
+            table = np.stack([none if one is None else one for one in near], axis=1)
+        return rebalance(
+            step, seen, self._start, self._journal, local_bytes=table, rules=self._settings.rules
+        )
 
     def _telemetry(self) -> list[dict[str, Any]] | None:
         """What every rank said of the lanes that it has now; None while one of them has not."""
@@ -241,7 +251,7 @@ class Rebalancer:
 
 
 def make_rebalancer(
-    settings: Rebalancing | None, *, rank: int, world: int, lanes: int, record: Record
+    settings: Rebalancing | None, *, rank: int, dealt: Dealt, record: Record
 ) -> Rebalancer | None:
     """A rebalancer on the given store, or on the process group's; None where there is nothing to move.
 
@@ -250,10 +260,11 @@ def make_rebalancer(
     Raises:
         ConfigurationError: several ranks and no store.
     """
+    world = dealt.assignment.ranks
     if settings is None or world == 1:
         return None
     if settings.store is not None:
-        return Rebalancer(settings, rank=rank, world=world, lanes=lanes, leads=rank == 0, record=record)
+        return Rebalancer(settings, rank=rank, dealt=dealt, leads=rank == 0, record=record)
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_initialized():
         raise ConfigurationError(
@@ -265,5 +276,5 @@ def make_rebalancer(
         every=settings.every, rules=settings.rules, store=store, timeout_s=settings.timeout_s
     )
     # ranks that share a data-parallel coordinate each keep a rebalancer; one process of all decides
-    return Rebalancer(shared, rank=rank, world=world, lanes=lanes, leads=distributed.get_rank() == 0, record=record,
+    return Rebalancer(shared, rank=rank, dealt=dealt, leads=distributed.get_rank() == 0, record=record,
                       prefix=f"shardkit/rebalance/{next(_numbers)}/")  # fmt: skip

@@ -13,7 +13,7 @@ from shardkit.loader.missing import MissingValues
 from shardkit.loader.ranks import Topology
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
-from shardkit.plan import Plan
+from shardkit.plan import Assignment, Plan
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
@@ -68,6 +68,8 @@ class LoaderConfig:
     fields: Sequence[str] | None = None
     by_cell: bool = False
     uneven: bool = False
+    assignment: Literal["near", "fixed"] | Assignment = "near"
+    store: Any = None  # of torch, in place of the process group's
     rebalance: Rebalancing | None = None
     memory: int | None = None  # of the rank; what its windows need where None
     threads: int | None = None
@@ -95,6 +97,12 @@ class LoaderConfig:
         Range(0, 604_800, above=True).check("stall_s", self.stall_s, float)
         if self.rebalance is not None:
             self._check_rebalance()
+        if not isinstance(self.assignment, Assignment) and self.assignment not in ("near", "fixed"):
+            raise ConfigurationError(
+                f"assignment={self.assignment!r}: 'near', 'fixed' or an Assignment is expected"
+            )
+        if self.store is not None and self.rank is None:
+            raise ConfigurationError("store= is for ranks that are given: pass rank= and world= with it")
         for name, known in (
             ("workers", ("threads", "processes")),
             ("on_error", ("raise", "substitute", "mask")),

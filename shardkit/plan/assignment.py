@@ -19,6 +19,7 @@ share it."""
 
 _LEVELS = 1 << 10  # local bytes count in 1024ths of the largest entry: sums of costs stay exact in float64
 _MOVE = 1 << 20
+_SLACK = 0.02  # what a step may take longer where lanes move to their bytes
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def assign(
         previous: what held so far.
         was: rank in ``previous`` of each rank now (None for a new one); the same number by default.
         from_step: step from which it holds.
-        prefer: ``"bytes"``, or ``"moves"`` to weigh fewest moves above most local bytes.
+        prefer: ``"bytes"``, or ``"moves"`` to weigh fewest moves above most local bytes: a lane that must move goes to
+            a rank that has its bytes, where the slowest rank then takes no longer, within 2 %.
 
     Raises:
         PlanError: more ranks than lanes, or arguments of other lengths.
@@ -112,23 +114,35 @@ def assign(
         share = [(rank + 1) * lanes // ranks - rank * lanes // ranks for rank in range(ranks)]
     else:
         held = np.bincount(before[before >= 0], minlength=ranks)
-        share = quotas(lanes, [1.0] * ranks if speeds is None else list(speeds), held.tolist())
+        paces = [1.0] * ranks if speeds is None else list(speeds)
+        share = quotas(lanes, paces, held.tolist())
+        if local_bytes is not None and prefer == "moves" and all(held[r] for r in range(ranks) if share[r]):
+            ends = max(n / pace for n, pace in zip(share, paces, strict=True) if n) * (1 + _SLACK)
+            share = [min(lanes, int(ends * pace)) for pace in paces]  # at most: bytes say who takes how many
     by_node = sorted(range(ranks), key=lambda r: (node_of[r], r))
-    slot_rank = np.repeat(by_node, [share[r] for r in by_node])  # one column per lane to give
+    slot_rank = np.repeat(by_node, [share[r] for r in by_node])  # a column for each lane that a rank may get
     if local_bytes is None and previous is None:  # nothing but neighbours to weigh: they go in order
         return Assignment(tuple(slot_rank.tolist()), node_of, from_step)
     column_node = np.array(node_of)[slot_rank]
     lane = np.arange(lanes)
-    cost = np.abs(lane[:, None] - lane[None, :]).astype(np.float64) / lanes  # neighbours last
+    place = np.arange(len(slot_rank)) * lanes // len(slot_rank)
+    cost = np.abs(lane[:, None] - place[None, :]).astype(np.float64) / lanes  # neighbours last
     was_node = np.where(before >= 0, np.array(node_of)[np.maximum(before, 0)], -1)
     moved = (before[:, None] != slot_rank) + (was_node[:, None] != column_node).astype(np.int64)
-    cost += np.where(before[:, None] >= 0, moved, 0) * lanes
-    if local_bytes is not None:
+    moves = np.where(before[:, None] >= 0, moved, 0) * float(
+        lanes
+    )  # one outweighs the neighbours of all lanes
+    if local_bytes is None:
+        cost += moves
+    else:
         table = np.asarray(local_bytes, dtype=np.float64)
         if table.ndim != 2 or table.shape[0] != lanes or table.shape[1] <= max(node_of):
             raise PlanError(f"assignment: local_bytes has shape {table.shape}, expected ({lanes}, nodes)")
         levels = np.floor(table[:, column_node] * (_LEVELS / max(1.0, table.max())))
-        cost -= levels * (_MOVE * 4 if prefer == "bytes" else 1 / (_LEVELS * 2 * lanes))
+        if prefer == "bytes":
+            cost += moves - levels * (_MOVE * 4)
+        else:
+            cost += moves * (2 * _LEVELS * lanes) - levels * lanes
     from scipy.optimize import linear_sum_assignment  # a plan alone does without scipy: 40 MiB
 
     _, columns = linear_sum_assignment(cost)

@@ -13,10 +13,11 @@ from .assignment import assign
 from .buckets import BucketGrid
 from .natural import NaturalGrid
 from .plan import Plan
+from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid
 
-__all__ = ["NodeReads", "lane_shards", "node_reads"]
+__all__ = ["NodeReads", "lane_shards", "lanes_of_blocks", "node_reads"]
 
 Numbers = NDArray[np.int64]
 
@@ -81,3 +82,30 @@ def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, 
         tuple(-1 if size is None else int(size[s].sum()) for s in sets),
         sum(len(s) for s in sets) / max(1, whole),
     )
+
+
+def lanes_of_blocks(population: Population, lanes: int, blocks: Numbers) -> Numbers:
+    """The lane whose hands hold most rows of each block, in every epoch, give or take a block at borders (SPEC.md §8).
+
+    No hand is opened: hands begin at l/L of their base orders. It does not hold for what is left of an epoch whose
+    lanes were changed, nor for strata of a few rows per lane, which all lanes draw from.
+
+    Args:
+        population: the rows.
+        lanes: L.
+        blocks: int64[segments], blocks of each segment.
+
+    Returns:
+        int64[blocks of the dataset].
+    """
+    rows, stratum = population.segment_rows, population.segment_stratum
+    order = np.argsort(stratum, kind="stable")
+    ends = np.cumsum(rows[order])
+    total = np.bincount(stratum, rows, len(population.strata)).astype(np.int64)
+    begin = np.empty_like(ends)  # of each segment, in the base order of its stratum
+    begin[order] = ends - rows[order] - (np.cumsum(total) - total)[stratum[order]]
+    segment = np.repeat(np.arange(len(blocks)), blocks)
+    number = np.arange(len(segment)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    middle = begin[segment] + rows[segment] * (2 * number + 1) // (2 * blocks[segment])
+    found: Numbers = np.minimum(middle * lanes // np.maximum(1, total[stratum[segment]]), lanes - 1)
+    return found

@@ -164,4 +164,4 @@ def rebalance(
         from_step=effect,
         prefer="moves",
     )
-    return Decision(number, step, moved, now, expected)
+    return Decision(number, step, moved, now, step_seconds(moved, telemetry))

@@ -67,6 +67,11 @@ class RowMap:
         """Blocks of the whole dataset."""
         return int(self.shard_first_block[-1])
 
+    @property
+    def segment_blocks(self) -> Int64s:
+        """Blocks of each segment."""
+        return np.diff(self._segment_block, append=self.blocks)
+
     def shard_of_block(self, block: int) -> tuple[int, int]:
         """(shard, block inside it) of a dataset-wide block number."""
         shard = bisect.bisect_right(self._first_blocks, block) - 1

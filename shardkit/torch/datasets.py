@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
-from shardkit.loader import Batch, Topology, check_state, find_topology
+from shardkit.loader import Batch, check_state
 from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
 from shardkit.reading.cache import SharedBlocks
@@ -60,25 +60,20 @@ class PlanDataset(IterableDataset[Batch]):
         for name in ("stride", "offset", "run"):
             if name in settings:
                 raise UsageError(f"{name}= is not for shardkit.torch.dataset; use ds.loader for it")
-        topology: Topology = find_topology(
-            settings.pop("rank", None), settings.pop("world", None), mesh=settings.pop("mesh", None)
-        )  # here, for workers have no process group
         self._ds, self._plan = ds, plan
-        self._settings = {
-            "tensors": True,
-            "threads": 1,
-            **settings,
-            "rank": topology.rank,
-            "world": topology.world,
-        }
+        settings = {"tensors": True, "threads": 1, **settings}
+        # ranks are found, compared and dealt lanes here, for workers have no process group
+        loader = ds.loader(plan, **settings)  # refuses impossible settings here and not in a worker
+        loader.close()
+        rank, world, _ = loader.topology
+        dealt = {} if loader.assignment is None else {"assignment": loader.assignment}
+        self._settings = settings | {"rank": rank, "world": world, "mesh": None, "store": None} | dealt
         self._log = LoopLog()
         self._own: tuple[int, int] | None = (
             None  # (step, end of its epoch) at which this process goes on alone
         )
         self._at: tuple[int, int] | None = None  # the same, of the loop under way
         self._latest: Loop | None = None  # that this process has begun
-        loader = ds.loader(plan, **self._settings)  # refuses impossible settings here and not in a worker
-        loader.close()
         self._shared = (
             SharedBlocks(max(_LEAST_SHARED, loader.memory_needed)) if SharedBlocks.is_possible() else None
         )

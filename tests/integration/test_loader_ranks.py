@@ -11,7 +11,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import ConfigurationError, RunError, StateError
-from shardkit.loader.agreement import check_agreement
+from shardkit.loader.agreement import Exchange, agree, check_agreement
 
 torch = pytest.importorskip("torch")
 
@@ -151,10 +151,7 @@ def test_ranks_of_one_data_parallel_coordinate_read_the_same(root: str, tmp_path
     ]
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkit.loader import agreement
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    exchange = Exchange(torch.distributed.FileStore(str(tmp_path / "store"), 2), 0, 2, patience_s=0.2)
     with pytest.raises(RunError, match="rank 0: rank 1 of 2 has made no loader after 0 s"):
-        agreement.agree(0, 2, {"plan": "p", "lanes": [0]}, lanes=1, shared=False, timeout_s=0.2)
+        agree(exchange, {"plan": "p", "lanes": [0]}, lanes=1, shared=False)

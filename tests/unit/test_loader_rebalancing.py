@@ -9,7 +9,9 @@ import pytest
 
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.loader import LoaderConfig
+from shardkit.loader.ranks import Dealt
 from shardkit.loader.rebalancing import Rebalancer, Rebalancing, make_rebalancer
+from shardkit.plan import assign
 from shardkit.plan.rebalance import Rules
 
 dist = pytest.importorskip("torch.distributed")
@@ -31,7 +33,7 @@ class Group:
             self.records.append({"step": step, **details})
 
         self.ranks = [
-            Rebalancer(settings, rank=r, world=ranks, lanes=lanes, leads=r == 0, record=record)
+            Rebalancer(settings, rank=r, dealt=Dealt(assign(lanes, ranks)), leads=r == 0, record=record)
             for r in range(ranks)
         ]
 
@@ -128,8 +130,11 @@ def test_impossible_settings() -> None:
     with pytest.raises(ConfigurationError, match="every = 0: expected a whole number from 1"):
         Rebalancing(every=0)
     with pytest.raises(ConfigurationError, match=r"needs torch\.distributed to be initialised"):
-        make_rebalancer(Rebalancing(), rank=0, world=2, lanes=4, record=lambda *_a, **_k: None)
-    assert make_rebalancer(Rebalancing(), rank=0, world=1, lanes=4, record=lambda *_a, **_k: None) is None
+        make_rebalancer(Rebalancing(), rank=0, dealt=Dealt(assign(4, 2)), record=lambda *_a, **_k: None)
+    assert (
+        make_rebalancer(Rebalancing(), rank=0, dealt=Dealt(assign(4, 1)), record=lambda *_a, **_k: None)
+        is None
+    )
 
 
 @pytest.mark.parametrize(

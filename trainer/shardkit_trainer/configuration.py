@@ -186,6 +186,9 @@ class ParallelConfig(Section):
     activation_checkpointing: bool = False
     compile: bool = False
     threads: Annotated[int, Range(1, 4096)] = 1  # per rank; exact results depend on it
+    assignment: Literal["near", "fixed"] = (
+        "near"  # lanes to where their bytes are cached, or to ranks in order
+    )
     rebalance: bool = False  # move lanes away from slow ranks, by what cells are seen to cost
     rebalance_every: SomeSize = 16  # steps between two looks
     recovery: Literal["restart", "in-process"] = "restart"  # when one dies: of all, or of that one

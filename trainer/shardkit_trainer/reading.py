@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed import distributed_c10d as c10d
 
 import shardkit
+from shardkit.errors import RunError
 from shardkit.loader import Rebalancing
 from shardkit.plan import EARLIER_WINDOW_BLOCKS
 from shardkit.repository.log import parse_dataset_url
@@ -75,11 +77,17 @@ class RunData:
             # the store's keys hold the attempt or generation already
             store = c10d.PrefixStore(f"rebalance-{number}", world.store)
             rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
-        self._loader = self.dataset.loader(
-            self.plans[number], rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
-            rebalance=rebalance, telemetry=self._config.log.telemetry(),
-            cache=data.cache or None, cache_size=data.cache_size or None,
-        )  # fmt: skip
+        try:
+            self._loader = self.dataset.loader(
+                self.plans[number], rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
+                assignment=parallel.assignment, rebalance=rebalance, telemetry=self._config.log.telemetry(),
+                store=c10d.PrefixStore(f"loader-{number}", world.store) if world.size > 1 else None,
+                cache=data.cache or None, cache_size=data.cache_size or None,
+            )  # fmt: skip
+        except RunError as error:
+            if isinstance(error.__cause__, DistError):  # a rank did not come: as where it misses a collective
+                raise error.__cause__ from error
+            raise
         self._loader.seek(step)
         end = min(begins[number + 1], self.steps)
         self._cells = CellsAhead(self._loader, step, end, in_turn=parallel.rebalance)

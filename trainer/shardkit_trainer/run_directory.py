@@ -145,8 +145,8 @@ _FREE_SECTIONS: Final = ("checkpoint", "evaluation", "log")
 _FREE: Final = {
     "run.directory", "run.device", "data.dataset", "data.parts", "data.locations", "data.cache", "data.cache_size",
     "parallel.strategy", "parallel.shard_ranks", "parallel.pass_samples", "parallel.activation_checkpointing",
-    "parallel.compile", "parallel.rebalance", "parallel.rebalance_every", "parallel.recovery", "parallel.timeout_s",
-    "parallel.shutdown_s",
+    "parallel.compile", "parallel.assignment", "parallel.rebalance", "parallel.rebalance_every", "parallel.recovery",
+    "parallel.timeout_s", "parallel.shutdown_s",
 }  # fmt: skip
 """What says where and how fast. (The dataset's version is pinned by run.json, wherever the dataset lies.)"""
 

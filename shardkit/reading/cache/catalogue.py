@@ -7,14 +7,19 @@ directory, and a record without a file, or a file without a record, costs a litt
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ShardkitError
 from shardkit.stores.file_operations import Handle, active
 
-__all__ = ["Catalogue", "Entry"]
+__all__ = ["Catalogue", "Entry", "cached_places"]
 
 _RECORD: Final = struct.Struct("<32sQQdB7x")  # digest, size, place, time, what happened
 _ADDED: Final = 1
@@ -128,3 +133,24 @@ class Catalogue:
     def is_long(self) -> bool:
         """Whether most records are of the past and it should be rewritten."""
         return self._offset // _RECORD.size > _COMPACT_AFTER + 4 * len(self.entries)
+
+
+def cached_places(path: str | os.PathLike[str]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """`place_ids` and bytes of the blocks that a cache accounts for; none where there is no cache, or none to be read.
+
+    Reads the catalogue alone: no directory is listed, nothing is swept.
+    """
+    entries: list[Entry] = []
+    if os.path.exists(os.path.join(path, NAME)):
+        with contextlib.suppress(OSError, ShardkitError):
+            folder = active().open_root(os.path.abspath(os.fspath(path)))
+            try:
+                catalogue = Catalogue(folder)
+                with catalogue.locked():
+                    entries = list(catalogue.entries.values())
+            finally:
+                active().close(folder)
+    return (
+        np.array([one.place for one in entries], dtype=np.uint64),
+        np.array([one.size for one in entries], dtype=np.int64),
+    )

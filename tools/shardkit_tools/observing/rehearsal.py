@@ -1,8 +1,8 @@
 """What would happen if a node or a location died now: worked out on a scratch copy, nothing of the run is touched.
 
 The run's plan is made again from a copy of its ledger, the present owners of its lanes come from its telemetry, the new
-ones from the same `assign` that a restart uses, and what lies where is asked of the locations themselves (HEAD, never a
-write).
+ones from the same `assign` that a restart uses (where nodes cache, each is taken to have what it works), and what lies
+where is asked of the locations themselves (HEAD, never a write).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from shardkit.audit import RunPlan, find_plans, load_run
 from shardkit.audit.checkpoint_records import read_checkpoints
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardkitError, StateError, UsageError
+from shardkit.ledger import Ledger
+from shardkit.ledger.bindings import DEALT
 from shardkit.plan import assign
 from shardkit.plan.locality import lane_shards
 from shardkit.reading.locations import Location
@@ -107,7 +109,7 @@ def rehearse_loss(
         copy = Path(scratch) / "run"
         _copy(run, copy)
         plan = _newest_plan(copy)
-        _move_lanes(found, last, plan)
+        _move_lanes(found, last, plan, near=_is_near(copy, last))
         _ask_locations(found, plan, locations)
     _count_steps(found, run)
     return found
@@ -142,7 +144,15 @@ def _newest_plan(copy: Path) -> RunPlan:
     return plans[max(plans)]
 
 
-def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan) -> None:
+def _is_near(copy: Path, last: Mapping[int, Record]) -> bool:
+    """Whether the next start deals lanes to where their blocks are cached."""
+    dealt = any(event.get("kind") == DEALT for event in Ledger(copy).event_documents())
+    return dealt and any(
+        one.value("reads.cache_hits") + one.value("reads.cache_misses") for one in last.values()
+    )
+
+
+def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan, *, near: bool) -> None:
     """The assignment of the next start on the ranks that are left."""
     lanes = plan.plan.lanes
     owner = [-1] * lanes
@@ -161,7 +171,12 @@ def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan) -> 
         return
     if len(found.survivors) > lanes:
         found.notes.append("more ranks are left than there are lanes")
-    then = assign(lanes, len(found.survivors))
+    nodes = [last[rank].host for rank in found.survivors]
+    numbers = [sorted(set(nodes)).index(node) for node in nodes]
+    held = np.array([[last[rank].host == node for node in sorted(set(nodes))] for rank in owner])
+    then = assign(
+        lanes, len(found.survivors), nodes=numbers if near else None, local_bytes=held if near else None
+    )
     for lane, (old, new) in enumerate(zip(owner, then.owner, strict=True)):
         if found.survivors[new] != old:
             found.moves[lane] = (old, found.survivors[new])

@@ -1,0 +1,103 @@
+"""Which rank begins with which lanes: every rank says what its node has of them, the leader deals (SPEC.md §9)."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.ledger import bind_assignment, bound_assignment
+from shardkit.loader.agreement import Exchange
+from shardkit.loader.ranks import Dealt, Topology
+from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.plan import Assignment, Plan, assign
+from shardkit.plan.locality import lanes_of_blocks
+from shardkit.reading.cache.catalogue import cached_places
+
+__all__ = ["bytes_nearby", "deal"]
+
+_MAX_BYTES = 1 << 26
+_SLAB = 1 << 18  # blocks that are looked up at once
+
+
+def deal(plan: Plan, sources: Sources, config: LoaderConfig, topology: Topology, exchange: Exchange) -> Dealt:
+    """The lanes of all ranks: called on every rank, each learns the same.
+
+    The leader prefers what the run's ledger recorded for the same ranks on the same nodes, then what has most bytes at
+    hand; it records what it dealt before any rank hears of it.
+
+    Raises:
+        RunError: a rank did not come.
+        IntegrityError: the ledger was cut or damaged.
+    """
+    node = platform.node()
+    if config.cache is not None:  # ranks of one machine that cache in different places are different nodes
+        node += ":" + os.path.abspath(config.cache)
+    mine = {"rank": topology.rank, "node": node, "bytes": bytes_nearby(plan, sources, config.cache).tolist()}
+    exchange.put(f"nearby/{exchange.rank}", dumps(mine))
+    if exchange.rank == 0:
+        told = [loads(exchange.get(f"nearby/{rank}", rank), _MAX_BYTES) for rank in range(exchange.world)]
+        dealt = _decide(plan, topology.world, told, config)
+        exchange.put("dealt", dumps({"owner": dealt.assignment.owner, "nodes": list(dealt.nodes)}))
+        return dealt
+    heard = loads(exchange.get("dealt", 0), _MAX_BYTES)
+    return Dealt(Assignment(tuple(heard["owner"]), _numbered(heard["nodes"])), heard["nodes"])
+
+
+def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: LoaderConfig) -> Dealt:
+    """The leader's part: ranks that share a data-parallel coordinate are one, on all of their nodes."""
+    at: list[set[str]] = [set() for _ in range(world)]
+    has: dict[str, NDArray[np.int64]] = {}
+    for one in told:
+        at[one["rank"]].add(one["node"])
+        found = np.array(one["bytes"], dtype=np.int64)
+        has[one["node"]] = np.maximum(found, has.get(one["node"], 0))
+    nodes = ["|".join(sorted(those)) for those in at]
+    nearby = {
+        node: np.sum([has[one] for one in those], axis=0) for node, those in zip(nodes, at, strict=True)
+    }
+    number = _numbered(nodes)
+    fixed = config.assignment == "fixed"
+    if fixed:
+        return Dealt(Assignment(assign(plan.lanes, world).owner, number), nodes, nearby)
+    owner = None if config.run is None else bound_assignment(config.run, lanes=plan.lanes, nodes=nodes)
+    if owner is None:
+        table = np.stack([nearby[node] for node in dict.fromkeys(nodes)], axis=1)
+        dealt = assign(plan.lanes, world, nodes=number, local_bytes=table if table.any() else None)
+        owner = dealt.owner
+    if config.run is not None:
+        bind_assignment(config.run, owners=owner, nodes=nodes)
+    return Dealt(Assignment(owner, number), nodes, nearby)
+
+
+def _numbered(nodes: Sequence[str]) -> tuple[int, ...]:
+    known = list(dict.fromkeys(nodes))
+    return tuple(known.index(node) for node in nodes)
+
+
+def bytes_nearby(plan: Plan, sources: Sources, cache: Path | None) -> NDArray[np.int64]:
+    """int64[lanes]: bytes of each lane's blocks that a cache accounts for; reads no index and lists no folder."""
+    found = np.zeros(plan.lanes, dtype=np.int64)
+    if cache is None:
+        return found
+    places, sizes = cached_places(cache)
+    if not len(places):
+        return found
+    order = np.argsort(places)
+    places, sizes = places[order], sizes[order]
+    rows = sources.rows
+    lane = lanes_of_blocks(plan.population, plan.lanes, rows.segment_blocks)
+    for first in range(0, rows.blocks, _SLAB):
+        block = np.arange(first, min(rows.blocks, first + _SLAB))
+        shard = np.searchsorted(rows.shard_first_block, block, side="right") - 1
+        wanted = sources.reader.places(shard, block - rows.shard_first_block[shard])
+        which = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+        there = np.flatnonzero(places[which] == wanted)
+        np.add.at(found, lane[block[there]], sizes[which[there]])
+    return found

@@ -1,0 +1,213 @@
+"""Lanes begin where their bytes are: what a node's cache has decides, the ledger keeps it, equal starts repeat it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkit
+from shardkit.errors import ConfigurationError, StateError
+from shardkit.ledger import Ledger, bound_assignment
+from shardkit.loader import Loader, Rebalancing
+from shardkit.plan import Assignment, Plan, Population, assign, make_plan
+from shardkit.plan.locality import lanes_of_blocks
+from shardkit.reading.cache import BlockCache
+
+dist = pytest.importorskip("torch.distributed")
+
+LANES = 16
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 90), min_size=2, max_size=2), min_size=2, max_size=9),
+    st.sampled_from([4, 8]),
+    st.sampled_from([1, 3, 7]),
+    st.integers(0, 2),
+)
+def test_blocks_are_known_to_be_of_the_lanes_that_draw_them(
+    rows: list[list[int]], lanes: int, block: int, epoch: int
+) -> None:
+    table = [(shard, stratum, n) for shard, both in enumerate(rows) for stratum, n in enumerate(both)]
+    population = Population.of("p", ["a", "b"], table, block)
+    if min(sum(n for _, s, n in table if s == k) for k in (0, 1)) < 8 * lanes:
+        return
+    plan = make_plan(population, global_batch=2 * lanes, lanes=lanes, remainder="short")
+    blocks = -(-population.segment_rows // block)
+    lane = lanes_of_blocks(population, lanes, blocks)
+    assert plan.steps_per_epoch is not None
+    first = np.cumsum(population.segment_rows) - population.segment_rows
+    segment = np.repeat(np.arange(len(blocks)), blocks)
+    inside = np.arange(len(segment)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    at = plan.steps(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+    drawn = np.full(population.rows, -1)
+    for number in range(lanes):
+        mine = at[:, number].ravel()
+        drawn[mine[mine >= 0]] = number
+    right = []
+    for which in range(len(segment)):
+        begin = first[segment[which]] + inside[which] * block
+        own = drawn[
+            begin : min(begin + block, first[segment[which]] + population.segment_rows[segment[which]])
+        ]
+        assert lane[which] in range(own.min() - 1, own.max() + 2)
+        right.append(lane[which] == np.bincount(own).argmax())
+    assert np.mean(right) > 0.6
+
+
+@pytest.fixture(scope="module")
+def ds(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
+    path = tmp_path_factory.mktemp("data") / "numbers"
+    values = np.arange(16 * 512, dtype=np.int64)
+    with shardkit.create(path, schema={"x": "int64[16]"}, format="arrow", block_size="1KiB") as writer:
+        for row in values.reshape(512, 16):
+            writer.add({"x": row})
+    return shardkit.open(path)
+
+
+@pytest.fixture(scope="module")
+def plan(ds: shardkit.Dataset) -> Plan:
+    return ds.plan(global_batch=LANES, lanes=LANES, seed=3)
+
+
+def _fill(cache: Path, ds: shardkit.Dataset, plan: Plan, lanes: list[int]) -> None:
+    """Into a node's cache what its lanes read in an epoch."""
+    assert plan.steps_per_epoch is not None
+    samples = plan.steps(0, plan.steps_per_epoch, lanes).ravel()
+    held = BlockCache(cache, limit=1 << 26)
+    for block in np.unique(ds.rows.locate(samples).block).tolist():
+        shard, inside = ds.rows.shard_of_block(block)
+        request = ds.reader.request(shard, inside)
+        name = ds.reader.shard_name(shard)
+        data = ds.repository.store.get(name, max_bytes=1 << 24)[request.offset :][: request.length]
+        held.fetch(request, partial(bytes, data))
+    held.close()
+
+
+def _start(ds: shardkit.Dataset, plan: Plan, caches: list[Path], **more: Any) -> list[Loader]:
+    """One loader per node, all beginning together."""
+    store = dist.HashStore()
+
+    def begin(rank: int) -> Loader:
+        return ds.loader(plan, rank=rank, world=len(caches), store=store, cache=caches[rank], **more)
+
+    with ThreadPoolExecutor(len(caches)) as pool:
+        return list(pool.map(begin, range(len(caches))))
+
+
+def _refetched(ds: shardkit.Dataset, plan: Plan, loaders: list[Loader], had: dict[int, set[int]]) -> float:
+    """Share of all blocks that nodes read in the epoch and did not have."""
+    assert plan.steps_per_epoch is not None
+    missing = 0
+    for rank, loader in enumerate(loaders):
+        samples = plan.steps(0, plan.steps_per_epoch, loader.lanes).ravel()
+        missing += len(set(ds.rows.locate(samples).block.tolist()) - had.get(rank, set()))
+    return missing / ds.rows.blocks
+
+
+def test_a_restart_on_permuted_hosts_fetches_what_the_lost_one_had(
+    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
+) -> None:
+    assert plan.steps_per_epoch is not None
+    caches = [tmp_path / f"node-{n}" for n in range(8)]
+    held = {}
+    for node, lanes in enumerate(assign(LANES, 8).shares()):
+        _fill(caches[node], ds, plan, lanes)
+        samples = plan.steps(0, plan.steps_per_epoch, lanes).ravel()
+        held[node] = set(ds.rows.locate(samples).block.tolist())
+    hosts = [5, 2, 7, 0, 3, 6, 1]  # of node 4 nothing is left; another one is in its place
+    again = [*(caches[n] for n in hosts), tmp_path / "new"]
+    had = {rank: held[n] for rank, n in enumerate(hosts)}
+    near = _start(ds, plan, again, run=tmp_path / "run")
+    assert sorted(lane for one in near for lane in one.lanes) == list(range(LANES))
+    assert {len(one.lanes) for one in near} == {2}
+    assert [one.lanes for one in near[:7]] == [assign(LANES, 8).shares()[n] for n in hosts]
+    assert _refetched(ds, plan, near, had) <= 1 / 8 + 0.02
+    fixed = _start(ds, plan, again, assignment="fixed")
+    assert [one.lanes for one in fixed] == assign(LANES, 8).shares()
+    assert _refetched(ds, plan, fixed, had) >= 7 / 8 - 0.02
+
+
+def test_the_same_ranks_on_the_same_nodes_go_on_with_what_the_ledger_has(
+    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
+) -> None:
+    caches, run = [tmp_path / "a", tmp_path / "b"], tmp_path / "run"
+    _fill(caches[0], ds, plan, list(range(8, 16)))
+    first = [one.lanes for one in _start(ds, plan, caches, run=run)]
+    assert first == [list(range(8, 16)), list(range(8))]
+    (dealt,) = [one for one in Ledger(run).event_documents() if one["kind"] == "dealt"]
+    assert dealt["owners"] == [1] * 8 + [0] * 8
+    _fill(caches[1], ds, plan, list(range(8, 16)))
+    _fill(caches[1], ds, plan, list(range(8)))
+    assert [one.lanes for one in _start(ds, plan, caches, run=run)] == first
+    assert len(Ledger(run).event_documents()) == 1, "what is recorded already is not recorded again"
+    assert [one.lanes for one in _start(ds, plan, caches[::-1], run=run)] == first[::-1], (
+        "the hosts are others"
+    )
+    assert [one.lanes for one in _start(ds, plan, caches, run=run, assignment="fixed")] == first[::-1]
+    assert [one.lanes for one in _start(ds, plan, caches, run=run)] == first
+
+
+def test_a_run_without_a_record_keeps_its_fixed_shares(
+    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
+) -> None:
+    caches, run = [tmp_path / "a", tmp_path / "b"], tmp_path / "run"
+    _fill(caches[0], ds, plan, list(range(8, 16)))
+    with Ledger(run, writing=True) as ledger:
+        ledger.add_event({"kind": "start", "step": 0, "start": 0, "ranks": 2})  # as 0.1 began one
+        ledger.commit()
+    assert bound_assignment(run, lanes=LANES, nodes=["a", "b", "c"]) is None
+    assert [one.lanes for one in _start(ds, plan, caches, run=run)] == assign(LANES, 2).shares()
+
+
+def test_what_was_dealt_elsewhere_is_taken_as_it_is(ds: shardkit.Dataset, plan: Plan) -> None:
+    dealt = Assignment((1,) * 8 + (0,) * 8, (0, 0))
+    assert ds.loader(plan, rank=0, world=2, assignment=dealt).lanes == list(range(8, 16))
+    with pytest.raises(ConfigurationError, match="16 lanes to 2 ranks"):
+        ds.loader(plan, rank=0, world=4, assignment=dealt)
+    with pytest.raises(ConfigurationError, match="'near', 'fixed'"):
+        ds.loader(plan, assignment="far")  # type: ignore[arg-type]
+
+
+def test_ranks_that_want_other_rules_are_named(ds: shardkit.Dataset, plan: Plan) -> None:
+    store = dist.HashStore()
+
+    def begin(rank: int) -> Loader:
+        return ds.loader(plan, rank=rank, world=2, store=store, assignment=("near", "fixed")[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(begin, rank) for rank in range(2)]
+    for one in found:
+        with pytest.raises(StateError, match="assignment is 'near' on rank 0, 'fixed' on rank 1"):
+            one.result()
+
+
+def test_lanes_of_a_slow_rank_go_to_who_has_their_bytes(
+    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
+) -> None:
+    caches = [tmp_path / f"node-{n}" for n in range(4)]
+    for node in range(4):
+        _fill(caches[node], ds, plan, assign(LANES, 4).shares()[node])
+    _fill(caches[3], ds, plan, [0, 1, 2, 3])  # of the slow rank
+    loaders = _start(
+        ds, plan, caches, uneven=True, rebalance=Rebalancing(every=4, store=dist.HashStore(), timeout_s=5)
+    )
+    rebalancers: Any = [one._rebalancer for one in loaders]
+    for step in range(24):
+        for rank, one in enumerate(rebalancers):
+            lanes = one.lanes_at(step)
+            one.handed_out(len(lanes), 0.0)
+            one.computed(len(lanes) * (2.0, 1.0, 0.999, 1.001)[rank])
+            one.came_back()
+    assert len(rebalancers[0].lanes_now()) < 4
+    taken = [{lane for lane in one.lanes_now() if lane < 4} for one in rebalancers]
+    assert taken[3], "its bytes are there"
+    assert not (taken[1] and taken[2]), "the other goes to one of them, who have none of its bytes"
+    assert max(len(one.lanes_now()) * (2, 1, 1, 1)[rank] for rank, one in enumerate(rebalancers)) == 5
