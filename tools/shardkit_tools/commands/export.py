@@ -18,11 +18,14 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
-from shardkit.formats import extension, parse_digest
+from shardkit.errors import UsageError
+from shardkit.formats import Schema, extension, parse_digest
 from shardkit.manifest import ADOPTED
+from shardkit.ranges import parse_size
 from shardkit.repository.inventory import side_objects
 from shardkit.storage import Repository, adopted_place, object_name, with_adopted
-from shardkit_tools.console import new_file
+from shardkit_tools.console import bytes_text, count_text, new_file, print_line
+from shardkit_tools.exporting import Form, export_samples
 
 __all__ = ["export"]
 
@@ -30,6 +33,10 @@ __all__ = ["export"]
 class Kind(StrEnum):
     """What a dataset can be exported as."""
 
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+    WEBDATASET = "webdataset"
+    HF = "hf"
     SHA256SUMS = "sha256sums"
     URLS = "urls"
     CROISSANT = "croissant"
@@ -41,33 +48,84 @@ def export(
         Kind,
         typer.Option(
             "--as",
-            metavar="sha256sums|urls|croissant",
-            help="sha256sums: for `sha256sum -c`; urls: the shards' paths; croissant: MLCommons JSON-LD.",
+            metavar="FORM",
+            help="parquet, jsonl, webdataset, hf: the samples. sha256sums: for `sha256sum -c`; urls: the shards' "
+            "paths; croissant: MLCommons JSON-LD.",
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="Write to this new file instead of standard output."
+            "--out",
+            "-o",
+            metavar="PATH",
+            help="A new file; for samples a new folder, or one file such as cats.parquet.",
         ),
     ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where", metavar="CONDITION", help="Only samples that fulfil it, such as 'label < 5'."
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option("--columns", metavar="FIELD,…", help="Only these fields, in this order.")
+    ] = None,
+    file_size: Annotated[
+        str,
+        typer.Option("--file-size", metavar="SIZE", help="Of samples: begin a new file after so many bytes."),
+    ] = "256MiB",
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Write samples in the place of an earlier export.")
+    ] = False,
 ) -> None:
     """Hand a version to other tools.
 
-    sha256sums lists every object of the version, with paths as they are in ROOT, and adopted tars where they
-    lie; urls lists the shards alone, in order; croissant is a description with licences, fields and the
-    SHA-256 of every shard.
+    parquet, jsonl, webdataset and hf (a folder for datasets.load_from_disk) write the samples, each verified
+    on the way; PATH appears when it is whole, and builds again as it is. sha256sums lists every object of the
+    version, with paths as they are in ROOT, and adopted tars where they lie; urls lists the shards alone, in
+    order; croissant is a description with licences, fields and the SHA-256 of every shard.
 
-    Example: shardkit export data/cats --as sha256sums -o /tmp/sums && cd data/cats && sha256sum -c --quiet
-    /tmp/sums
+    Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
     """
     dataset = shardkit.open(root)
+    if kind.value in {form.value for form in Form}:
+        _export_samples(dataset, Form(kind.value), out, where, columns, file_size, replace)
+        return
+    if where is not None or columns is not None or replace:
+        raise UsageError(f"--where, --columns and --replace are for samples, and --as {kind} lists objects")
     lines = {Kind.SHA256SUMS: _sums, Kind.URLS: _urls, Kind.CROISSANT: _croissant}[kind](dataset)
     with contextlib.ExitStack() as stack:
         stream: TextIO = sys.stdout
         if out is not None:
             stream = stack.enter_context(io.TextIOWrapper(new_file(out), encoding="utf-8"))
         stream.writelines(f"{line}\n" for line in lines)
+
+
+def _export_samples(
+    dataset: Dataset,
+    form: Form,
+    out: Path | None,
+    where: str | None,
+    columns: str | None,
+    file_size: str,
+    replace: bool,
+) -> None:
+    if out is None:
+        raise UsageError(f"--as {form} writes files; say where: --out PATH")
+    view = dataset if where is None else dataset.select(where=where)
+    schema = view.schema
+    if columns is not None:
+        for name in columns.split(","):
+            view.schema.position(name)  # refuses what there is not
+        schema = Schema({name: view.schema[name] for name in columns.split(",")})
+    written = export_samples(
+        view, form, out, schema=schema, file_bytes=parse_size(file_size), replace=replace
+    )
+    print_line(
+        f"{out}: {count_text(written.samples, 'sample')} in {count_text(written.files, 'file')}, "
+        f"{bytes_text(written.nbytes)}"
+    )
 
 
 def object_names(dataset: Dataset) -> Iterator[tuple[Repository, str, str]]:

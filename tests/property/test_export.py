@@ -1,0 +1,318 @@
+"""What is exported is what was there: built again it gives the same samples, and foreign programs read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import shardkit
+import shardkit_tools
+from shardkit.formats import Schema
+from shardkit_tools.importers.protocol import ImportOptions
+from tests.command_line import typed as call
+
+TYPES = {
+    "number": "int64", "small": "uint8", "huge": "uint64?", "ok": "bool?", "score": "float32?", "half": "float16",
+    "price": "float64", "vector": "float32[2,3]?", "flags": "bool[3]", "tokens": "int32[*]", "steps": "float64[*]?",
+    "name": "str", "note": "str?", "image": "bytes", "mask": "bytes?", "meta": "json", "extra": "json?",
+}  # fmt: skip
+FORMS = ["parquet", "jsonl", "webdataset", "hf"]
+
+FULL: dict[str, Any] = {
+    "number": 1, "small": 2, "huge": 2**64 - 1, "ok": True, "score": 0.5, "half": 0.25, "price": 0.1,
+    "vector": np.zeros((2, 3), np.float32), "flags": [True, False, True], "tokens": [1], "steps": [0.5],
+    "name": "a", "note": "b", "image": b"c", "mask": b"d", "meta": {"e": 1}, "extra": [2],
+}  # fmt: skip
+"""A sample with every value: a member that no sample of a tar has is a field that nobody knows of."""
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+numbers = st.integers(-(2**63), 2**63 - 1)
+plain = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | texts, lambda inner: st.lists(inner, max_size=3)
+                     | st.dictionaries(texts, inner, max_size=3), max_leaves=6)  # fmt: skip
+floats = {width: st.floats(width=width, allow_nan=False, allow_infinity=False) for width in (16, 32, 64)}
+rows = st.fixed_dictionaries(
+    {
+        "number": numbers, "small": st.integers(0, 255), "huge": st.none() | st.integers(0, 2**64 - 1),
+        "ok": st.none() | st.booleans(), "score": st.none() | floats[32], "half": floats[16], "price": floats[64],
+        "vector": st.none() | st.lists(floats[32], min_size=6, max_size=6).map(
+            lambda v: np.array(v, np.float32).reshape(2, 3)
+        ),
+        "flags": st.lists(st.booleans(), min_size=3, max_size=3).map(np.array),
+        "tokens": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(lambda v: np.array(v, np.int32)),
+        "steps": st.none() | st.lists(floats[64], max_size=3).map(lambda v: np.array(v, np.float64)),
+        "name": texts, "note": st.none() | texts,
+        "image": st.binary(max_size=20), "mask": st.none() | st.binary(max_size=9),
+        "meta": plain, "extra": plain,
+    }
+)  # fmt: skip
+
+
+def write(root: Path, samples: list[dict[str, Any]], types: dict[str, str], **given: Any) -> shardkit.Dataset:
+    with shardkit.create(root, types, shard_size="8KiB", block_size="1KiB", **given) as writer:
+        for number, sample in enumerate(samples):
+            writer.add(sample, key=f"größe/{number}")  # no shard keeps such a key as it is
+    return shardkit.open(root)
+
+
+def export(root: Path | str, form: str, target: Path, *options: str) -> str:
+    code, out, err = call("export", root, "--as", form, "-o", target, *options)
+    assert code == 0, err
+    return out
+
+
+def canonical(samples: Any, types: dict[str, str]) -> list[tuple[bytes, ...]]:
+    parsed = Schema.parse(types)
+    return sorted(parsed.encode(sample, where="test") for sample in samples)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", ["tar", "arrow"])
+@settings(max_examples=4, phases=[Phase.generate])
+@given(samples=st.lists(rows, min_size=1, max_size=40), size=st.sampled_from(["1KiB", "256MiB"]))
+def test_built_again_it_is_the_same(form: str, format: str, samples: list[dict[str, Any]], size: str) -> None:
+    types = {name: text for name, text in TYPES.items() if form != "jsonl" or not text.startswith("bytes")}
+    samples = [{name: sample[name] for name in types} for sample in [FULL, *samples]]
+    with TemporaryDirectory() as folder:
+        base = Path(folder)
+        ds = write(base / "a", samples, types, format=format)
+        export(base / "a", form, base / "out", "--file-size", size)
+        as_text = dict.fromkeys(("meta", "extra"), "str") if form in ("parquet", "hf") else {}
+        given_types = {**types, **{name: text + types[name][4:] for name, text in as_text.items()}}
+        shardkit_tools.build(
+            str(base / "out"), str(base / "b"), options=ImportOptions(field_types=given_types)
+        )
+        again = shardkit.open(base / "b")
+        found = [
+            {name: json.loads(value) if name in as_text and value is not None else value
+             for name, value in sample.items()}
+            for sample in again
+        ]  # fmt: skip
+        assert canonical(found, types) == canonical(ds, types)
+        if form != "jsonl":
+            names = {again.key(number) for number in range(len(again))}
+            assert len(names) == len(ds)
+            if form != "webdataset":
+                assert names == {f"größe/{number}" for number in range(len(ds))}
+
+
+COUNT = 37
+PICTURES = {
+    "image": "bytes",
+    "label": "int64",
+    "caption": "str?",
+    "tokens": "int32[*]",
+    "pixels": "uint8[2,3]",
+}
+
+
+def png(shade: int) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("L", (4, 3), shade).save(buffer, "png")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    samples = [
+        {
+            "image": png(number), "label": number % 5, "caption": None if number % 4 == 1 else f"größe {number}",
+            "tokens": np.arange(number % 4, dtype=np.int32), "pixels": np.full((2, 3), number, np.uint8),
+        }
+        for number in range(COUNT)
+    ]  # fmt: skip
+    root = tmp_path_factory.mktemp("pictures") / "data"
+    write(root, samples, PICTURES, stratify="label")
+    return str(root)
+
+
+def test_pandas_and_polars_read_parquet_and_json_lines(pictures: str, tmp_path: Path) -> None:
+    import pandas as pd  # type: ignore[import-untyped]
+    import polars as pl
+
+    ds = shardkit.open(pictures)
+    said = export(pictures, "parquet", tmp_path / "p", "--file-size", "1KiB")
+    files = sorted((tmp_path / "p").iterdir())
+    assert len(files) > 1
+    assert f"37 samples in {len(files)} files" in said
+    frame = pd.read_parquet(tmp_path / "p")
+    assert frame["image"].tolist() == [sample["image"] for sample in ds]
+    assert frame["caption"].isna().sum() == sum(sample["caption"] is None for sample in ds) > 0
+    assert [tokens.tolist() for tokens in frame["tokens"]] == [sample["tokens"].tolist() for sample in ds]
+    assert pl.read_parquet(tmp_path / "p" / "*.parquet")["label"].to_list() == frame["label"].tolist()
+    export(
+        pictures, "jsonl", tmp_path / "x.jsonl", "--columns", "label,caption,tokens", "--where", "label < 3"
+    )
+    rows = pd.read_json(tmp_path / "x.jsonl", lines=True)
+    assert list(rows) == ["label", "caption", "tokens"]
+    assert rows["label"].tolist() == [sample["label"] for sample in ds if sample["label"] < 3]
+    assert pl.read_ndjson(tmp_path / "x.jsonl")["tokens"].to_list() == rows["tokens"].tolist()
+
+
+def test_webdataset_and_datasets_read_pictures(pictures: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():  # of the other libraries
+        warnings.simplefilter("ignore")
+        import datasets
+        import webdataset
+
+        ds = shardkit.open(pictures)
+        export(pictures, "webdataset", tmp_path / "x.tar")
+        found = list(webdataset.WebDataset(str(tmp_path / "x.tar"), shardshuffle=False).decode("pil"))
+        assert [sample["label.cls"] for sample in found] == [sample["label"] for sample in ds]
+        assert [sample["image.png"].getpixel((0, 0))[0] for sample in found] == [
+            s["pixels"][0, 0] for s in ds
+        ]
+        assert [sample.get("caption.txt") for sample in found] == [sample["caption"] for sample in ds]
+        export(pictures, "hf", tmp_path / "hf", "--file-size", "1KiB")
+        loaded = datasets.load_from_disk(str(tmp_path / "hf"))
+        assert isinstance(loaded.features["image"], datasets.Image)
+        assert [sample["image"].getpixel((0, 0)) for sample in loaded] == [s["pixels"][0, 0] for s in ds]
+        assert loaded["caption"][:] == [sample["caption"] for sample in ds]
+        assert loaded["__key__"][0] == ds.key(0)
+        assert loaded["pixels"][5] == ds[5]["pixels"].tolist()
+        again = tmp_path / "again"
+        loaded.select(range(5)).save_to_disk(str(again))  # what comes out is theirs
+        assert len(datasets.load_from_disk(str(again))) == 5
+
+
+def test_class_names_go_along(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.png").write_bytes(png(3))
+    shardkit_tools.build(str(tmp_path / "photos"), str(tmp_path / "a"))
+    export(tmp_path / "a", "hf", tmp_path / "hf")
+    shardkit_tools.build(str(tmp_path / "hf"), str(tmp_path / "b"))
+    assert shardkit.open(tmp_path / "b").classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("types", "sample", "form", "words"),
+    [
+        (
+            {"a": "int8", "b": "bytes?"},
+            {"a": 1, "b": b"x"},
+            "jsonl",
+            ("'b'", "bytes?", "parquet", "--columns"),
+        ),
+        (
+            {"a": "float32[2]"},
+            {"a": [1, math.nan]},
+            "jsonl",
+            ("'a'", "float32[2]", "NaN", "parquet", "'größe/0'"),
+        ),
+        ({"a": "float64?"}, {"a": -math.inf}, "jsonl", ("'a'", "float64?", "parquet")),
+        (
+            {"a": "int8", "Big": "str"},
+            {"a": 1, "Big": "x"},
+            "webdataset",
+            ("'Big'", "str", "lower case", "parquet"),
+        ),
+        ({"a": "int8?", "b": "str?"}, {}, "webdataset", ("no field has a value", "parquet", "'größe/0'")),
+    ],
+)
+def test_what_a_form_cannot_hold_is_named(
+    types: dict[str, str], sample: dict[str, Any], form: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    write(tmp_path / "a", [sample], types, format="arrow")
+    code, _, err = call("export", tmp_path / "a", "--as", form, "-o", tmp_path / "out")
+    assert code == 1
+    assert [word for word in words if word not in err] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damage_leaves_nothing_and_is_named(form: str, tmp_path: Path) -> None:
+    write(
+        tmp_path / "a", [{"text": str(number) * 50} for number in range(200)], {"text": "str"}, format="arrow"
+    )
+    shard = max((tmp_path / "a" / "objects").rglob("*.arrow"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    code, _, err = call("export", tmp_path / "a", "--as", form, "-o", tmp_path / "out", "--file-size", "1KiB")
+    assert (code, "mismatch" in err) == (4, True), err
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
+
+
+def test_an_export_that_is_killed_leaves_nothing_under_its_name(pictures: str, tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from shardkit_tools import exporting
+written = exporting._JsonLines.write
+def write(self, run):
+    written(self, run)
+    if self._stream.tell() > 50:
+        self._stream.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+exporting._JsonLines.write = write
+from tests.command_line import typed
+typed("export", {pictures!r}, "--as", "jsonl", "-o", "out", "--columns", "label", "--file-size", "100")
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name.endswith(".partial") and path.name.startswith(".") for path in tmp_path.iterdir()] == [
+        True
+    ]
+
+
+def test_what_is_there_stays_unless_asked(pictures: str, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    export(pictures, "parquet", target, "--file-size", "1KiB")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    code, _, err = call("export", pictures, "--as", "parquet", "-o", target)
+    assert (code, "--replace" in err) == (1, True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    export(pictures, "parquet", target, "--replace")
+    assert [path.name for path in target.iterdir()] == ["data-00000.parquet"]
+    (target / "thesis.txt").write_text("mine")
+    code, _, err = call("export", pictures, "--as", "parquet", "-o", target, "--replace")
+    assert (code, "more than an export" in err) == (1, True)
+    assert (target / "thesis.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    for options in (["--as", "parquet"], ["--as", "urls", "--where", "label < 3"]):
+        assert call("export", pictures, *options)[0] == 2
+    code, _, err = call("export", pictures, "--as", "jsonl", "-o", tmp_path / "y", "--columns", "labl")
+    assert (code, "'labl'" in err) == (1, True)
+
+
+def test_memory_holds_some_blocks_and_never_all(tmp_path: Path) -> None:
+    import tracemalloc
+
+    import pyarrow as pa
+
+    from shardkit_tools.exporting import Form, export_samples
+
+    def peak(count: int, form: Form) -> int:
+        root = tmp_path / f"{count}"
+        if not root.exists():
+            with shardkit.create(root, {"text": "str"}, format="arrow", block_size="64KiB") as writer:
+                for number in range(count):
+                    writer.add({"text": f"{number:06}" * 10_000})
+        ds = shardkit.open(root)
+        tracemalloc.start()
+        pool = pa.default_memory_pool()
+        before = pool.max_memory()
+        export_samples(ds, form, tmp_path / f"{count}.{form}", schema=ds.schema, file_bytes=1 << 40)
+        held: int = tracemalloc.get_traced_memory()[1] + pool.max_memory() - before
+        tracemalloc.stop()
+        return held
+
+    for form in (Form.JSONL, Form.WEBDATASET, Form.PARQUET, Form.HF):
+        peak(100, form)
+        assert peak(1100, form) < 50 << 20 < 1100 * 60_000
