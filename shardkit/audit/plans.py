@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
-from shardkit.plan import EARLIER_WINDOW_BLOCKS, Plan, Population
+from shardkit.plan import Plan, Population
 from shardkit.repository.log import parse_dataset_url
 
 __all__ = ["RunPlan", "find_plans", "open_recorded"]
@@ -96,7 +97,8 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
             recipe = recipe_of(event["history"], rows_of)
             candidates.append(("the ledger's settings", recipe, recipe.make()))
         if record.settings.get("configuration"):
-            candidates.append(_configured_plan(record, population, expected))
+            history = event.get("history") or [{"settings": {}}]
+            candidates.append(_configured_plan(record, population, expected, history[0]["settings"]))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -128,7 +130,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
 
 
 def _configured_plan(
-    record: RunRecord, population: Population, expected: str
+    record: RunRecord, population: Population, expected: str, recorded: Mapping[str, Any]
 ) -> tuple[str, PlanRecipe, Plan]:
     """The plan of a stage that run.json, or the settings that the run went on with, ask for.
 
@@ -136,16 +138,8 @@ def _configured_plan(
     """
     made: list[tuple[str, PlanRecipe, Plan]] = []
     for configuration in record.configurations():
-        recipes = configured_settings(population, configuration)
+        recipes = configured_settings(population, configuration, recorded)
         plans = [recipe.make() for recipe in recipes]
-        began = record.settings.get("plan")
-        if (
-            not configuration["data"].get("window_blocks")
-            and plans[0].digest != began == plans[0].earlier_digest
-        ):
-            window = {"window_blocks": EARLIER_WINDOW_BLOCKS}  # a run keeps what it began with
-            recipes = [replace(recipe, arguments=recipe.arguments | window) for recipe in recipes]
-            plans = [recipe.make() for recipe in recipes]
         made += [("run.json", recipe, plan) for recipe, plan in zip(recipes, plans, strict=True)]
         stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]
         record.stage_plans.append(

@@ -105,8 +105,12 @@ def _arguments(population: Population, settings: Mapping[str, Any]) -> dict[str,
     return arguments
 
 
-def configured_settings(population: Population, configuration: Mapping[str, Any]) -> list[PlanRecipe]:
+def configured_settings(
+    population: Population, configuration: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> list[PlanRecipe]:
     """From the configuration in the bundled trainer's ``run.json``: the plan that it begins with, then each stage's.
+
+    Lanes and windows that nobody chose are those that the ledger recorded: today's defaults may be others.
 
     Raises:
         ConfigurationError: it has no data section.
@@ -117,6 +121,7 @@ def configured_settings(population: Population, configuration: Mapping[str, Any]
             "run.json: configuration.data.global_batch is missing; was it written by hand?"
         )
     arguments = {"global_batch": data["global_batch"], "seed": data.get("seed", 0)}
+    arguments |= {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks")}
     arguments |= {name: value for name, value in chosen.items() if value}
     recipes = [PlanRecipe(population, arguments)]

@@ -12,6 +12,7 @@ from shardkit.ledger.bindings import (
     bound_assignment,
     bound_settings,
     ledger_head,
+    recorded_plan,
     setting_differences,
 )
 from shardkit.ledger.journal import Journal
@@ -36,6 +37,7 @@ __all__ = [
     "ledger_head",
     "merge_journals",
     "read_journal",
+    "recorded_plan",
     "setting_differences",
     "step_digest",
     "step_digests",

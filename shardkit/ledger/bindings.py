@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from shardkit.errors import IntegrityError
 from shardkit.ledger.ledger import Ledger
-from shardkit.ledger.merging import Merge, Source
+from shardkit.ledger.merging import Merge, Source, merge_journals
 from shardkit.plan import assign
 from shardkit.stores.file_operations import explained
 
 __all__ = [
     "BINDINGS", "CHECKPOINT", "CONFIGURATION", "DEALT", "bind_assignment", "bind_checkpoint", "bind_configuration",
-    "bound_assignment", "bound_settings", "ledger_head", "setting_differences",
+    "bound_assignment", "bound_settings", "ledger_head", "recorded_plan", "setting_differences",
 ]  # fmt: skip
 
 BINDINGS: Final = "bindings"
@@ -138,6 +138,22 @@ def bound_assignment(
     dealt = any(one.get("kind") == DEALT and len(one["nodes"]) == world for one in events)
     began = any(one.get("kind") == "start" and one.get("ranks") == world for one in events)
     return assign(lanes, world).owner if began and not dealt else None
+
+
+def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | None:
+    """The resolved settings of a plan that the run began with, as its first start journaled them; None: nothing was.
+
+    Args:
+        run: directory.
+        digest: of the plan, before any amendment.
+    """
+    if not (Path(run) / "journal").is_dir():
+        return None
+    for ledger in (Ledger(Path(run)), merge_journals(Path(run))[0]):  # what is committed, else what is to be
+        for event in ledger.event_documents():
+            if event.get("kind") == "plan" and event.get("plan") == digest and event.get("history"):
+                return dict(event["history"][0]["settings"])
+    return None
 
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardkit.errors import StateError
-from shardkit.plan import EARLIER_WINDOW_BLOCKS, Plan
+from shardkit.plan import Plan
 
 __all__ = ["STATE_VERSION", "check_geometry", "check_state"]
 
@@ -33,10 +33,12 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
         )
     expected = {"manifest": manifest, "plan": plan.digest}
     differing = [name for name, value in expected.items() if state.get(name) != value]
-    if differing == ["plan"] and plan.parent is None and state.get("plan") == plan.earlier_digest:
+    earlier = plan.earlier_defaults().get(str(state.get("plan"))) if differing == ["plan"] else None
+    if earlier is not None:
         raise StateError(
-            f"this state was taken with windows of {EARLIER_WINDOW_BLOCKS} blocks, the default of version 0.1; "
-            f"this plan has {plan.settings.window_blocks}: make it with window_blocks={EARLIER_WINDOW_BLOCKS} to go on"
+            f"this state was taken with {earlier[0]} lanes and windows of {earlier[1]} blocks, the defaults of version "
+            f"0.1; this plan has {plan.lanes} and {plan.settings.window_blocks}: make it with lanes={earlier[0]}, "
+            f"window_blocks={earlier[1]} to go on"
         )
     if differing:
         details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)

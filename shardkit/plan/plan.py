@@ -18,7 +18,7 @@ from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid, joined, rows_per_sequence
-from .settings import EARLIER_WINDOW_BLOCKS, Settings, default_lanes, default_window_blocks
+from .settings import EARLIER_WINDOW_BLOCKS, Settings, default_lanes, default_lanes_0_1, default_window_blocks
 from .strata import stratum_rows
 from .weighted import WeightedGrid
 from .weights import WeightsLike, resolve_stages
@@ -148,11 +148,22 @@ class Plan:
         # a stratum that is in few cells has a block at least, and at most two of them are open per slot
         return max(settings.window_blocks, 2 * size) + min(strata, size)
 
-    @property
-    def earlier_digest(self) -> str:
-        """Of the same plan with the default window of version 0.1."""
-        settings = replace(self.settings, window_blocks=EARLIER_WINDOW_BLOCKS)
-        return self._hashed(None if self.parent is None else self.parent.digest, self._change, settings)
+    def earlier_defaults(self) -> dict[str, tuple[int, int]]:
+        """Digests of the same plan with the defaults of version 0.1 → its lanes and window_blocks; of no amendment."""
+        if self.parent is not None:
+            return {}
+        units = self.population if self.settings.join is None else joined(self.population, self.settings.join)
+        chosen = {self.lanes, default_lanes_0_1(units, self.global_batch)}
+        windows = {self.settings.window_blocks, EARLIER_WINDOW_BLOCKS}
+        found = {
+            self._hashed(None, None, replace(self.settings, lanes=lanes, window_blocks=window)): (
+                lanes,
+                window,
+            )
+            for lanes in chosen
+            for window in windows
+        }
+        return {digest: what for digest, what in found.items() if digest != self.digest}
 
     @property
     def digest(self) -> str:

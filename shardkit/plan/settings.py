@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from shardkit.errors import ConfigurationError, PlanError
 from shardkit.ranges import Range
@@ -17,6 +18,7 @@ __all__ = [
     "check_range",
     "check_rows",
     "default_lanes",
+    "default_lanes_0_1",
     "default_window_blocks",
     "few_lanes",
     "num_blocks",
@@ -30,6 +32,8 @@ LEAST_WINDOW, MOST_WINDOW = 4, 16  # blocks
 
 TARGET_LANES = 64
 LEAST_LANES = 8
+MANY_LANES, MOST_LANES = 32, 256
+WORLDS = 64  # sizes up to here decide how many lanes
 REMAINDERS = ("drop", "short")
 
 
@@ -74,12 +78,20 @@ class Settings:
 
 
 def default_lanes(population: Population, global_batch: int) -> int:
-    """The divisor of the batch nearest to 64.
+    """A divisor of the batch that lets most world sizes share it evenly (SPEC.md §4).
 
-    Fewer (but not below 8) for datasets with fewer than 4 blocks per lane.
+    From 32 to 256 where the batch has such a divisor; fewer (but not below 8) for datasets with fewer than 4 blocks per
+    lane.
     """
     _at_least("global_batch", global_batch, 1)
-    return _nearest_lanes(global_batch, max(LEAST_LANES, num_blocks(population) // 4))
+    return _best_lanes(global_batch, max(LEAST_LANES, num_blocks(population) // 4))
+
+
+def default_lanes_0_1(population: Population, global_batch: int) -> int:
+    """What version 0.1 took: the divisor of the batch nearest to 64, fewer for datasets of few blocks."""
+    most = max(LEAST_LANES, num_blocks(population) // 4)
+    fit = [d for d in divisors(global_batch) if d <= most] or [1]
+    return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
 
 
 def few_lanes(population: Population, global_batch: int) -> str:
@@ -88,27 +100,41 @@ def few_lanes(population: Population, global_batch: int) -> str:
     Names the nearest batch below and the nearest above that allow more.
     """
     most = max(LEAST_LANES, num_blocks(population) // 4)
-    lanes = _nearest_lanes(global_batch, most)
+    lanes = _best_lanes(global_batch, most)
     if lanes >= LEAST_LANES or global_batch < LEAST_LANES:
         return ""
     below, above = (
         next(
-            b
-            for b in range(global_batch, global_batch + 9 * way, way)
-            if _nearest_lanes(b, most) >= LEAST_LANES
+            b for b in range(global_batch, global_batch + 9 * way, way) if _best_lanes(b, most) >= LEAST_LANES
         )
         for way in (-1, 1)
     )
-    near = " or ".join(f"{batch} ({_nearest_lanes(batch, most)} lanes)" for batch in (below, above))
+    near = " or ".join(f"{batch} ({_best_lanes(batch, most)} lanes)" for batch in (below, above))
     return (
         f"a global batch of {global_batch} divides into {lanes} lane{'s' * (lanes > 1)} only, and no more ranks than "
         f"that can work; a batch of {near} allows more, or pass lanes="
     )
 
 
-def _nearest_lanes(global_batch: int, most: int) -> int:
-    fit = [d for d in divisors(global_batch) if d <= most] or [1]
-    return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
+def _best_lanes(global_batch: int, most: int) -> int:
+    """Of the divisors up to `most`: even, from 32 to 256 (or 512), for whole nodes of 16, most worlds, near 64.
+
+    An even batch that has a divisor from 32 to 256 has an even one up to 512: two ranks can always share it.
+    """
+    fit = [d for d in divisors(global_batch) if d <= most and d % gcd(global_batch, 2) == 0] or [1]
+    for last in (MOST_LANES, 2 * MOST_LANES):
+        many = [d for d in fit if MANY_LANES <= d <= last]
+        if many:
+            fit = many
+            break
+    whole = gcd(global_batch, 16)
+    fit = [d for d in fit if d % whole == 0] or fit
+
+    def merit(lanes: int) -> tuple[int, float, int]:
+        worlds = sum(lanes % world == 0 for world in range(1, WORLDS + 1))
+        return worlds, min(lanes / TARGET_LANES, TARGET_LANES / lanes), -lanes
+
+    return max(fit, key=merit)
 
 
 def default_window_blocks(population: Population, lanes: int) -> int:

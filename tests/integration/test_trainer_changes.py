@@ -13,7 +13,8 @@ import torch
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import ConfigurationError, IntegrityError
-from shardkit.ledger import bind_checkpoint
+from shardkit.ledger import bind_checkpoint, recorded_plan
+from shardkit.plan import plan as plans
 from shardkit.torch import CheckpointWriter
 from shardkit_tools.main import run as shardkit_command
 from shardkit_trainer import load_configuration
@@ -273,3 +274,34 @@ def test_checkpoints_of_a_loop_of_ones_own_are_bound(tmp_path: Path, texts: str)
         if one.severity == "violated" and "does not record it" in one.text
     ]
     assert [one.subject for one in named] == ["step-000000000009"]
+
+
+def test_a_run_keeps_the_lanes_that_it_began_with(
+    tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(steps: int) -> Any:
+        chosen = settings(tmp_path / "run", texts, data__lanes=0, data__global_batch=16, run__steps=steps)
+        return train(load_configuration(None, chosen), allow_changes=["run.steps"])
+
+    began = shardkit.open(texts).plan(global_batch=16)
+    assert start(4).step == 4
+    for name, other in (("default_lanes", 4), ("default_window_blocks", 7)):  # as a later version may choose
+        monkeypatch.setattr(plans, name, lambda *_arguments, other=other: other)
+    assert shardkit.open(texts).plan(global_batch=16).lanes == 4 != began.lanes
+    assert start(6).step == 6
+    audit = audit_run(tmp_path / "run")
+    assert (audit.exit_code, audit.verdict[:9]) == (0, "explained"), audit.findings
+    recorded = recorded_plan(tmp_path / "run", began.digest)
+    assert recorded is not None
+    assert (recorded["lanes"], recorded["window_blocks"]) == (began.lanes, began.settings.window_blocks)
+
+
+def test_what_a_killed_start_journaled_says_its_lanes(tmp_path: Path, texts: str) -> None:
+    ds = shardkit.open(texts)
+    plan = ds.plan(global_batch=16)
+    with ds.loader(plan, run=tmp_path / "run", telemetry=None) as loader:
+        next(iter(loader))
+    assert not (tmp_path / "run" / "ledger").exists()
+    assert recorded_plan(tmp_path / "run", plan.digest) == plan.history()[0]["settings"]
+    assert recorded_plan(tmp_path / "run", "0" * 64) is None
+    assert recorded_plan(tmp_path / "other", plan.digest) is None

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import shardkit
 from shardkit.errors import RunError
+from shardkit.ledger import recorded_plan
 from shardkit.loader import Rebalancing
-from shardkit.plan import EARLIER_WINDOW_BLOCKS
 from shardkit.repository.log import parse_dataset_url
 
 from .configuration import Configuration
@@ -22,6 +22,11 @@ from .distributed import World
 from .run_directory import RunDirectory
 
 __all__ = ["CellsAhead", "RunData"]
+
+_RESOLVED = (
+    "lanes",
+    "window_blocks",
+)  # settings of a plan that follow from the dataset where nobody chose them
 
 
 class RunData:
@@ -51,14 +56,10 @@ class RunData:
         world.store.set("versions", json.dumps({"manifest": self.manifest, "parts": self.parts}))
         chosen = {"lanes": data.lanes, "weights": data.weights, "window_blocks": data.window_blocks}
         settings: dict[str, Any] = {name: value for name, value in chosen.items() if value}
+        if known is not None:  # a run keeps what it began with, whatever the defaults are by now
+            recorded = recorded_plan(directory.path, known["plan"]) or {}
+            settings = {name: recorded[name] for name in _RESOLVED if name in recorded} | settings
         plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
-        if (
-            known is not None
-            and not data.window_blocks
-            and plan.digest != known["plan"] == plan.earlier_digest
-        ):
-            settings["window_blocks"] = EARLIER_WINDOW_BLOCKS  # a run keeps what it began with
-            plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
         self.steps: int = config.run.steps or config.run.epochs * (plan.steps_per_epoch or plan.loop_steps)
         self.plans = [plan]
         for stage in data.stages:

@@ -28,6 +28,7 @@ from shardkit_tools.console import (
 __all__ = ["plan"]
 
 _SHOWN = 12
+_USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although they may not divide the lanes
 
 
 def plan(
@@ -150,10 +151,13 @@ def _print_report(report: dict[str, Any]) -> None:
         for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
                           ("distance of neighbours, bits", "distance_bits"))])  # fmt: skip
     print_heading("World sizes")
-    full = [str(w["ranks"]) for w in report["worlds"] if w["efficiency"] == 1]
-    print_line("all ranks busy at " + ", ".join(full))
+    print_table(["ranks", "lanes of a rank", "busy"], [
+        [str(w["ranks"]), str(-(-report["lanes"] // w["ranks"])), f"{w['efficiency']:.0%}"]
+        for w in report["worlds"] if w["efficiency"] == 1 or w["ranks"] in _USUAL_WORLDS])  # fmt: skip
     worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
-    print_line(f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks")
+    print_line(
+        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: uneven"
+    )
 
 
 def _bytes(total: int) -> str:
