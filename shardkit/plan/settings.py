@@ -80,18 +80,20 @@ class Settings:
 def default_lanes(population: Population, global_batch: int) -> int:
     """A divisor of the batch that lets most world sizes share it evenly (SPEC.md §4).
 
-    From 32 to 256 where the batch has such a divisor; fewer (but not below 8) for datasets with fewer than 4 blocks per
+    At least 32 where the batch has such a divisor; fewer (but not below 8) for datasets with fewer than 4 blocks per
     lane.
     """
     _at_least("global_batch", global_batch, 1)
-    return _best_lanes(global_batch, max(LEAST_LANES, num_blocks(population) // 4))
+    return _best_lanes(global_batch, _most_lanes(population))
 
 
 def default_lanes_0_1(population: Population, global_batch: int) -> int:
-    """What version 0.1 took: the divisor of the batch nearest to 64, fewer for datasets of few blocks."""
-    most = max(LEAST_LANES, num_blocks(population) // 4)
-    fit = [d for d in divisors(global_batch) if d <= most] or [1]
-    return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
+    """What version 0.1 took."""
+    return _nearest_lanes(global_batch, _most_lanes(population))
+
+
+def _most_lanes(population: Population) -> int:
+    return max(LEAST_LANES, num_blocks(population) // 4)
 
 
 def few_lanes(population: Population, global_batch: int) -> str:
@@ -99,7 +101,7 @@ def few_lanes(population: Population, global_batch: int) -> str:
 
     Names the nearest batch below and the nearest above that allow more.
     """
-    most = max(LEAST_LANES, num_blocks(population) // 4)
+    most = _most_lanes(population)
     lanes = _best_lanes(global_batch, most)
     if lanes >= LEAST_LANES or global_batch < LEAST_LANES:
         return ""
@@ -116,17 +118,20 @@ def few_lanes(population: Population, global_batch: int) -> str:
     )
 
 
+def _nearest_lanes(global_batch: int, most: int) -> int:
+    fit = [d for d in divisors(global_batch) if d <= most] or [1]
+    return min(fit, key=lambda d: (abs(d - TARGET_LANES), -d))
+
+
 def _best_lanes(global_batch: int, most: int) -> int:
-    """Of the divisors up to `most`: even, from 32 to 256 (or 512), for whole nodes of 16, most worlds, near 64.
+    """Of the divisors from 32 to 256 (or 512): even if B is, for whole nodes of 16, most worlds, near 64.
 
     An even batch that has a divisor from 32 to 256 has an even one up to 512: two ranks can always share it.
     """
-    fit = [d for d in divisors(global_batch) if d <= most and d % gcd(global_batch, 2) == 0] or [1]
-    for last in (MOST_LANES, 2 * MOST_LANES):
-        many = [d for d in fit if MANY_LANES <= d <= last]
-        if many:
-            fit = many
-            break
+    fit = [d for d in divisors(global_batch) if MANY_LANES <= d <= most and d % gcd(global_batch, 2) == 0]
+    fit = [d for d in fit if d <= MOST_LANES] or [d for d in fit if d <= 2 * MOST_LANES]
+    if not fit:
+        return _nearest_lanes(global_batch, most)
     whole = gcd(global_batch, 16)
     fit = [d for d in fit if d % whole == 0] or fit
 

@@ -38,7 +38,8 @@ def plan(
     ] = 256,
     seed: Annotated[int, typer.Option(help="Of every shuffle.")] = 0,
     lanes: Annotated[
-        int | None, typer.Option(help="Columns of the grid; the divisor of the batch nearest 64.")
+        int | None,
+        typer.Option(help="Columns of the grid; by default a divisor of the batch that most worlds share."),
     ] = None,
     weights: Annotated[str, typer.Option(help='Weights by glob over strata, as JSON: {"web/*": 3}.')] = "",
     remainder: Annotated[str, typer.Option(help="drop or short.")] = "drop",
