@@ -176,6 +176,27 @@ def test_what_was_dealt_elsewhere_is_taken_as_it_is(ds: shardkit.Dataset, plan: 
         ds.loader(plan, assignment="far")  # type: ignore[arg-type]
 
 
+def test_the_parent_of_dataloader_workers_decides(ds: shardkit.Dataset, plan: Plan, tmp_path: Path) -> None:
+    torch_data = pytest.importorskip("torch.utils.data")
+    from shardkit.torch import dataset
+
+    caches, store = [tmp_path / "a", tmp_path / "b"], dist.HashStore()
+    _fill(caches[0], ds, plan, list(range(8, 16)))
+
+    def begin(rank: int) -> Any:
+        return dataset(ds, plan, rank=rank, world=2, store=store, cache=caches[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(begin, range(2)))
+    for data, lanes in zip(parts, (range(8, 16), range(8)), strict=True):
+        for workers in (0, 2):
+            batches = list(torch_data.DataLoader(data, batch_size=None, num_workers=workers))
+            assert [batch.samples.tolist() for batch in batches] == [
+                plan.step(step)[lanes].ravel().tolist() for step in range(plan.loop_steps)
+            ]
+            data.set_epoch(0)
+
+
 def test_ranks_that_want_other_rules_are_named(ds: shardkit.Dataset, plan: Plan) -> None:
     store = dist.HashStore()
 
