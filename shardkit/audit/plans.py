@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardkit.audit.replay import PlanRecipe, cell_digests, configured_settings,
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.population import population_of
-from shardkit.errors import FormatError, IntegrityError, ShardkitError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.plan import Plan, Population
 from shardkit.repository.log import parse_dataset_url
 
@@ -66,16 +67,46 @@ def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None 
         ShardkitError: it is not there, is damaged, or is another.
     """
     manifest = str(event["manifest"])
+    refused: ShardkitError | None = None
+    for place in [dataset] if dataset is not None else _places(record, event):
+        try:
+            opened = open_dataset(
+                place if isinstance(place, Mapping) else f"{parse_dataset_url(place)[0]}@{manifest}"
+            )
+        except (NotFoundError, StoreError) as error:  # what is there and damaged is the answer
+            refused = refused or error
+            continue
+        if opened.manifest.id == manifest:
+            return opened
+        refused = refused or IntegrityError(
+            f"the dataset is {opened.manifest.id} now, and the run consumed {manifest}"
+        )
+    raise refused or NotFoundError("the run does not say where its dataset lies")
+
+
+def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str, str]]:
+    """Where the dataset may be, whatever folder the audit runs in.
+
+    Where run.json says, if that is whole; else where the loader found it; beside the run, where both were moved;
+    last a relative path of run.json from here.
+    """
     data = record.settings.get("configuration", {}).get("data", {})
-    recorded = [str(url) for url in event.get("dataset") or ()]
-    if dataset is None and data.get("parts"):
-        opened = open_dataset(dict(record.settings.get("parts") or data["parts"]))
-    else:
-        root = dataset or data.get("dataset") or (recorded[0] if recorded else "")
-        opened = open_dataset(f"{parse_dataset_url(root)[0]}@{manifest}")
-    if opened.manifest.id != manifest:
-        raise IntegrityError(f"the dataset is {opened.manifest.id} now, and the run consumed {manifest}")
-    return opened
+    parts = dict(record.settings.get("parts") or data.get("parts") or {})
+    configured = list(map(str, parts.values())) if parts else [str(data.get("dataset") or "")]
+    found = [str(url) for url in event.get("dataset") or ()]
+    beside = [str(one) for one in event.get("beside") or ()]
+    moved = [str(record.path.absolute() / one) for one in beside] if all(beside) else []
+    is_whole = all("://" in place or os.path.isabs(place) for place in configured)
+    refs = [parse_dataset_url(place)[1] for place in configured] if parts else []
+    for roots in (configured, moved) if is_whole else (found, moved, configured):
+        if parts and len(roots) == len(parts):
+            pinned = [
+                f"{parse_dataset_url(root)[0]}@{ref}" if ref else root
+                for root, ref in zip(roots, refs, strict=True)
+            ]
+            yield dict(zip(parts, pinned, strict=True))
+        elif not parts and roots and roots[0]:
+            yield roots[0]
 
 
 def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> RunPlan | None:

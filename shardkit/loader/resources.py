@@ -6,8 +6,10 @@ import contextlib
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,7 +107,7 @@ class LoaderResources:
         self.journal = None if config.run is None else Journal(
             config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=setup.topology.rank,
             world=setup.topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
-            meta={"history": plan.history(), "dataset": reader.urls},
+            meta={"history": plan.history(), "dataset": reader.urls, "beside": _seen_from(config.run, reader.urls)},
         )  # fmt: skip
 
     @property
@@ -183,6 +185,11 @@ def _needs_network(sources: Sources) -> bool:
         isinstance(store, LocatedStore) or store.local_path("shardkit.json") is None
         for store in sources.reader.stores
     )
+
+
+def _seen_from(run: Path, urls: Sequence[str]) -> list[str]:
+    """Where local roots lie, seen from the run directory: they may be moved together; "" for other URLs."""
+    return ["" if "://" in url else os.path.relpath(url, run) for url in urls]
 
 
 def _keep_freed_memory() -> None:

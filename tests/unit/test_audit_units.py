@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.audit import sample_lineage, version_lineage
+from shardkit.audit import load_run, sample_lineage, version_lineage
+from shardkit.audit.plans import open_recorded
 from shardkit.audit.replay import cell_digests, recipe_of
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.population import population_of
@@ -149,3 +150,33 @@ def test_signing_without_its_package_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingDependency, match=r"shardkit\[audit\]"):
         verify_envelope(b"{}", tmp_path / "key.pub")
+
+
+@pytest.mark.parametrize("configured", ["", "data"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_dataset_of_a_run_is_found_from_any_folder(
+    configured: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it lay, however it was named; and beside the run, where both were moved."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    for name in ("data", "more")[:parts]:
+        with shardkit.create(name, {"x": "int64"}) as writer:
+            for number in range(32):
+                writer.add({"x": number})
+    names = {"first": "data", "second": "more"}
+    ds = shardkit.open("data" if parts == 1 else names)
+    with ds.loader(ds.plan(8), run="run", telemetry=None) as loader:
+        for _ in loader:
+            pass
+    monkeypatch.chdir(tmp_path)
+    for place in ("home", "elsewhere"):
+        Path("home").rename(place)
+        record = load_run(tmp_path / place / "run")
+        if configured or parts > 1:
+            data = {"dataset": configured} if parts == 1 else {"parts": names}
+            record.settings = {"configuration": {"data": data}}
+        [event] = record.plans
+        assert open_recorded(record, event).manifest.id == ds.manifest.id
+        Path(place).rename("home")

@@ -29,7 +29,8 @@ def top(
 
     All of it is read from the run directory, so it works from any machine that sees it, during the run and after.
     "own work" is what a rank does by itself in a step, "data wait" the share of its time that it waits for samples,
-    "peers" for other ranks. The bottleneck is that of the rank that waits least for others.
+    "peers" for other ranks, "bound by" what takes most of it. Wider terminals show more columns. The
+    bottleneck is that of the rank that waits least for others.
 
     Example: shardkit top runs/mine
     """
@@ -42,7 +43,8 @@ def top(
         return
     document = view_run(path)
     if is_terminal():
-        Console(highlight=False, markup=False, emoji=False).print(terminal_page(document))
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print(terminal_page(document, console.width))
         return
     for kind, content in plain_page(document):
         if kind == "line":
@@ -57,8 +59,11 @@ def _live(path: Path, interval: float) -> None:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(terminal_page(view_run(path), max(4, console.size.height - 16)), refresh=True)
+                page = terminal_page(view_run(path), console.width, max(4, console.height - 16))
+                live.update(page, refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
-        console.print(terminal_page(view_run(path)))  # what was seen last stays in the scroll-back
+        console.print(
+            terminal_page(view_run(path), console.width)
+        )  # what was seen last stays in the scroll-back
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,18 +19,19 @@ _EVENTS: Final = 8
 _ANOMALIES: Final = 6
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _SPARKS: Final = 60
+_SPARK_TEXT: Final = 45
 _STATES: Final = {"running": "green", "ended": "dim", "silent": "bold red"}
 
 Document = Mapping[str, Any]
 
 
-def terminal_page(document: Document, most_ranks: int = 32) -> RenderableType:
-    """For rich; as wide as the terminal."""
+def terminal_page(document: Document, width: int, most_ranks: int = 32) -> RenderableType:
+    """For rich: as many columns of the ranks as a terminal of that width has room for."""
     parts: list[RenderableType] = [_headline(document), _bottleneck_line(document)]
-    sparks = _sparkline(document)
+    sparks = _sparkline(document, width)
     if sparks:
         parts.append(Text(sparks, style="cyan"))
-    parts += [Text(), _rank_table(document["ranks"], document["anomalies"], most_ranks)]
+    parts += [Text(), _rank_table(document["ranks"], document["anomalies"], most_ranks, width)]
     if document["anomalies"]:
         parts.append(Text())
         for one in document["anomalies"][:_ANOMALIES]:
@@ -85,8 +87,9 @@ def _shares_text(shares: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.005)
 
 
-def _sparkline(document: Document) -> str:
-    values = [value or 0.0 for value in document["series"].get("samples_per_s", ())][-_SPARKS:]
+def _sparkline(document: Document, width: int) -> str:
+    values = [value or 0.0 for value in document["series"].get("samples_per_s", ())]
+    values = values[-max(8, min(_SPARKS, width - _SPARK_TEXT)) :]
     most = max(values, default=0.0)
     if not most or len(values) < 4:
         return ""
@@ -96,7 +99,10 @@ def _sparkline(document: Document) -> str:
 
 
 _COLUMNS: Final = (">rank", "host", "state", "stage", ">step", "lanes", ">samples/s", ">step time", ">own work",
-                   ">per cell", ">data wait", ">peers", ">read/s", ">memory")  # fmt: skip
+                   ">per cell", ">data wait", ">peers", "bound by", ">read/s", ">memory")  # fmt: skip
+_BY_WORTH: Final = ("rank", "step", "data wait", "bound by", "state", "own work", "samples/s", "stage", "step time",
+                    "peers", "lanes", "host", "per cell", "memory", "read/s")  # fmt: skip
+_GAP: Final = 2
 
 
 def _rank_row(row: Mapping[str, Any]) -> list[str]:
@@ -106,8 +112,14 @@ def _rank_row(row: Mapping[str, Any]) -> list[str]:
         str(row["rank"]), clean(row["host"]), clean(state), clean(row["stage"]) or "–", count_text(row["step"]),
         lanes if len(lanes) <= 20 else lanes[:19] + "…", f"{row['samples_per_s']:,.0f}", _ms(row["step_s"]),
         _ms(row["busy_step_s"]), _ms(row["cell_s"]), f"{100 * row['data_share']:.0f} %",
-        f"{100 * row['wait_share']:.0f} %", bytes_text(int(row["bytes_per_s"])), bytes_text(int(row["memory_bytes"])),
+        f"{100 * row['wait_share']:.0f} %", _bound_text(row["shares"]),
+        bytes_text(int(row["bytes_per_s"])), bytes_text(int(row["memory_bytes"])),
     ]  # fmt: skip
+
+
+def _bound_text(shares: Mapping[str, float]) -> str:
+    name = max(shares, key=shares.__getitem__, default="")
+    return f"{name} {100 * shares[name]:.0f} %" if name else "–"
 
 
 def _ms(seconds: float) -> str:
@@ -117,19 +129,35 @@ def _ms(seconds: float) -> str:
 
 
 def _rank_table(
-    rows: Sequence[Mapping[str, Any]], unusual_ones: Sequence[Mapping[str, Any]], most: int
+    rows: Sequence[Mapping[str, Any]], unusual_ones: Sequence[Mapping[str, Any]], most: int, width: int
 ) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left", no_wrap=True)
     unusual = {one["rank"] for one in unusual_ones}
-    for row in _most_telling(rows, most):
+    shown = _most_telling(rows, most)
+    cells = [_rank_row(row) for row in shown]
+    fits = _fitting(cells, width)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False)
+    for place in fits:
+        column = _COLUMNS[place]
+        table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left", no_wrap=True)
+    for row, texts in zip(shown, cells, strict=True):
         table.add_row(
-            *(Text(cell) for cell in _rank_row(row)), style="yellow" if row["rank"] in unusual else ""
+            *(Text(texts[place]) for place in fits), style="yellow" if row["rank"] in unusual else ""
         )
     if len(rows) <= most:
         return table
     return Group(table, Text(f"… and {len(rows) - most} ranks that work less per step", style="dim"))
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The columns that a terminal has room for, whole: the most telling are chosen first."""
+    left, fits = width + _GAP, []
+    for name in _BY_WORTH:
+        place = [column.lstrip(">") for column in _COLUMNS].index(name)
+        needed = max(map(cell_len, [name, *(row[place] for row in rows)])) + _GAP
+        if needed <= left:
+            left -= needed
+            fits.append(place)
+    return sorted(fits)
 
 
 def _most_telling(rows: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
