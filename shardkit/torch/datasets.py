@@ -180,7 +180,10 @@ class PlanDataset(IterableDataset[Batch]):
         """
         step = check_state(state, self._plan, self._ds.manifest.id)
         workers = state.get("workers")
-        if workers is None:
+        alone = (
+            workers == 1 and get_worker_info() is None
+        )  # it may start workers: they must not all go on there
+        if workers is None or (alone and step < state["until"]):
             self._log.move(step)
             return
         if workers != _worker()[1]:

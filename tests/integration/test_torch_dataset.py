@@ -113,6 +113,18 @@ def test_stateful_data_loader_resumes(ds: shardkit.Dataset, workers: int, stop: 
     assert got == whole
 
 
+def test_the_state_of_a_loop_without_workers_fits_any_number_of_workers(ds: shardkit.Dataset) -> None:
+    expected = _reference(ds, 1)
+    first = shardkit.torch.dataset(ds, _plan(ds))
+    batches = iter(DataLoader(first, batch_size=None))
+    seen = [_tuple(next(batches)) for _ in range(4)]
+    for workers in (0, 1, 3):
+        second = shardkit.torch.dataset(ds, _plan(ds))
+        second.load_state_dict(first.state_dict())
+        rest = [_tuple(batch) for batch in DataLoader(second, batch_size=None, num_workers=workers)]
+        assert seen + rest == expected
+
+
 def test_every_rank_of_workers_reads_its_own_lanes(ds: shardkit.Dataset) -> None:
     plan = _plan(ds)
     ranks = [
