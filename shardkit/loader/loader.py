@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from shardkit.errors import ConfigurationError, StateError, UsageError
+from shardkit.errors import ConfigurationError, MissingDependency, StateError, UsageError
 from shardkit.formats import presence_of
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.batch import Batch
@@ -49,7 +49,13 @@ class Loader:
         self.topology = topology = find_topology(config.rank, config.world, mesh=config.mesh)
         tensors = "torch" in sys.modules if config.tensors is None else config.tensors
         if tensors:
-            __import__("torch")  # only where a caller asked for tensors before importing it
+            try:
+                __import__("torch")  # only where a caller asked for tensors before importing it
+            except ImportError as error:
+                raise MissingDependency(
+                    'ds.loader(tensors=True) needs torch; run: pip install "shardkit[train]", or take numpy arrays: '
+                    "tensors=False"
+                ) from error
         fields = _fields_of(sources, config)
         self._setup = LoaderSetup(
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,

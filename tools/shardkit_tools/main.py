@@ -78,7 +78,6 @@ def make_app(only: str | None = None) -> typer.Typer:
         help=_INTRODUCTION,
         no_args_is_help=False,
         invoke_without_command=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         cls=_Program,
@@ -133,13 +132,19 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `shardkit` command; ends the process."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     known = {name for _, names in COMMANDS for name in names}
-    command = given[0] if given and given[0] in known else None
+    typed = given
+    if (
+        "_SHARDKIT_COMPLETE" in os.environ
+    ):  # a shell asks what could follow: bash by one variable, others by another
+        typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
+    command = typed[0] if typed and typed[0] in known else None
     log = logging.getLogger("shardkit")
     if not any(isinstance(one, LogHandler) for one in log.handlers):
         log.addHandler(LogHandler())
     try:
         # Without a command it is the page of all commands that is asked for; a wrong one is told those that there are.
-        (_overview_app() if not given or given[0].startswith("-") else make_app(command))(given)
+        is_overview = command is None and (not given or given[0].startswith("-"))
+        (_overview_app() if is_overview else make_app(command))(given)
     except KeyboardInterrupt as interrupt:
         _fail("interrupted", exit_code(interrupt))
     except ShardkitError as error:

@@ -11,10 +11,10 @@ import typer
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
+from shardkit.errors import UsageError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit_tools import options
 from shardkit_tools.console import (
     JsonFlag,
     bytes_text,
@@ -29,6 +29,7 @@ from shardkit_tools.console import (
     share_text,
     short_id,
 )
+from shardkit_tools.environment import show_environment
 from shardkit_tools.versions import load_root, named_versions, parse_url, stratum_label, time_text
 
 __all__ = ["show"]
@@ -38,7 +39,15 @@ _TERMS_SHOWN = ("licence", "source", "contact")
 
 
 def show(
-    root: options.VersionArgument,
+    root: Annotated[
+        str | None, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")
+    ] = None,
+    environment: Annotated[
+        bool,
+        typer.Option(
+            "--environment", help="Show what is installed here instead: compiled modules, optional packages."
+        ),
+    ] = False,
     all_strata: Annotated[
         bool, typer.Option("--all", help="Show every stratum, however many there are.")
     ] = False,
@@ -57,6 +66,13 @@ def show(
 
     Example: shardkit show data/cats@val
     """
+    if environment:
+        if root is not None:
+            raise UsageError(f"--environment is about this machine, not about {root}; leave one of them out")
+        show_environment(as_json=as_json)
+        return
+    if root is None:
+        raise UsageError("show takes a version, such as data/cats@val, or --environment")
     dataset = shardkit.open(root)
     if lineage or sample is not None:
         from shardkit_tools.lineage_page import show_lineage
