@@ -97,6 +97,12 @@ class Dataset(Samples):
         fields = ", ".join(f"{name}: {kind}" for name, kind in self.schema.items())
         return f"<shardkit dataset {self.manifest.id[:19]}… {len(self):,} samples ({fields})>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from shardkit.dataset.page import dataset_page  # where somebody looks
+
+        return dataset_page(self, f"{self.manifest.id[:19]}…", self.strata)
+
     # ---- views
 
     def select(

@@ -62,8 +62,8 @@ def _walk_command(command: Any, path: str, meanings: Names, words: Names) -> Non
     function = inspect.unwrap(command.callback) if command.callback else None
     place = 0
     for param in command.params if function else ():
-        own = param.name in inspect.signature(function).parameters  # else typer's, such as --install-completion
-        value = _value(function, param.name) if own else "flag"
+        # what the function does not name is typer's, such as --install-completion
+        value = _value(function, param.name) if param.name in get_type_hints(function) else "flag"
         if param.param_type_name == "argument":
             place += 1
             name = f"{path} {param.name.upper()}"

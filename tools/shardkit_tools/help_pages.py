@@ -55,8 +55,9 @@ class GroupPage(TyperGroup):
         widest = max((len(name) for name in self.commands), default=0)
         for heading, commands in panels.items():
             formatter.write(_section(heading, [(name.ljust(widest), text) for name, text in commands]))
+        path = ctx.command_path
         version = (
-            "" if ctx.parent else f"; {ctx.command_path} --version\nCompletion in your shell: {ctx.command_path} --install-completion"
+            "" if ctx.parent else f"; {path} --version\nCompletion in your shell: {path} --install-completion"
         )
         formatter.write(
             f"\nEvery command has a page of its own: {ctx.command_path} COMMAND --help{version}\n"
