@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import re
+import signal
 import sys
 import tomllib
 from collections.abc import Generator, Iterator
@@ -26,6 +27,10 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("SHARDKIT_HYPOTHESIS", "shardkit"))
+
+# A shell without job control lets what it starts in the background ignore SIGINT, and so would every command here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ORDER = ("unit", "property", "compat", "integration", "faults")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -155,7 +156,9 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path, numbers: str,
     assert seconds < 10.0, f"ranks stayed for {seconds:.1f} s"
     lines = [line for line in result.stdout.splitlines() if not line.startswith("step ")]
     assert sorted(line.partition(":")[0] for line in lines) == ["process-0", "process-1", "process-2"], lines
-    assert all("the supervisor has died" in line and "start the run again" in line for line in lines), lines
+    # a rank that asks before its watch has looked hears from its connection
+    gone = re.compile("the supervisor (has died|does not answer any more).*start the run again")
+    assert all(gone.search(line) for line in lines), lines
 
 
 @pytest.mark.drill
