@@ -11,8 +11,7 @@ from typing import Any, Final
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
-from shardkit.stores.objects import object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, object_name
 from shardkit.stores.urls import open_store
 
 __all__ = ["STEP_NAME", "CheckpointRecord", "damaged_objects", "read_checkpoints"]

@@ -15,8 +15,7 @@ from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import take_inventory
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Descriptor
-from shardkit.stores.store import Store
+from shardkit.stores.store import Descriptor, Store
 
 __all__ = ["Encoding", "encode_set", "encode_sets"]
 

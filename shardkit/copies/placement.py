@@ -25,8 +25,7 @@ from shardkit.repository.inventory import Inventory, walk_versions
 from shardkit.repository.location_table import LocationRecord, LocationTable
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, parse_object_name
 
 __all__ = [
     "ALWAYS_EVERYWHERE",

@@ -21,8 +21,7 @@ from shardkit.reading.attestations import (
     WORD,
     Attestation,
 )
-from shardkit.stores.objects import EXTENSIONS, object_name, parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 from shardkit.stores.utc import utc_text
 
 __all__ = ["Look", "Records", "read_looks"]

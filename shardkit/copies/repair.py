@@ -31,8 +31,7 @@ from shardkit.reading.parity.catalogue import put_record, read_record
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.object_access import DEPTHS, CheckResult, Depth, check_object, copy_object
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, parse_object_name
 
 __all__ = ["CheckAll", "CopyCheck", "Repair", "Repairer", "Report", "repair", "repair_listed"]
 

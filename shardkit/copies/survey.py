@@ -33,8 +33,7 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import draft_table, first_root, read_table
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import object_name, parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, object_name, parse_object_name
 from shardkit.stores.urls import open_store
 
 __all__ = ["Holders", "Survey", "open_holders"]

@@ -56,8 +56,7 @@ from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy, duration_text
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
-from shardkit.stores.objects import object_name, parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, object_name, parse_object_name
 from shardkit.stores.utc import utc_text
 
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]

@@ -14,7 +14,7 @@ from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.blocks import BlockReader
 from shardkit.repository.catalog import Version
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import parse_object_name
 
 __all__ = ["Copies", "find_copies"]
 

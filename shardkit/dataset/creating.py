@@ -20,8 +20,7 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
-from shardkit.stores.directories import FOLDER
-from shardkit.stores.file_operations import explained
+from shardkit.stores.file_operations import FOLDER, explained
 from shardkit.stores.local import LocalStore
 from shardkit.stores.staging import private_folder, temporary_name
 

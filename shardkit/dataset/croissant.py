@@ -15,7 +15,7 @@ from shardkit.dataset.about import About, Terms
 from shardkit.formats import FieldType, extension, parse_digest
 from shardkit.manifest import Manifest
 from shardkit.repository.catalog import Version
-from shardkit.stores.objects import object_name
+from shardkit.stores.store import object_name
 
 __all__ = ["croissant_document"]
 

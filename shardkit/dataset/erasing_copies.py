@@ -10,7 +10,7 @@ from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
-from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import parse_object_name
 
 __all__ = ["delete_from_copies"]
 

@@ -12,7 +12,7 @@ from shardkit.reading.parity import SetRecord, sets_that_hold
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.object_access import check_object
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import object_name, parse_object_name
+from shardkit.stores.store import object_name, parse_object_name
 
 __all__ = ["delete_parity"]
 

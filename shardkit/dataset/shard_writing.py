@@ -19,7 +19,7 @@ from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.formats import RowBlock, Sink, block_starts, extension, open_writer
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.store import Descriptor
 
 __all__ = ["GATHER_BYTES", "WriteBehind", "WrittenShard", "write_shard"]
 

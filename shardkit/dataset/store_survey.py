@@ -9,7 +9,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import object_name, parse_object_name
+from shardkit.stores.store import object_name, parse_object_name
 
 __all__ = ["StoreSurvey"]
 

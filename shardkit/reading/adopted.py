@@ -15,9 +15,8 @@ from shardkit.reading.adopted_tars import Tar, TarFiles, put_adopted, read_tar_p
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import parse_object_name
 from shardkit.stores.remote import Patience
-from shardkit.stores.store import ObjectStat, Stage, Store
+from shardkit.stores.store import ObjectStat, Stage, Store, parse_object_name
 
 __all__ = ["AdoptedStore", "adopted_place", "put_adopted", "with_adopted"]
 

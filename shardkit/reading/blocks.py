@@ -20,9 +20,8 @@ from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, place_ids
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import object_name
 from shardkit.stores.open_files import open_files
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, object_name
 
 __all__ = ["BlockReader"]
 

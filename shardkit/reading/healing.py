@@ -13,7 +13,7 @@ from shardkit.reading.attestations import Attestation
 from shardkit.reading.detours import Detours
 from shardkit.reading.locations import Location
 from shardkit.repository.object_access import copy_object
-from shardkit.stores.objects import parse_object_name
+from shardkit.stores.store import parse_object_name
 
 __all__ = ["Healer"]
 

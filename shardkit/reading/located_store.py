@@ -17,11 +17,10 @@ from shardkit.reading.detours import Detour, Detours
 from shardkit.reading.healing import Healer
 from shardkit.reading.locations import BlockRequest, Location, block_name, check_locations
 from shardkit.reading.read_path import ReadPath, ReadSettings, Want
-from shardkit.stores.objects import parse_object_name
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.ranges import Range, coalesce
-from shardkit.stores.store import ObjectStat, Stage, Store, check_name
+from shardkit.stores.store import ObjectStat, Stage, Store, check_name, parse_object_name
 
 __all__ = ["LocatedStore", "Rebuild", "RebuildsObjects", "root_store"]
 

@@ -24,7 +24,7 @@ from shardkit.reading.adopted import with_adopted
 from shardkit.reading.parity.degraded import with_parity
 from shardkit.repository.part_locations import find_part as find_located
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.store import Descriptor
 
 __all__ = [
     "Part",

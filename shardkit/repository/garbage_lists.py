@@ -19,8 +19,7 @@ from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.object_access import OpenedRoot
-from shardkit.stores.objects import parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, parse_object_name
 from shardkit.stores.utc import seconds_of, utc_text
 
 __all__ = [

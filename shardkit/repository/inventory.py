@@ -14,7 +14,7 @@ from shardkit.formats import extension
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.repository.object_access import OpenedRoot
-from shardkit.stores.objects import Descriptor, object_name
+from shardkit.stores.store import Descriptor, object_name
 
 __all__ = ["Inventory", "Unreadable", "side_objects", "take_inventory", "walk_versions"]
 

@@ -10,9 +10,8 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.locations import Location
-from shardkit.stores.objects import EXTENSIONS, Descriptor, object_name, parse_object_name
 from shardkit.stores.staging import LocalStage
-from shardkit.stores.store import Stage, Store
+from shardkit.stores.store import EXTENSIONS, Descriptor, Stage, Store, object_name, parse_object_name
 
 __all__ = [
     "DEPTHS",

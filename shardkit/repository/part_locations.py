@@ -18,7 +18,7 @@ from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.documents import read_checked
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import object_name
+from shardkit.stores.store import object_name
 
 __all__ = ["Location", "find_part", "locate_part", "location_name", "put_location"]
 

@@ -33,9 +33,8 @@ from shardkit.repository.opening import (
     refuse_copy,
 )
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import Descriptor, object_name
 from shardkit.stores.remote import check_writers
-from shardkit.stores.store import Store
+from shardkit.stores.store import Descriptor, Store, object_name
 from shardkit.stores.urls import open_store
 
 __all__ = ["DEFAULT_REF", "Repository"]

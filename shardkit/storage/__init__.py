@@ -26,8 +26,7 @@ from shardkit.repository.part_locations import find_part, put_location
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.local import LocalStore
 from shardkit.stores.machine_memory import available_memory
-from shardkit.stores.objects import Descriptor, object_name, parse_object_name
-from shardkit.stores.store import ObjectStat, Stage, Store
+from shardkit.stores.store import Descriptor, ObjectStat, Stage, Store, object_name, parse_object_name
 from shardkit.stores.urls import open_store
 
 __all__ = [

@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
-from shardkit.stores.directories import FOLDER, Directories, check_regular, exists
-from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.file_operations import (
+    FOLDER,
+    Directories,
+    Handle,
+    active,
+    check_regular,
+    exists,
+    explained,
+)
 from shardkit.stores.staging import LocalStage, writer_is_dead
 from shardkit.stores.store import ObjectStat, check_name, check_prefix
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from shardkit.errors import StoreError
-from shardkit.stores.directories import Directories
-from shardkit.stores.file_operations import FileOperations, Handle, active, explained
+from shardkit.stores.file_operations import Directories, FileOperations, Handle, active, explained
 from shardkit.stores.store import check_name
 
 __all__ = ["LocalStage", "private_folder", "temporary_name", "writer_is_dead"]

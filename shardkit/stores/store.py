@@ -1,7 +1,7 @@
-"""The one protocol that every store implements, and the names that a store accepts.
+"""The one protocol that every store implements, and the names in a store: those it accepts, and those of objects.
 
-Local roots implement it in `shardkit.stores.local`; object stores and fsspec URLs implement the same
-protocol, and the suite in `shardkit.testing.store_conformance` is run on all of them.
+An object is called by the SHA-256 of its bytes, as ``sha256sum`` prints it. The suite in
+`shardkit.testing.store_conformance` is run on all implementations.
 """
 
 from __future__ import annotations
@@ -9,12 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from shardkit.errors import UsageError
+from shardkit.errors import FormatError, UsageError
+from shardkit.formats.digest import parse_digest
 
-__all__ = ["MAX_NAME", "ObjectStat", "Stage", "Store", "check_name", "check_prefix"]
+__all__ = [
+    "EXTENSIONS",
+    "MAX_NAME",
+    "Descriptor",
+    "ObjectStat",
+    "Stage",
+    "Store",
+    "check_name",
+    "check_prefix",
+    "object_name",
+    "parse_object_name",
+]
 
 MAX_NAME: Final = 512
 """Longest name in bytes: every object store and every file system takes it."""
@@ -136,3 +149,65 @@ def check_prefix(prefix: str) -> tuple[str, ...]:
             f'store prefix {prefix[:200]!r}: expected "" or a folder ending in "/"; add the slash'
         )
     return check_name(prefix[:-1])
+
+
+EXTENSIONS: Final = (
+    "tar",
+    "tar.zst",
+    "arrow",
+    "index",
+    "page",
+    "manifest",
+    "selection",
+    "parity",
+    "sources",
+    "about",
+    "lookup",
+    "tensor",
+    "checkpoint",
+)
+"""Kinds of object; the extension is for people and foreign tools, the digest alone identifies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What is needed to fetch an object and know that it is the right one."""
+
+    digest: str
+    """``sha256:<64 hex>`` of the bytes."""
+    size: int
+    """Bytes; compared before anything is read."""
+    extension: str
+
+    @property
+    def name(self) -> str:
+        """Where the object lies in a store."""
+        return object_name(self.digest, self.extension)
+
+
+def object_name(digest: str, extension: str) -> str:
+    """``objects/sha256/ab/<hex>.<extension>``.
+
+    Raises:
+        FormatError: `digest` is not ``sha256:<64 hex>``.
+        UsageError: The extension is not one of `EXTENSIONS`.
+    """
+    if extension not in EXTENSIONS:
+        raise UsageError(f"object extension {extension!r}: expected one of {', '.join(EXTENSIONS)}")
+    hexadecimal = parse_digest(digest)
+    return f"objects/sha256/{hexadecimal[:2]}/{hexadecimal}.{extension}"
+
+
+def parse_object_name(name: str) -> tuple[str, str]:
+    """(digest, extension) of an object's name in a store.
+
+    Raises:
+        FormatError: The name is not one that `object_name` gives.
+    """
+    hexadecimal, _, extension = name.rpartition("/")[2].partition(".")
+    digest = f"sha256:{hexadecimal}"
+    if extension not in EXTENSIONS or object_name(digest, extension) != name:
+        raise FormatError(
+            f"{name!r} is not the name of an object; remove it from objects/, nothing refers to it"
+        )
+    return digest, extension

@@ -45,8 +45,7 @@ from shardkit.errors import (
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint
-from shardkit.stores.objects import object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, object_name
 
 from .checkpoint_format import (
     NAME,

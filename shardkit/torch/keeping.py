@@ -7,8 +7,7 @@ import os
 
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.formats.digest import parse_digest
-from shardkit.stores.objects import object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, object_name
 
 from .checkpoint_format import (
     REF_BYTES,

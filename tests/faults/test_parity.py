@@ -32,7 +32,7 @@ from shardkit.reading.parity.galois import recover, sums
 from shardkit.reading.parity.sets import ParitySet, SetRecord, form_sets, parse_header
 from shardkit.repository.inventory import take_inventory
 from shardkit.storage import LocalStore, Repository, load_manifest
-from shardkit.stores.objects import Descriptor, object_name
+from shardkit.stores.store import Descriptor, object_name
 from shardkit.testing.memory_store import MemoryStore
 
 # An independent GF(2⁸): polynomials as integers, multiplied bit by bit, as the definition says.
@@ -518,7 +518,7 @@ from shardkit.storage import LocalStore
 from shardkit.reading.parity import find_records, restore
 from shardkit.copies.parity_encoding import encode_set
 from shardkit.reading.parity.sets import ParitySet
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.store import Descriptor
 
 store = LocalStore(sys.argv[1])
 members = []

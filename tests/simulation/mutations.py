@@ -22,11 +22,11 @@ from shardkit.reading import located_store, read_path
 from shardkit.repository import commit_log, inventory, object_access
 from shardkit.repository.log import Changes, entry_name
 from shardkit.repository.repository import Repository
-from shardkit.stores import directories, file_operations, objects
+from shardkit.stores import file_operations, store
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import object_name
 from shardkit.stores.remote import object_store
 from shardkit.stores.staging import LocalStage
+from shardkit.stores.store import object_name
 
 __all__ = ["FOUND_BY", "MUTATIONS", "mutated"]
 
@@ -127,8 +127,8 @@ def _made_unsynced(self: Any, components: Any) -> Any:
     """Folders are made, and may be gone after a power cut with all that is in them."""
     folder = self._make_root()
     for component in components:
-        directories._make_directory(folder, component)
-        folder = directories._step(folder, component)
+        file_operations._make_directory(folder, component)
+        folder = file_operations._step(folder, component)
     return folder
 
 
@@ -149,7 +149,7 @@ def _indexes_last() -> Iterator[None]:
         if extension != "index":
             return put(self, data, extension)
         late.append((self, data, extension))
-        return objects.Descriptor(sha256_digest(data), len(data), extension)
+        return store.Descriptor(sha256_digest(data), len(data), extension)
 
     def commit_first(self: Any, *given: Any, **named: Any) -> Any:
         entry = commit(self, *given, **named)
@@ -283,7 +283,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "files are not synced": _publishing("name", "folder"),
     "files are named before they are synced": _publishing("name", "file", "folder"),
     "a file's name is not synced": _publishing("file", "name"),
-    "a folder's name is not synced": _replaced(directories.Directories, "_make", _made_unsynced),
+    "a folder's name is not synced": _replaced(file_operations.Directories, "_make", _made_unsynced),
     "deletions are not synced": _replaced(LocalStore, "delete", _delete_unsynced),
     "a version is committed before its indexes are there": _indexes_last,
     "the last commit wins": _replaced(Changes, "apply", _last_one_wins),

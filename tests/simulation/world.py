@@ -17,8 +17,8 @@ from shardkit.repository.inventory import walk_versions
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.policy import Parity, Policy
 from shardkit.storage import Repository
-from shardkit.stores.objects import object_name, parse_object_name
 from shardkit.stores.remote.addresses import Address
+from shardkit.stores.store import object_name, parse_object_name
 from shardkit.testing.memory_store import MemoryStore
 from tests.simulation.buckets import Bucket, BucketClient, Faults, Stored
 from tests.simulation.disk_operations import DiskOperations

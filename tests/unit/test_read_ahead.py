@@ -27,7 +27,7 @@ from shardkit.reading.cache.joining import (
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.stores.objects import object_name
+from shardkit.stores.store import object_name
 from shardkit.testing.memory_store import MemoryStore
 
 KIB = 1024

@@ -22,8 +22,7 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.table_commits import read_table
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import substituted
-from shardkit.stores.objects import parse_object_name
-from shardkit.stores.store import ObjectStat
+from shardkit.stores.store import ObjectStat, parse_object_name
 from tests.faults.faulty_operations import FaultyOperations
 
 

@@ -25,7 +25,7 @@ from shardkit.reading.parity.rebuilding import rebuild_range
 from shardkit.reading.parity.sets import ParitySet
 from shardkit.reading.parity.streaming import restore
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.store import Descriptor
 
 K = 8
 PIECE = 1 << 20

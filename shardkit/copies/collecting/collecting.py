@@ -25,8 +25,7 @@ from shardkit.repository.garbage_lists import (
 )
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, parse_object_name
 from shardkit.stores.utc import seconds_of
 
 __all__ = ["GRACE_S", "HISTORY_S", "Collection", "collect"]

@@ -14,10 +14,9 @@ from shardkit.reading.parity.catalogue import parity_names
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit.stores.directories import FOLDER
+from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import EXTENSIONS, object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import EXTENSIONS, Store, object_name
 from shardkit.stores.utc import seconds_of
 
 __all__ = ["COLLECTED", "mark_live", "objects_of_builds", "versions_of"]

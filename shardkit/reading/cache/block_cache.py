@@ -28,8 +28,7 @@ from shardkit.reading.cache.future import Future
 from shardkit.reading.cache.leases import Lease, Neighbours
 from shardkit.reading.detours import Detours
 from shardkit.reading.locations import BlockRequest
-from shardkit.stores.directories import Directories
-from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.file_operations import Directories, Handle, active, explained
 
 __all__ = ["BLOCKS", "MARKER", "BlockCache"]
 

@@ -18,8 +18,7 @@ import numpy as np
 from shardkit.errors import ShardkitError
 from shardkit.formats import pack_columns, unpack_columns
 from shardkit.reading.cache.future import NEVER, Float64s, Future, Int64s, UInt64s
-from shardkit.stores.directories import Directories
-from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.file_operations import Directories, Handle, active
 
 __all__ = ["FOLDER", "Lease", "Neighbours"]
 

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.reading.cache.block_cache import BLOCKS, MARKER
-from shardkit.stores.directories import Directories
-from shardkit.stores.file_operations import active
+from shardkit.stores.file_operations import Directories, active
 
 __all__ = ["CacheServer", "parse_bind"]
 

@@ -20,8 +20,7 @@ from shardkit.reading.parity.sets import (
 )
 from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Descriptor, object_name, parse_object_name
-from shardkit.stores.store import Store
+from shardkit.stores.store import Descriptor, Store, object_name, parse_object_name
 
 __all__ = [
     "find_records",

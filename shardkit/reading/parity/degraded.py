@@ -17,10 +17,9 @@ from shardkit.reading.parity.rebuilding import rebuild_range
 from shardkit.reading.parity.sets import ParitySet, SetRecord, version_record_name
 from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import parse_object_name
 from shardkit.stores.remote import ObjectStore
 from shardkit.stores.remote.backoff import Patience
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, parse_object_name
 
 __all__ = ["ParityReads", "with_parity"]
 

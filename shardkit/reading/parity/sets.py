@@ -14,7 +14,7 @@ from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.repository.object_access import MAX_OBJECT_BYTES
-from shardkit.stores.objects import EXTENSIONS, Descriptor
+from shardkit.stores.store import EXTENSIONS, Descriptor
 
 __all__ = [
     "MAX_HEADER_BYTES",

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import ParitySet
-from shardkit.stores.objects import Descriptor, object_name
-from shardkit.stores.store import Stage, Store
+from shardkit.stores.store import Descriptor, Stage, Store, object_name
 
 __all__ = ["BadSource", "Made", "restore"]
 

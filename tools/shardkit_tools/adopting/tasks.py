@@ -11,7 +11,7 @@ from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ShardRecord
 from shardkit.reading.adopted import put_adopted
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
 from shardkit_tools.adopting.tar_places import place_of
 from shardkit_tools.building.engines import Report

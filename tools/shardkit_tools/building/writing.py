@@ -12,7 +12,7 @@ from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Descriptor
+from shardkit.stores.store import Descriptor
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder, write_record
 

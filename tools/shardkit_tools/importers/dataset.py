@@ -12,7 +12,7 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
-from shardkit.stores.objects import object_name
+from shardkit.stores.store import object_name
 from shardkit.stores.urls import open_store
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 
