@@ -7,6 +7,7 @@ temporary by name), but it would be rude; sweeping too little costs space.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -23,7 +24,7 @@ from shardkit.errors import StoreError
 from shardkit.stores.file_operations import Directories, FileOperations, Handle, active, explained
 from shardkit.stores.store import check_name
 
-__all__ = ["LocalStage", "private_folder", "temporary_name", "writer_is_dead"]
+__all__ = ["LocalStage", "StagedFile", "private_folder", "temporary_name", "writer_is_dead"]
 
 _FOREIGN_GRACE_S: Final = 24 * 3600
 _NAME: Final = re.compile(r"([0-9a-z]+)-([0-9a-z]+)-([0-9]+)-([0-9]+)-[0-9a-f]{16}(?:\.[a-z0-9.]+)?")
@@ -118,21 +119,18 @@ def _start_time(pid: int) -> int | None:
         return None
 
 
-class LocalStage:
-    """Written piece by piece, then published or dropped; implements `shardkit.stores.store.Stage`."""
+class StagedFile(abc.ABC):
+    """An object on its way into a store, as its local file grows: counted and hashed, refused once a write has failed.
 
-    def __init__(self, directories: Directories, folder: Handle, suffix: str) -> None:
-        self._directories = directories
-        self._folder = folder
-        self._name = temporary_name(suffix)
+    Args:
+        path: how messages name the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._size = 0
         self._hash = hashlib.sha256()
         self._broken = False
-        self._file = active().create_file(folder, self._name)
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: the sweep then goes by process alone
-            active().try_lock(self._file)
 
     @property
     def size(self) -> int:
@@ -145,18 +143,45 @@ class LocalStage:
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        view = memoryview(data).cast("B")
-        with explained(f"write {self._file.path}", writing=True):
+        """Append all of `data`; see `Stage.write`."""
+        rest = memoryview(data).cast("B")
+        length = len(rest)
+        with explained(f"write {self._path}", writing=True):
             self._check_whole()
             self._broken = True
-            rest = view
             while len(rest):  # a full disk takes a part and reports no error: only the next call does
-                written = active().write(self._file, rest)
+                written = self._append(rest)
                 self._hash.update(rest[:written])
                 rest = rest[written:]
             self._broken = False
-        self._size += len(view)
-        return len(view)
+        self._size += length
+        return length
+
+    @abc.abstractmethod
+    def _append(self, data: memoryview) -> int:
+        """Write at least a part of `data`; how much."""
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise StoreError(f"{self._path}: an earlier write failed, the file is incomplete; start it again")
+
+
+class LocalStage(StagedFile):
+    """A file beside the objects of a local root, published by its name; implements `shardkit.stores.store.Stage`."""
+
+    def __init__(self, directories: Directories, folder: Handle, suffix: str) -> None:
+        self._directories = directories
+        self._folder = folder
+        self._name = temporary_name(suffix)
+        self._file = active().create_file(folder, self._name)
+        super().__init__(self._file.path)
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the sweep then goes by process alone
+            active().try_lock(self._file)
+
+    def _append(self, data: memoryview) -> int:
+        return active().write(self._file, data)
 
     def sync(self) -> None:
         """Make durable what was written so far; another thread may write meanwhile.
@@ -210,9 +235,3 @@ class LocalStage:
                 return False
             raise
         return True
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise StoreError(
-                f"{self._file.path}: an earlier write failed, the file is incomplete; start it again"
-            )

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import hashlib
 import mmap
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
-from shardkit.errors import IntegrityError, StoreError, StoreReadOnlyError, UsageError
+from shardkit.errors import IntegrityError, StoreReadOnlyError, UsageError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import Address
+from shardkit.stores.staging import StagedFile
 from shardkit.stores.store import check_name
 
 __all__ = ["MAX_PUT_BYTES", "RemoteStore", "SpooledStage", "is_object_name"]
@@ -23,56 +22,23 @@ MAX_PUT_BYTES: Final = 5 * 2**30
 """What a bucket takes in one piece."""
 
 
-class _Puts(Protocol):
-    @property
-    def url(self) -> str: ...
-    def put_new(self, name: str, data: bytes) -> bool: ...
-    def replace(self, name: str, data: bytes) -> None: ...
-
-
-class SpooledStage:
+class SpooledStage(StagedFile):
     """Collected in an unnamed local file, then put; implements `shardkit.stores.store.Stage`.
 
     The file has no name, so a killed process leaves nothing behind.
     """
 
-    def __init__(self, store: _Puts, file: Any, max_bytes: int) -> None:
-        self._store, self._file, self._max_bytes = store, file, max_bytes
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self._broken = False
+    def __init__(self, store: RemoteStore, file: Any) -> None:
+        super().__init__(f"a temporary file in {tempfile.gettempdir()}")
+        self._store, self._file = store, file
 
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return self._size
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of what was written so far, as hex."""
-        return self._hash.hexdigest()
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        view = memoryview(data).cast("B")
-        if self._size + len(view) > self._max_bytes:
-            raise UsageError(
-                f"object of more than {self._max_bytes} bytes for {self._store.url}; use smaller samples"
-            )
-        self._check_whole()
-        with explained(f"write a temporary file in {tempfile.gettempdir()}", writing=True):
-            self._broken = True
-            rest = view
-            while len(rest):
-                rest = rest[self._file.write(rest) :]
-            self._broken = False
-        self._hash.update(view)
-        self._size += len(view)
-        return len(view)
+    def _append(self, data: memoryview) -> int:
+        return int(self._file.write(data))
 
     def publish(self, name: str, *, replace: bool = False) -> bool:
         check_name(name)
         self._check_whole()
-        with explained(f"read a temporary file in {tempfile.gettempdir()}"), self._mapped() as data:
+        with explained(f"read {self._path}"), self._mapped() as data:
             if replace:
                 self._store.replace(name, data)
                 return True
@@ -92,19 +58,6 @@ class SpooledStage:
         finally:
             with contextlib.suppress(BufferError):  # a client still views it: closed with the last view
                 mapped.close()
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise StoreError("an earlier write to a temporary file failed, it is incomplete; start it again")
-
-
-@contextlib.contextmanager
-def _spooled(store: _Puts, max_bytes: int) -> Iterator[SpooledStage]:
-    """A stage for `store`; what is not published when the context ends is dropped."""
-    with contextlib.ExitStack() as cleanup:
-        with explained(f"make a temporary file in {tempfile.gettempdir()}", writing=True):
-            file = cleanup.enter_context(tempfile.TemporaryFile(buffering=0))
-        yield SpooledStage(store, file, max_bytes)
 
 
 class RemoteStore(abc.ABC):
@@ -159,10 +112,14 @@ class RemoteStore(abc.ABC):
     def replace(self, name: str, data: bytes) -> None:
         """See `Store.replace`."""
 
-    def stage(self, suffix: str = "") -> AbstractContextManager[SpooledStage]:
+    @contextlib.contextmanager
+    def stage(self, suffix: str = "") -> Iterator[SpooledStage]:
         """A large object, collected in a local temporary file and put in one piece; see `Store.stage`."""
         self._check_writable(suffix or "an object")
-        return _spooled(self, MAX_PUT_BYTES)
+        with contextlib.ExitStack() as cleanup:
+            with explained(f"make a temporary file in {tempfile.gettempdir()}", writing=True):
+                file = cleanup.enter_context(tempfile.TemporaryFile(buffering=0))
+            yield SpooledStage(self, file)
 
     def _check_name(self, name: str) -> None:
         check_name(name)
