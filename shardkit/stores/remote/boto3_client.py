@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Found
-from shardkit.stores.remote.failures import Failure, classify
+from shardkit.stores.remote.failures import classify, told
 
 __all__ = ["Boto3Client"]
-
-_Result = TypeVar("_Result")
 
 
 class Boto3Client:
@@ -51,7 +49,7 @@ class Boto3Client:
                 size = int(found["ContentLength"])
                 return size, body.read() if size <= max_bytes else b""
 
-        return _told(read)
+        return told(read)
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
         """See `Client.get_range`."""
@@ -61,14 +59,14 @@ class Boto3Client:
             with contextlib.closing(found["Body"]) as body:
                 return body.read(length)
 
-        return _told(read)
+        return told(read)
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         """See `Client.put`."""
         settings: dict[str, Any] = {"Body": bytes(data), "ChecksumAlgorithm": "SHA256"}
         if write_id is not None:
             settings |= {"IfNoneMatch": "*", "Metadata": {WRITE_ID: write_id}}
-        _told(lambda: self._s3.put_object(**self._key(name), **settings))
+        told(lambda: self._s3.put_object(**self._key(name), **settings))
 
     def stat(self, name: str) -> Found:
         """See `Client.stat`."""
@@ -85,7 +83,7 @@ class Boto3Client:
                 base64.b64decode(text).hex() if whole else None,
             )
 
-        return _told(look)
+        return told(look)
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
         """See `Client.list`."""
@@ -104,38 +102,7 @@ class Boto3Client:
 
     def delete(self, name: str) -> None:
         """See `Client.delete`."""
-        _told(lambda: self._s3.delete_object(**self._key(name)))
+        told(lambda: self._s3.delete_object(**self._key(name)))
 
     def _key(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
-
-
-def _told(request: Callable[[], _Result]) -> _Result:
-    try:
-        return request()
-    except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
-        failure = classify(error)
-        answer = getattr(error, "response", None)
-        status = (
-            answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-        )
-        raise _with_status(failure, status) from None
-
-
-def _with_status(failure: Failure, status: int | None) -> Failure:
-    """A HEAD has no body, and botocore then gives the status as the code."""
-    if status == 404 and failure.kind not in ("absent", "refused"):
-        return Failure("absent", "HTTP 404")
-    if status == 412:
-        return Failure("exists", failure.reason)
-    if status == 409:
-        return Failure("conflict", failure.reason)
-    if status == 416:
-        return Failure("range", failure.reason)
-    if status in (401, 403) and failure.kind != "expired":
-        return Failure("denied", failure.reason)
-    if status in (429, 503):
-        return Failure("throttled", failure.reason)
-    if status is not None and status < 500 and failure.kind == "no-answer":
-        return Failure("refused", failure.reason)
-    return failure

@@ -14,13 +14,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Client, Found
-from shardkit.stores.remote.failures import Failure, classify
+from shardkit.stores.remote.failures import Failure, classify, told
 
 __all__ = [
     "ObstoreClient",
@@ -29,8 +29,6 @@ __all__ = [
     "s3_options",
     "substituted",
 ]
-
-_Result = TypeVar("_Result")
 
 _TOKEN_LIFE: Final = timedelta(
     minutes=6
@@ -124,18 +122,18 @@ class ObstoreClient:
             size = int(found.meta["size"])
             return size, found.buffer() if size <= max_bytes else b""
 
-        return _told(read)
+        return told(read)
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
         """See `Client.get_range`."""
-        return _told(lambda: self._api.get_range(self._store, name, start=offset, length=length))
+        return told(lambda: self._api.get_range(self._store, name, start=offset, length=length))
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         """See `Client.put`."""
         settings: dict[str, Any] = {"use_multipart": False}
         if write_id is not None:
             settings |= {"mode": "create", "attributes": {WRITE_ID: write_id}}
-        _told(lambda: self._api.put(self._store, name, data, **settings))
+        told(lambda: self._api.put(self._store, name, data, **settings))
 
     def stat(self, name: str) -> Found:
         """See `Client.stat`."""
@@ -145,7 +143,7 @@ class ObstoreClient:
             write_id = dict(found.attributes).get(WRITE_ID)
             return Found(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
 
-        return _told(look)
+        return told(look)
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
         """See `Client.list`."""
@@ -160,7 +158,7 @@ class ObstoreClient:
     def delete(self, name: str) -> None:
         """See `Client.delete`."""
         try:
-            _told(lambda: self._api.delete(self._store, name))
+            told(lambda: self._api.delete(self._store, name))
         except Failure as failure:
             if failure.kind != "absent":
                 raise
@@ -219,10 +217,3 @@ class _Renewed:
             "token": frozen.token,
             "expires_at": datetime.now(UTC) + _TOKEN_LIFE,
         }
-
-
-def _told(request: Callable[[], _Result]) -> _Result:
-    try:
-        return request()
-    except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
-        raise classify(error) from None

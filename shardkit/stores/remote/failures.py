@@ -7,9 +7,12 @@ string that was signed. So nothing of their text is passed on but the HTTP statu
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from collections.abc import Callable
+from typing import Final, Literal, TypeVar
 
-__all__ = ["Failure", "classify"]
+__all__ = ["Failure", "classify", "told"]
+
+_Result = TypeVar("_Result")
 
 Kind = Literal[
     "absent", "exists", "conflict", "throttled", "no-answer", "expired", "denied", "range", "refused"
@@ -85,12 +88,31 @@ def classify(error: BaseException) -> Failure:
     """What a client's exception means. Drop the exception itself: its text may hold credentials."""
     text = str(error)
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
-    status = int(next(filter(None, status_match.groups()))) if status_match else None
+    status = int(next(filter(None, status_match.groups()))) if status_match else _status_of(error)
     code = next(filter(None, code_match.groups())) if code_match else ""
     if status is None and _PAST_THE_END in text:
         return Failure("range", "past the end")
     reason = " ".join(filter(None, (f"HTTP {status}" if status else "", code))) or _short(error, text)
     return Failure(_kind(type(error).__name__, status, code), reason)
+
+
+def _status_of(error: BaseException) -> int | None:
+    """What botocore keeps beside the text; a HEAD has no body, and so no code."""
+    answer = getattr(error, "response", None)
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    return status if isinstance(status, int) else None
+
+
+def told(request: Callable[[], _Result]) -> _Result:
+    """The answer to a request; whatever the client raises instead is classified.
+
+    Raises:
+        Failure: it failed.
+    """
+    try:
+        return request()
+    except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        raise classify(error) from None
 
 
 def _kind(name: str, status: int | None, code: str) -> Kind:

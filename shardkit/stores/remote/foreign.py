@@ -12,9 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.backoff import Patience, pauses
-from shardkit.stores.remote.client import Found
-from shardkit.stores.remote.failures import Failure
+from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
 
@@ -72,21 +70,10 @@ class ForeignBucket(ObjectStore):
         Raises:
             StoreError: The store does not answer.
         """
-        last, problem = "", Failure("no-answer", "no attempt was made")
-        for _ in pauses(self._patience):
-            try:
-                # boto3 lists every key there is; obstore stops at one that has an empty part
-                for found in self._client(self._attesting).list(prefix, last):
-                    if _is_wanted(found, prefix, last):
-                        yield found.name, ForeignStat(found.size, None, found.etag)
-                    last = max(last, found.name)
-                return
-            except Failure as failure:
-                problem = failure
-                if not failure.passing:
-                    break
-                self._renew(failure)
-        self._refuse(prefix or "objects", "list", problem)
+        # boto3 lists every key there is; obstore stops at one that has an empty part
+        for found in self._list(prefix, "", self._attesting):
+            if not found.name.endswith("/"):  # the marker of a folder
+                yield found.name, ForeignStat(found.size, None, found.etag)
 
 
 class ForeignFiles(FsspecStore):
@@ -165,11 +152,6 @@ def _check_key(where: str, key: str) -> None:
         raise UsageError(
             f"{where}: key {key[:200]!r} has an empty part, '.' or '..'; give the object another name"
         )
-
-
-def _is_wanted(found: Found, prefix: str, last: str) -> bool:
-    """New in this attempt, and no marker of a folder."""
-    return found.name > last and found.name.startswith(prefix) and not found.name.endswith("/")
 
 
 def _etag(info: dict[str, Any]) -> str:

@@ -144,11 +144,15 @@ class ObjectStore(RemoteStore):
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         check_prefix(prefix)
+        return (one.name for one in self._list(prefix, after, "data") if is_object_name(one.name))
+
+    def _list(self, prefix: str, after: str, role: str) -> Iterator[Found]:
+        """What lies below a folder, each once however often the listing has to be begun again."""
         last, what, since = after, prefix or "objects", WAITS.now()
         problem = Failure("no-answer", "")
         for _ in pauses(self._patience):
             try:
-                listed = self._client("data").list(prefix, last)
+                listed = self._client(role).list(prefix, last)
                 while True:
                     with self._waiting(
                         "list", what, since
@@ -157,8 +161,8 @@ class ObjectStore(RemoteStore):
                         found = next(listed, None)
                     if found is None:
                         return
-                    if found.name > last and found.name.startswith(prefix) and is_object_name(found.name):
-                        yield found.name
+                    if found.name > last and found.name.startswith(prefix):
+                        yield found
                         last = found.name
                     since = WAITS.now()
             except Failure as failure:
@@ -198,24 +202,19 @@ class ObjectStore(RemoteStore):
     def _put_if_absent(self, name: str, data: bytes) -> bool:
         write_id = uuid.uuid4().hex
         unclear = False
-        problem = Failure("no-answer", "no attempt was made")
-        with self._waiting("write", name) as wait:
-            for _ in pauses(self._patience):
-                denied_before = problem.kind == "denied"
-                try:
-                    self._client("data").put(name, data, write_id=write_id)
-                    return True
-                except Failure as failure:
-                    if failure.kind == "exists":
-                        return unclear and self._is_mine(name, write_id)
-                    # Only S3 says that a token has expired; elsewhere it is denied like any other: new credentials,
-                    # once.
-                    if not failure.passing and (failure.kind != "denied" or denied_before):
-                        self._refuse(name, "write", failure)
-                    unclear = unclear or failure.kind == "no-answer"
-                    problem, wait.problem = failure, failure.reason
-                    self._renew(failure)
-        return self._refuse(name, "write", problem)
+
+        def put(client: Client) -> bool:
+            nonlocal unclear
+            try:
+                client.put(name, data, write_id=write_id)
+            except Failure as failure:
+                if failure.kind == "exists":
+                    return unclear and self._is_mine(name, write_id)
+                unclear = unclear or failure.kind == "no-answer"
+                raise
+            return True
+
+        return self._try(name, "write", put)
 
     def _is_mine(self, name: str, write_id: str) -> bool:
         found: Found = self._try(name, "look at", lambda client: client.stat(name))
