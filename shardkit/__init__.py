@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardkit.repository.commit_hooks import add_commit_hook
+from shardkit.repository.commit_hooks import COMMIT_HOOKS
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset, Writer, create
@@ -49,13 +49,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-def _copies_of_commit(repository: Any, versions: Sequence[str]) -> Callable[[], None]:
-    from shardkit.copies.commit_hook import copies_of_commit
+def _copies_of_commit(repository: Any, table: Any, versions: Sequence[str]) -> Callable[[], None]:
+    from shardkit.copies.replicate import copies_of_commit
 
-    return copies_of_commit(repository, versions)
+    return copies_of_commit(repository, table, versions)
 
 
-add_commit_hook(_copies_of_commit)  # here, where the rooms meet: a repository does not know who copies
+COMMIT_HOOKS.append(_copies_of_commit)  # here, where the rooms meet: a repository does not know who copies
 
 
 def __dir__() -> list[str]:

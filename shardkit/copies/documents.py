@@ -17,9 +17,8 @@ from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import loads
 from shardkit.formats.digest import sha256_digest
-from shardkit.reading.documents import read_checked
+from shardkit.reading.located_store import read_checked
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.location_table import (
     MAX_TABLE_BYTES,
     SPARES,
@@ -32,8 +31,11 @@ from shardkit.repository.location_table import (
     table_number,
 )
 from shardkit.repository.log import (
+    IDENTITY_NAME,
     LOG_PREFIX,
     MAX_ENTRY_BYTES,
+    MAX_IDENTITY_BYTES,
+    Identity,
     LogEntry,
     entry_name,
     entry_number,

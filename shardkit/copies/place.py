@@ -20,10 +20,11 @@ from shardkit.copies.replicate import (
     over_all,
 )
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
+from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.location_table import LocationRecord, LocationTable, absolute_url
+from shardkit.repository.log import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.object_access import check_object
 from shardkit.repository.opening import COPY_NAME, location_of, prepare_copy, read_mark
 from shardkit.repository.policy import Policy
@@ -31,7 +32,6 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import commit_table, draft_table, first_root, read_table, read_tables
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
-from shardkit.stores.utc import seconds_of
 
 __all__ = [
     "GRACE_S",

@@ -12,17 +12,15 @@ from typing import Final, NamedTuple
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
-from shardkit.manifest.json_fields import Fields, read_document
+from shardkit.manifest.json_fields import TIME, Fields, read_document, utc_text
 from shardkit.reading.attestations import (
     LEVEL,
     MAX_ATTESTATION_BYTES,
     RESULT,
-    TIME,
     WORD,
     Attestation,
 )
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
-from shardkit.stores.utc import utc_text
 
 __all__ = ["Look", "Records", "read_looks"]
 

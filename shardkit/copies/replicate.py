@@ -6,8 +6,9 @@ And what a commit waits for: the mode of the policy.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -45,6 +46,7 @@ __all__ = [
     "Copying",
     "LocationResult",
     "Replication",
+    "copies_of_commit",
     "copy_before_commit",
     "copy_log",
     "copy_task",
@@ -394,6 +396,18 @@ def copy_before_commit(repository: Repository, table: LocationTable, versions: I
             f"{mode!r} waits for ({told}); mend that and run the same command again, or let copies follow later: "
             f"shardkit place {repository.url} --mode async"
         )
+
+
+def copies_of_commit(
+    repository: Repository, table: LocationTable, versions: Sequence[str]
+) -> Callable[[], None]:
+    """The hook of a commit: makes the copies that it waits for; lets copies have the log once it stands.
+
+    Raises:
+        StoreError: a copy could not be made; nothing was committed.
+    """
+    copy_before_commit(repository, table, versions)
+    return functools.partial(copy_log, repository, table)
 
 
 def copy_log(repository: Repository, table: LocationTable) -> None:

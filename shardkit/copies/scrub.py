@@ -13,9 +13,9 @@ from shardkit.copies.records import Look, read_looks
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.manifest.json_fields import utc_text
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.object_access import CheckResult, Depth
-from shardkit.stores.utc import utc_text
 
 __all__ = ["Scrub", "ScrubbedLocation", "scrub"]
 

@@ -36,12 +36,13 @@ from shardkit.exit_codes import ExitCode
 from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import Manifest, ShardTable, check_against
+from shardkit.manifest.json_fields import utc_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
 from shardkit.reading.located_store import root_store
 from shardkit.repository.catalog import load_shard_selection
-from shardkit.repository.identity import IDENTITY_NAME
 from shardkit.repository.inventory import Inventory, side_objects, take_inventory
 from shardkit.repository.log import (
+    IDENTITY_NAME,
     LOG_PREFIX,
     MAX_ENTRY_BYTES,
     LogEntry,
@@ -57,7 +58,6 @@ from shardkit.repository.policy import Policy, duration_text
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.store import Store, object_name, parse_object_name
-from shardkit.stores.utc import utc_text
 
 __all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
 

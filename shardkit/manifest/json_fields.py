@@ -1,24 +1,47 @@
-"""Strict reading of the JSON objects that shardkit itself writes: exact keys, exact types, stated limits.
+"""Documents that shardkit itself writes, as canonical JSON: exact keys, exact types, stated limits, one form of times.
 
-Everything is checked here, once, so that the code behind it works with values of known type and size;
-whatever does not fit is a `FormatError` that names the document and the field.
+Everything is checked here, once, so that the code behind it works with values of known type and size; whatever does
+not fit is a `FormatError` that names the document and the field. Documents that nothing else names by digest, such as
+the newest log entry, are *sealed*: they carry their own.
 """
 
 from __future__ import annotations
 
+import calendar
+import datetime as dt
+import itertools
 import re
-from collections.abc import Collection
-from typing import Final, NoReturn
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Final, NoReturn
 
-from shardkit.errors import FormatError
-from shardkit.formats.canonical_json import loads
+from shardkit.errors import FormatError, IntegrityError
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.formats.digest import sha256_digest
 
-__all__ = ["DIGEST", "MAX_INTEGER", "Fields", "read_document"]
+__all__ = [
+    "DIGEST",
+    "MAX_INTEGER",
+    "NUMBERED",
+    "TIME",
+    "Fields",
+    "check_spelling",
+    "numbered",
+    "read_document",
+    "read_numbered",
+    "sealed",
+    "seconds_of",
+    "unseal",
+    "utc_text",
+]
 
 MAX_INTEGER: Final = 2**62
 """Sums of two still fit int64."""
 
 DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+
+TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+_TIME_FORM: Final = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class Fields:
@@ -155,3 +178,115 @@ def read_document(
             "it is another kind of file, is damaged, or needs a newer shardkit"
         )
     return Fields(value, where, {*keys, "format"}, optional)
+
+
+NUMBERED: Final = ("n", "repository", "previous", "txn", "time", "author", "message")
+"""Fields of a document that has a number and a predecessor."""
+
+_OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",(?="f)')
+"""The field ``digest`` in canonical JSON; ``features`` or ``format`` comes next."""
+
+_MOST_DIGESTS: Final = 4
+"""Tried in one document: nothing that shardkit writes has more than one such field."""
+
+_TXN: Final = re.compile(r"[0-9a-f]{32}")
+
+
+def sealed(body: Mapping[str, object]) -> bytes:
+    """Canonical JSON of `body` with the SHA-256 of its canonical JSON in the field ``digest``."""
+    return dumps({**body, "digest": sha256_digest(dumps(dict(body)))})
+
+
+def unseal(
+    data: bytes,
+    where: str,
+    kind: str,
+    keys: Collection[str],
+    max_bytes: int,
+    optional: Collection[str] = (),
+) -> Fields:
+    """The fields of a sealed document; its digest is checked before any of it is parsed.
+
+    Args:
+        data: what was read.
+        where: for messages.
+        kind: what the field ``format`` must hold.
+        keys: all keys beside ``format``, ``digest`` among them.
+        max_bytes: longest document accepted.
+        optional: keys that may be absent.
+
+    Raises:
+        IntegrityError: the bytes are not those that were written.
+        FormatError: they are, and are no document that this version reads.
+    """
+    if len(data) > max_bytes:
+        raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}; do not trust it")
+    found = ""
+    for match in itertools.islice(_OWN_DIGEST.finditer(data), _MOST_DIGESTS):
+        content = sha256_digest(data[: match.start()] + data[match.end() :])
+        if content == match[1].decode("ascii"):
+            return read_document(data, where, kind, keys, max_bytes, optional)
+        found = f"its digest is {match[1].decode('ascii')}, its content has {content}"
+    raise IntegrityError(
+        f"{where}: {found or f'{len(data)} bytes without a digest of their own'}; it is damaged or of something else: "
+        "run shardkit repair, or restore it from a copy of the root"
+    )
+
+
+def check_spelling(data: bytes, again: bytes, fields: Fields) -> None:
+    """Whether a document is, byte for byte, what its content is written as: one content has one digest.
+
+    Args:
+        data: that was read.
+        again: `sealed` of what it was understood as.
+        fields: of `data`.
+
+    Raises:
+        FormatError: it is not.
+    """
+    if again != data:
+        fields.refuse("is not spelled as its content is written")
+
+
+def numbered(document: Any) -> dict[str, object]:
+    """The fields of a log entry or a table of locations that both have."""
+    return {name: getattr(document, name) for name in NUMBERED}
+
+
+def read_numbered(fields: Fields, *, first_has_previous: bool) -> dict[str, Any]:
+    """Read them back.
+
+    Args:
+        fields: of the document.
+        first_has_previous: whether the first of its row has a predecessor too; else its ``previous`` is empty.
+
+    Raises:
+        FormatError: they are not what this version writes.
+    """
+    return {
+        "n": fields.integer("n", minimum=1),
+        "repository": fields.text("repository", maximum=36),
+        "previous": fields.digest("previous") if first_has_previous else fields.text("previous", maximum=80),
+        "txn": fields.text("txn", pattern=_TXN),
+        "time": fields.text("time", pattern=TIME),
+        "author": fields.text("author", maximum=1_000),
+        "message": fields.text("message"),
+    }
+
+
+def utc_text(seconds: float | None = None) -> str:
+    """A moment, ``2026-11-20T19:00:00Z``; now by default."""
+    moment = time.time() if seconds is None else seconds
+    return dt.datetime.fromtimestamp(int(moment), dt.UTC).strftime(_TIME_FORM)
+
+
+def seconds_of(text: str) -> int:
+    """Seconds since 1970 of what `utc_text` gave.
+
+    Raises:
+        FormatError: there is no such moment.
+    """
+    try:
+        return calendar.timegm(time.strptime(text, _TIME_FORM))
+    except ValueError:
+        raise FormatError(f"{text[:40]!r} is no moment; do not trust whoever wrote it") from None

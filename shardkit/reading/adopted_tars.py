@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
-from shardkit.reading.documents import read_checked
+from shardkit.reading.located_store import find_checked
 from shardkit.repository.part_locations import location_name
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
@@ -101,10 +101,7 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
             raise FormatError(f"{where}: it is of another tar; adopt the tar again")
         return Tar(digest, places, fields.text("etag", maximum=1_000) if fields.has("etag") else "")
 
-    try:
-        return read_checked(store, location_name(digest), parse, max_bytes=_MAX_BYTES, is_optional=True)
-    except NotFoundError:
-        return None
+    return find_checked(store, location_name(digest), parse, max_bytes=_MAX_BYTES)
 
 
 class TarFiles:

@@ -13,17 +13,14 @@ from typing import Final
 
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
-from shardkit.manifest.json_fields import read_document
-from shardkit.stores.utc import utc_text
+from shardkit.manifest.json_fields import TIME, read_document, utc_text
 
-__all__ = ["LEVEL", "MAX_ATTESTATION_BYTES", "RESULT", "TIME", "WORD", "Attestation"]
+__all__ = ["LEVEL", "MAX_ATTESTATION_BYTES", "RESULT", "WORD", "Attestation"]
 
 MAX_ATTESTATION_BYTES: Final = 16 * 2**10
 """Of one document of a reader."""
 
 _FORMAT: Final = "shardkit-attestation/1"
-TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
-
 WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 """A name of a location or of who looked."""
 

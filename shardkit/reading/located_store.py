@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.detours import Detour, Detours
 from shardkit.reading.healing import Healer
@@ -20,9 +20,9 @@ from shardkit.reading.read_path import ReadPath, ReadSettings, Want
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.ranges import Range, coalesce
-from shardkit.stores.store import ObjectStat, Stage, Store, check_name, parse_object_name
+from shardkit.stores.store import ObjectStat, Stage, Store, asked_twice, check_name, parse_object_name
 
-__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects", "root_store"]
+__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects", "find_checked", "read_checked", "root_store"]
 
 _Result = TypeVar("_Result")
 
@@ -297,6 +297,73 @@ def root_store(store: Store) -> Store:
             store = store.inner
         else:
             return store
+
+
+def read_checked(
+    store: Store,
+    name: str,
+    parse: Callable[[bytes, str], _Result],
+    *,
+    max_bytes: int,
+    is_optional: bool = False,
+) -> _Result:
+    """What has no digest in its name, as `parse` understands it: the identity, the log, tables, documents of parity.
+
+    The same order of events as for objects (SPEC.md, "The read path"): once more from the same place, then from the
+    other locations, then an error that says what each of them has.
+
+    Args:
+        store: where; one that reads over several locations asks the others too.
+        name: of the document.
+        parse: (bytes, how messages name them) → what they say; raises IntegrityError or FormatError where they are
+            not what was written, and then another answer is asked for.
+        max_bytes: longest document accepted.
+        is_optional: the root's "not there" is an answer; without it, a document that the root lacks is lost, and
+            looked for in the other locations.
+
+    Raises:
+        NotFoundError: no location has it.
+        IntegrityError, FormatError: those that answered have something else under its name.
+        StoreError: nothing good came in time.
+    """
+    while hasattr(store, "inner"):
+        store = store.inner
+    where = f"{name} in {store.url}"
+    if not isinstance(store, LocatedStore):
+        return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), where))
+    if is_optional:
+        try:
+            return parse(store.path.root.store.get(name, max_bytes=max_bytes), where)
+        except (IntegrityError, FormatError, StoreError):
+            pass  # the read path asks again, and elsewhere
+    refused: list[ShardkitError] = []
+
+    def check(data: bytes) -> bool:
+        try:
+            parse(data, where)
+        except (IntegrityError, FormatError) as error:
+            refused.append(error)
+            return False
+        return True
+
+    try:
+        data = store.get_document(name, check, max_bytes=max_bytes)
+    except IntegrityError as error:
+        if not refused:
+            raise
+        told = type(refused[0])(f"{refused[0]} (asked again, and everywhere: {error})")
+        raise told from None
+    return parse(data, where)
+
+
+def find_checked(
+    store: Store, name: str, parse: Callable[[bytes, str], _Result], *, max_bytes: int
+) -> _Result | None:
+    """`read_checked` for a document that need not be there: None where it is not."""
+    try:
+        return read_checked(store, name, parse, max_bytes=max_bytes, is_optional=True)
+    except NotFoundError:
+        return None
 
 
 class _Shared:

@@ -16,11 +16,10 @@ from typing import Final
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
-from shardkit.manifest.json_fields import read_document
+from shardkit.manifest.json_fields import TIME, read_document, seconds_of, utc_text
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.stores.store import Store, parse_object_name
-from shardkit.stores.utc import seconds_of, utc_text
 
 __all__ = [
     "MAX_NAMES",
@@ -43,7 +42,6 @@ _AGES: Final = "gc/ages/"
 _AGE: Final = re.compile(r"gc/ages/([0-9]{4}-[0-9]{2}-[0-9]{2})/([0-9a-f]{64})")
 _AGED_AT_ONCE: Final = 64
 _MAX_BYTES: Final = 32 * 2**20
-_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
     names = fields.texts("names", maximum=MAX_NAMES)
     for name in names:
         parse_object_name(name)  # nothing but objects is ever deleted by such a list
-    return seconds_of(fields.text("time", pattern=_TIME)), names
+    return seconds_of(fields.text("time", pattern=TIME)), names
 
 
 def check_not_collected(

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardkit.errors import ConfigurationError, UsageError
-from shardkit.manifest.json_fields import Fields
+from shardkit.manifest.json_fields import (
+    NUMBERED,
+    Fields,
+    check_spelling,
+    numbered,
+    read_numbered,
+    sealed,
+    unseal,
+)
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.repository.identity import NUMBERED, check_spelling, numbered, read_numbered, sealed, unseal
 from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address
 

@@ -1,26 +1,26 @@
-"""Log entries: one commit each, chained by hash, each with the full table of refs and tags; and what they name.
+"""What makes a root a repository: ``shardkit.json``, and the entries of its log.
 
-Pure: bytes in, bytes out. `shardkit.repository.commit_log` does the reading and the writing. A commit is rebased by
-applying its `Changes` to another head.
+An entry is one commit, names its predecessor by digest, and has the full table of refs and tags. Pure: bytes in, bytes
+out; `shardkit.repository.commit_log` reads and writes them.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from shardkit.errors import CommitConflict, FormatError, IntegrityError, UsageError
+from shardkit.errors import FormatError, IntegrityError, UsageError
 from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest, sha256_digest
-from shardkit.manifest.json_fields import DIGEST, Fields
-from shardkit.repository.identity import (
-    FEATURES,
+from shardkit.formats.digest import sha256_digest
+from shardkit.manifest.json_fields import (
+    DIGEST,
     NUMBERED,
-    Identity,
+    Fields,
     check_spelling,
     numbered,
     read_numbered,
@@ -29,10 +29,14 @@ from shardkit.repository.identity import (
 )
 
 __all__ = [
+    "FEATURES",
+    "IDENTITY_NAME",
     "LOG_PREFIX",
     "MAX_ENTRY_BYTES",
+    "MAX_IDENTITY_BYTES",
     "MAX_NAMES",
-    "Changes",
+    "SINGLE_WRITER",
+    "Identity",
     "LogEntry",
     "check_ref_name",
     "check_succession",
@@ -54,6 +58,57 @@ _NAME: Final = re.compile(r"log/([0-9]{20})\.json")
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
 _OPTIONAL: Final = ("withdrawn", "collected", "collecting")
+
+
+IDENTITY_NAME: Final = "shardkit.json"
+"""Object that makes a root a repository."""
+
+MAX_IDENTITY_BYTES: Final = 64 * 1024
+
+_IDENTITY_FORMAT: Final = "shardkit-repository/1"
+_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+SINGLE_WRITER: Final = "single-writer"
+"""Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
+FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
+"""All features that this version knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which repository a root holds, and what a program must know to use it."""
+
+    id: str
+    """Random UUID: tells two repositories apart, whatever their paths."""
+    features: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, features: tuple[str, ...] = ()) -> Identity:
+        """An identity that no other repository has."""
+        return cls(str(uuid.uuid4()), features)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with the digest of the rest of it inside."""
+        body: dict[str, object] = {"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)}
+        return sealed(body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Identity:
+        """Read and check.
+
+        Raises:
+            FormatError: Not an identity that this version reads.
+            IntegrityError: The digest inside does not match.
+        """
+        fields = unseal(
+            data,
+            f"{IDENTITY_NAME} of {where}",
+            _IDENTITY_FORMAT,
+            ("id", "features", "digest"),
+            MAX_IDENTITY_BYTES,
+        )
+        identity = cls(fields.text("id", pattern=_UUID), fields.features(FEATURES))
+        check_spelling(data, identity.to_bytes(), fields)
+        return identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,120 +267,6 @@ def _names(fields: Fields, key: str) -> Mapping[str, str]:
             raise FormatError(f"{fields.where}: {key} hold {name[:100]!r}, expected names of manifest ids")
         names[name] = manifest
     return MappingProxyType(names)
-
-
-_NOTHING: Final[Mapping[str, str]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
-
-    refs: Mapping[str, str | None]
-    """Name → manifest id, None to drop the ref."""
-    tags: Mapping[str, str]
-    expected: Mapping[str, str | None]
-    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
-    withdraw: Mapping[str, str] = field(default_factory=dict)
-    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
-
-    def __post_init__(self) -> None:
-        for name in (*self.refs, *self.tags, *self.expected, *self.withdraw):
-            check_ref_name(name)
-        for manifest in (
-            *self.refs.values(),
-            *self.tags.values(),
-            *self.expected.values(),
-            *self.withdraw.values(),
-        ):
-            if manifest is not None:
-                parse_digest(manifest)
-        both = sorted(self.refs.keys() & self.tags.keys())
-        if both:
-            raise UsageError(
-                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
-            )
-
-    @property
-    def manifests(self) -> set[str]:
-        """Manifests that must be in the repository before the commit."""
-        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
-
-    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
-        """The tables of refs, tags and withdrawn tags after this commit.
-
-        Args:
-            base: The head when the commit began.
-            head: The head now: the commit is rebased onto it where it touches other refs.
-
-        Raises:
-            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
-                and names something else, or the name is that of a withdrawn one.
-        """
-        base_refs = base.refs if base else _NOTHING
-        refs = dict(head.refs if head else _NOTHING)
-        tags = dict(head.tags if head else _NOTHING)
-        self._check_expected(refs)
-        for name, manifest in self.refs.items():
-            now = refs.get(name)
-            if name not in self.expected and now not in (base_refs.get(name), manifest):
-                raise CommitConflict(
-                    f"ref {name!r} was moved to {now} by another commit, expected {base_refs.get(name)}; "
-                    "look at it (shardkit log), then commit again"
-                )
-            if manifest is None:
-                refs.pop(name, None)
-            else:
-                refs[name] = manifest
-        self._add_tags(tags)
-        gone = self._withdrawn(head)
-        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
-        if again:
-            raise CommitConflict(
-                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
-                "another name"
-            )
-        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
-        _check_tables(refs, tags)
-        return {"refs": refs, "tags": tags, "withdrawn": gone}
-
-    def _withdrawn(self, head: LogEntry | None) -> dict[str, str]:
-        gone = dict(head.withdrawn if head else _NOTHING)
-        tags = head.tags if head else _NOTHING
-        for name, manifest in self.withdraw.items():
-            if tags.get(name, gone.get(name)) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} names {tags.get(name)}, expected {manifest}; look at it (shardkit log), then try "
-                    "again"
-                )
-            gone[name] = manifest
-        return gone
-
-    def _check_expected(self, refs: Mapping[str, str]) -> None:
-        for name, manifest in self.expected.items():
-            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
-            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
-                raise CommitConflict(
-                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
-                    "look at it (shardkit log), then commit again"
-                )
-
-    def _add_tags(self, tags: dict[str, str]) -> None:
-        for name, manifest in self.tags.items():
-            if tags.setdefault(name, manifest) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
-                )
-
-
-def _check_tables(refs: Mapping[str, str], tags: Mapping[str, str]) -> None:
-    both = sorted(refs.keys() & tags.keys())
-    if both:
-        raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
-    if max(len(refs), len(tags)) > MAX_NAMES:
-        raise UsageError(
-            f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
-        )
 
 
 def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, NamedTuple, NoReturn, Protocol
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.locations import Location
 from shardkit.stores.staging import LocalStage
-from shardkit.stores.store import EXTENSIONS, Descriptor, Stage, Store, object_name, parse_object_name
+from shardkit.stores.store import Descriptor, Stage, Store, asked_twice, object_name, parse_object_name
 
 __all__ = [
     "DEPTHS",
     "MAX_OBJECT_BYTES",
     "CheckResult",
     "Depth",
-    "ObjectAccess",
     "ObjectStage",
     "OpenedRoot",
-    "asked_twice",
     "check_object",
     "copy_object",
+    "get_object",
+    "publish",
+    "put_object",
 ]
-
-_Found = TypeVar("_Found")
 
 MAX_OBJECT_BYTES: Final = 5 * 2**30
 """The largest single upload that object stores take, and so the largest object."""
@@ -62,8 +60,8 @@ class OpenedRoot(Protocol):
 class ObjectStage:
     """A large object being written; its name is known when it is finished."""
 
-    def __init__(self, objects: ObjectAccess, stage: Stage, extension: str) -> None:
-        self._objects = objects
+    def __init__(self, store: Store, stage: Stage, extension: str) -> None:
+        self._store = store
         self._stage = stage
         self._extension = extension
 
@@ -78,11 +76,7 @@ class ObjectStage:
         Raises:
             UsageError: The object would be larger than any store takes in one piece.
         """
-        total = self._stage.size + memoryview(data).nbytes
-        if total > MAX_OBJECT_BYTES:
-            raise UsageError(
-                f"object of {total} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples"
-            )
+        _check_size(self._stage.size + memoryview(data).nbytes)
         return self._stage.write(data)
 
     def sync(self) -> None:
@@ -96,79 +90,61 @@ class ObjectStage:
 
     def finish(self) -> Descriptor:
         """Publish under the digest of what was written, durably."""
-        return self._objects.publish(self._stage, self._extension)
+        return publish(self._store, self._stage, self._extension)
 
 
-class ObjectAccess:
-    """Objects of one store."""
+def put_object(store: Store, data: bytes, extension: str) -> Descriptor:
+    """Make bytes durable under their digest; bad bytes that lie there already are replaced."""
+    _check_size(len(data))
+    descriptor = Descriptor(sha256_digest(data), len(data), extension)
+    if not store.put_new(descriptor.name, data) and not _is_good(store, descriptor):
+        store.replace(descriptor.name, data)
+    return descriptor
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
 
-    def put(self, data: bytes, extension: str) -> Descriptor:
-        """Make bytes durable under their digest."""
-        if len(data) > MAX_OBJECT_BYTES:
-            raise UsageError(
-                f"object of {len(data)} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples"
-            )
-        descriptor = Descriptor(sha256_digest(data), len(data), extension)
-        if not self._store.put_new(descriptor.name, data) and not self._is_good(descriptor):
-            self._store.replace(descriptor.name, data)
-        return descriptor
+def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
+    """Give a finished stage the name of its digest."""
+    descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
+    if not stage.publish(descriptor.name) and not _is_good(store, descriptor):
+        stage.publish(descriptor.name, replace=True)
+    return descriptor
 
-    @contextlib.contextmanager
-    def stage(self, extension: str) -> Iterator[ObjectStage]:
-        """Write a large object piece by piece."""
-        if extension not in EXTENSIONS:
-            raise UsageError(f"object extension {extension!r}: expected one of {', '.join(EXTENSIONS)}")
-        with self._store.stage(extension) as stage:
-            yield ObjectStage(self, stage, extension)
 
-    def publish(self, stage: Stage, extension: str) -> Descriptor:
-        """Give a finished stage the name of its digest."""
-        descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
-        if not stage.publish(descriptor.name) and not self._is_good(descriptor):
-            stage.publish(descriptor.name, replace=True)
-        return descriptor
+def get_object(store: Store, digest: str, extension: str, size: int | None, max_bytes: int) -> bytes:
+    """The bytes, after size and SHA-256 have been compared."""
+    name = object_name(digest, extension)
+    if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
+        raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
 
-    def get(self, digest: str, extension: str, size: int | None, max_bytes: int) -> bytes:
-        """The bytes, after size and SHA-256 have been compared."""
-        name = object_name(digest, extension)
-        if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
-            raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
-
-        def ask() -> bytes:
-            data = self._store.get(name, max_bytes=max_bytes if size is None else size)
-            if size is not None and len(data) != size:
-                self._refuse(name, f"{len(data)} bytes, expected {size}")
-            found = sha256_digest(data)
-            if found != digest:
-                self._refuse(name, f"SHA-256 mismatch (got {found})")
-            return data
-
-        return asked_twice(ask)
-
-    def _is_good(self, descriptor: Descriptor) -> bool:
-        """Whether the object that lies there has the bytes that its name promises.
-
-        Callers have the good bytes in hand, so this is the moment to find out, and to repair, bad ones. What cannot be
-        read is as bad as what is wrong.
-        """
-        return check_object(self._store, descriptor.name, descriptor.size, "stored").is_good
-
-    def _refuse(self, name: str, what: str) -> None:
+    def refuse(what: str) -> NoReturn:
         raise IntegrityError(
-            f"{name} in {self._store.url}: {what}; the bytes are not those that were written; "
-            f"run: shardkit repair {self._store.url}"
+            f"{name} in {store.url}: {what}; the bytes are not those that were written; run: shardkit repair {store.url}"
         )
 
+    def ask() -> bytes:
+        data = store.get(name, max_bytes=max_bytes if size is None else size)
+        if size is not None and len(data) != size:
+            refuse(f"{len(data)} bytes, expected {size}")
+        found = sha256_digest(data)
+        if found != digest:
+            refuse(f"SHA-256 mismatch (got {found})")
+        return data
 
-def asked_twice(ask: Callable[[], _Found]) -> _Found:
-    """What `ask` gives; asked once more where what came was not what was written."""
-    try:
-        return ask()
-    except (IntegrityError, FormatError):
-        return ask()
+    return asked_twice(ask)
+
+
+def _is_good(store: Store, descriptor: Descriptor) -> bool:
+    """Whether the object that lies there has the bytes that its name promises.
+
+    Callers have the good bytes in hand, so this is the moment to find out, and to repair, bad ones. What cannot be
+    read is as bad as what is wrong.
+    """
+    return check_object(store, descriptor.name, descriptor.size, "stored").is_good
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_OBJECT_BYTES:
+        raise UsageError(f"object of {size} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples")
 
 
 class CheckResult(NamedTuple):
@@ -294,7 +270,7 @@ def copy_object(
                     if replace:
                         stage.publish(name, replace=True)
                     else:
-                        ObjectAccess(target.store).publish(stage, extension)
+                        publish(target.store, stage, extension)
                     return source.name, stage.size
                 bad[source.name] = "wrong"
         if bad_copy is not None and source.name in bad:

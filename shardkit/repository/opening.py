@@ -21,14 +21,20 @@ from shardkit.errors import (
 )
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
-from shardkit.reading.documents import read_checked
-from shardkit.reading.located_store import LocatedStore, root_store
+from shardkit.reading.located_store import LocatedStore, find_checked, read_checked, root_store
 from shardkit.reading.locating import Locations, locate
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.identity import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.location_table import LocationRecord, LocationTable
-from shardkit.repository.log import MAX_ENTRY_BYTES, LogEntry, entry_name, identity_named_by
+from shardkit.repository.log import (
+    IDENTITY_NAME,
+    MAX_ENTRY_BYTES,
+    MAX_IDENTITY_BYTES,
+    Identity,
+    LogEntry,
+    entry_name,
+    identity_named_by,
+)
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.remote import ObjectStore
@@ -152,10 +158,7 @@ def others_of(table: LocationTable | None, own: str, *, heal: bool, writable: bo
 
 def read_mark(store: Store) -> CopyMark | None:
     """Which copy a root is; None for a root of its own."""
-    try:
-        return read_checked(store, COPY_NAME, CopyMark.from_bytes, max_bytes=_MAX_BYTES, is_optional=True)
-    except NotFoundError:
-        return None
+    return find_checked(store, COPY_NAME, CopyMark.from_bytes, max_bytes=_MAX_BYTES)
 
 
 def own_name(store: Store) -> str:
@@ -292,12 +295,10 @@ def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
 def recover_identity(store: Store) -> Identity | None:
     """What ``shardkit.json`` said, by the first entry of the log; None where that is gone as well."""
     try:
-        first = read_checked(
-            store, entry_name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES, is_optional=True
-        )
+        first = find_checked(store, entry_name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES)
     except ShardkitError:
         return None
-    return identity_named_by(first)
+    return None if first is None else identity_named_by(first)
 
 
 def over_all(

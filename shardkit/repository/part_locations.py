@@ -16,7 +16,7 @@ from shardkit.errors import NotFoundError, ShardkitError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
-from shardkit.reading.documents import read_checked
+from shardkit.reading.located_store import find_checked
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name
 
@@ -99,13 +99,9 @@ def put_location(repository: Repository, name: str, manifest_id: str, holder: Re
 
 def locate_part(repository: Repository, manifest_id: str) -> Location | None:
     """What the root remembers of a part; None where it remembers nothing."""
-    name = location_name(manifest_id)
-    try:
-        return read_checked(
-            repository.store, name, Location.from_bytes, max_bytes=_MAX_BYTES, is_optional=True
-        )
-    except NotFoundError:
-        return None
+    return find_checked(
+        repository.store, location_name(manifest_id), Location.from_bytes, max_bytes=_MAX_BYTES
+    )
 
 
 def find_part(repository: Repository, name: str, manifest_id: str) -> Repository:

@@ -16,14 +16,14 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.manifest.json_fields import DIGEST
+from shardkit.reading.located_store import root_store
 from shardkit.reading.locating import Locations, locate
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.commit_hooks import commit_hooks
-from shardkit.repository.commit_log import CommitLog
+from shardkit.repository.commit_hooks import COMMIT_HOOKS
+from shardkit.repository.commit_log import Changes, CommitLog
 from shardkit.repository.garbage_lists import check_not_collected
-from shardkit.repository.identity import IDENTITY_NAME, SINGLE_WRITER, Identity
-from shardkit.repository.log import Changes, LogEntry, check_ref_name
-from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectAccess, ObjectStage
+from shardkit.repository.log import IDENTITY_NAME, SINGLE_WRITER, Identity, LogEntry, check_ref_name
+from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectStage, get_object, put_object
 from shardkit.repository.opening import (
     first_identity,
     for_one_writer,
@@ -32,9 +32,10 @@ from shardkit.repository.opening import (
     recorded_locations,
     refuse_copy,
 )
+from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote import check_writers
-from shardkit.stores.store import Descriptor, Store, object_name
+from shardkit.stores.store import EXTENSIONS, Descriptor, Store, object_name
 from shardkit.stores.urls import open_store
 
 __all__ = ["DEFAULT_REF", "Repository"]
@@ -53,7 +54,6 @@ class Repository:
         self._store = store
         self._identity = identity
         self._read_only = read_only
-        self._objects = ObjectAccess(store)
         self._log = CommitLog(store, identity)
         self._base: LogEntry | None = None  # the head before anything here could be relied on
 
@@ -171,14 +171,16 @@ class Repository:
     def put_object(self, data: bytes, extension: str) -> Descriptor:
         """Make bytes durable under their digest; bad bytes that lie there already are replaced."""
         self._check_writable()
-        return self._objects.put(data, extension)
+        return put_object(self._store, data, extension)
 
     @contextlib.contextmanager
     def stage_object(self, extension: str) -> Iterator[ObjectStage]:
         """Write a large object: ``write()`` pieces, then ``finish()``; what is not finished is dropped."""
         self._check_writable()
-        with self._objects.stage(extension) as stage:
-            yield stage
+        if extension not in EXTENSIONS:
+            raise UsageError(f"object extension {extension!r}: expected one of {', '.join(EXTENSIONS)}")
+        with self._store.stage(extension) as stage:
+            yield ObjectStage(self._store, stage, extension)
 
     def get_object(
         self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
@@ -187,7 +189,7 @@ class Repository:
 
         Args:
             digest: ``sha256:<hex>``.
-            extension: One of `shardkit.stores.objects.EXTENSIONS`.
+            extension: One of `shardkit.stores.store.EXTENSIONS`.
             size: Bytes it must have, compared before anything is read; give it wherever it is known.
             max_bytes: The most that is read where the size is not known.
 
@@ -195,7 +197,7 @@ class Repository:
             NotFoundError: The object is not there.
             IntegrityError: Its size or SHA-256 is another.
         """
-        return self._objects.get(digest, extension, size, max_bytes)
+        return get_object(self._store, digest, extension, size, max_bytes)
 
     # Log
 
@@ -297,7 +299,9 @@ class Repository:
         base = self.head()
         try:
             self._check_manifests(changes.manifests)
-            follow_ups = [hook(self, sorted(changes.manifests)) for hook in commit_hooks()]
+            table = read_table(root_store(self._store), self.id)
+            hooks = COMMIT_HOOKS if table is not None and table.others else ()
+            follow_ups = [hook(self, table, sorted(changes.manifests)) for hook in hooks]
         except ShardkitError as error:
             self._check_not_collected(self.head(), changes.manifests, error)
             raise

@@ -17,7 +17,8 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.formats.digest import sha256_digest
-from shardkit.reading.documents import read_checked
+from shardkit.manifest.json_fields import utc_text
+from shardkit.reading.located_store import read_checked
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.location_table import (
     MAX_TABLE_BYTES,
@@ -28,7 +29,6 @@ from shardkit.repository.location_table import (
     table_name,
 )
 from shardkit.repository.policy import Policy
-from shardkit.stores.utc import utc_text
 
 if TYPE_CHECKING:
     from shardkit.stores.store import Store

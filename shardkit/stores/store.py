@@ -7,13 +7,13 @@ An object is called by the SHA-256 of its bytes, as ``sha256sum`` prints it. The
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from shardkit.errors import FormatError, UsageError
+from shardkit.errors import FormatError, IntegrityError, UsageError
 from shardkit.formats.digest import parse_digest
 
 __all__ = [
@@ -23,11 +23,14 @@ __all__ = [
     "ObjectStat",
     "Stage",
     "Store",
+    "asked_twice",
     "check_name",
     "check_prefix",
     "object_name",
     "parse_object_name",
 ]
+
+_Result = TypeVar("_Result")
 
 MAX_NAME: Final = 512
 """Longest name in bytes: every object store and every file system takes it."""
@@ -211,3 +214,11 @@ def parse_object_name(name: str) -> tuple[str, str]:
             f"{name!r} is not the name of an object; remove it from objects/, nothing refers to it"
         )
     return digest, extension
+
+
+def asked_twice(ask: Callable[[], _Result]) -> _Result:
+    """What `ask` gives; asked once more where what came was not what was written."""
+    try:
+        return ask()
+    except (IntegrityError, FormatError):
+        return ask()

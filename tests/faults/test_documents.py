@@ -21,13 +21,13 @@ from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest import Manifest
+from shardkit.manifest.json_fields import sealed
 from shardkit.reading.adopted_tars import read_tar_place
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
-from shardkit.repository.identity import Identity, sealed
 from shardkit.repository.location_table import LocationTable
-from shardkit.repository.log import LogEntry
+from shardkit.repository.log import Identity, LogEntry
 from shardkit.repository.opening import CopyMark
 from shardkit.repository.part_locations import Location, location_name
 from shardkit.storage import LocalStore

@@ -26,6 +26,7 @@ from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps
+from shardkit.manifest.json_fields import utc_text
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.parity import find_records
 from shardkit.reading.read_path import ReadSettings
@@ -33,7 +34,6 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.object_access import check_object
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.file_operations import substituted
-from shardkit.stores.utc import utc_text
 from shardkit.testing.memory_store import MemoryStore
 from shardkit_tools.main import run
 from tests.command_line import call as called

@@ -20,7 +20,8 @@ from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import located_store, read_path
 from shardkit.repository import commit_log, inventory, object_access
-from shardkit.repository.log import Changes, entry_name
+from shardkit.repository.commit_log import Changes
+from shardkit.repository.log import entry_name
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, store
 from shardkit.stores.local import LocalStore
@@ -68,10 +69,11 @@ def _put_over(self: Any, name: str, data: bytes) -> bool:
     return True
 
 
-def _unchecked_get(self: Any, digest: str, extension: str, size: int | None, max_bytes: int) -> bytes:
+def _unchecked_get(self: Any, digest: str, extension: str, size: int | None = None, **_: Any) -> bytes:
     """An object is taken as it comes."""
-    name = object_name(digest, extension)
-    return bytes(self._store.get(name, max_bytes=max_bytes if size is None else size))
+    return bytes(
+        self.store.get(object_name(digest, extension), max_bytes=size or object_access.MAX_OBJECT_BYTES)
+    )
 
 
 def _unchecked_copy(name: str, sources: Any, target: Any, **_: Any) -> tuple[str, int]:
@@ -143,7 +145,7 @@ def _delete_unsynced(self: Any, name: str) -> None:
 def _indexes_last() -> Iterator[None]:
     """A version is committed before the indexes of its shards are put."""
     late: list[tuple[Any, bytes, str]] = []
-    put, commit = object_access.ObjectAccess.put, Repository.commit
+    put, commit = Repository.put_object, Repository.commit
 
     def put_late(self: Any, data: bytes, extension: str) -> Any:
         if extension != "index":
@@ -158,7 +160,7 @@ def _indexes_last() -> Iterator[None]:
         return entry
 
     with (
-        mock.patch.object(object_access.ObjectAccess, "put", put_late),
+        mock.patch.object(Repository, "put_object", put_late),
         mock.patch.object(Repository, "commit", commit_first),
     ):
         yield
@@ -268,7 +270,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "any entry counts as ours": _replaced(commit_log.CommitLog, "_put", _any_entry_is_ours),
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
-    "an object's digest is not checked": _replaced(object_access.ObjectAccess, "get", _unchecked_get),
+    "an object's digest is not checked": _replaced(Repository, "get_object", _unchecked_get),
     "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),

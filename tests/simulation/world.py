@@ -12,9 +12,9 @@ import shardkit
 from shardkit.copies.place import Change, place
 from shardkit.errors import ShardkitError
 from shardkit.reading.parity.sets import SetRecord
-from shardkit.repository.identity import IDENTITY_NAME, Identity
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.log import IDENTITY_NAME, Identity
 from shardkit.repository.policy import Parity, Policy
 from shardkit.storage import Repository
 from shardkit.stores.remote.addresses import Address

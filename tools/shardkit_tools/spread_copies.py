@@ -17,7 +17,7 @@ from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
 from shardkit.copies.repair import CheckAll, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, copy_task
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError
-from shardkit.repository.identity import IDENTITY_NAME
+from shardkit.repository.log import IDENTITY_NAME
 from shardkit.repository.object_access import CheckResult, check_object
 from shardkit.stores.store import Store
 from shardkit_tools.building.engines import Engine, Report, open_engine

@@ -13,6 +13,7 @@ from shardkit.copies.collecting.marking import COLLECTED, mark_live
 from shardkit.copies.documents import mirror_log
 from shardkit.copies.facts import Facts, open_recorded
 from shardkit.errors import ShardkitError, UsageError
+from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.garbage_lists import (
@@ -26,7 +27,6 @@ from shardkit.repository.garbage_lists import (
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, parse_object_name
-from shardkit.stores.utc import seconds_of
 
 __all__ = ["GRACE_S", "HISTORY_S", "Collection", "collect"]
 

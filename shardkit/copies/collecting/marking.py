@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from shardkit.errors import IntegrityError, NotFoundError
+from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.parity.catalogue import parity_names
 from shardkit.repository.inventory import walk_versions
@@ -17,7 +18,6 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import EXTENSIONS, Store, object_name
-from shardkit.stores.utc import seconds_of
 
 __all__ = ["COLLECTED", "mark_live", "objects_of_builds", "versions_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.reading.documents import read_checked
+from shardkit.reading.located_store import find_checked
 from shardkit.reading.parity.sets import (
     MAX_HEADER_BYTES,
     MAX_RECORD_BYTES,
@@ -81,7 +81,6 @@ def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
     Raises:
         FormatError: it is damaged, or of another version.
     """
-    name = version_record_name(manifest_id)
 
     def parse(data: bytes, where: str) -> VersionRecord:
         record = VersionRecord.from_bytes(data, where)
@@ -89,10 +88,7 @@ def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
             raise FormatError(f"{where} is of version {record.manifest}; do not trust it")
         return record
 
-    try:
-        return read_checked(store, name, parse, max_bytes=MAX_RECORD_BYTES, is_optional=True)
-    except NotFoundError:
-        return None
+    return find_checked(store, version_record_name(manifest_id), parse, max_bytes=MAX_RECORD_BYTES)
 
 
 def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
@@ -108,10 +104,7 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
             raise FormatError(f"{where} is of another set; do not trust it")
         return record
 
-    try:
-        return read_checked(store, wanted.record_name, parse, max_bytes=MAX_RECORD_BYTES, is_optional=True)
-    except NotFoundError:
-        return None
+    return find_checked(store, wanted.record_name, parse, max_bytes=MAX_RECORD_BYTES)
 
 
 def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
