@@ -24,11 +24,11 @@ from shardkit.plan import Assignment, Plan, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
 from shardkit.reading.blocks import BlockReader
-from shardkit.reading.locating import Locations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.catalog import Part, Version, load_manifest
 from shardkit.repository.log import parse_dataset_url
+from shardkit.repository.opening import Locations
 from shardkit.repository.repository import Repository
 from shardkit.telemetry import TelemetrySettings
 

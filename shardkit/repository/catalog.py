@@ -11,7 +11,9 @@ import numpy as np
 
 from shardkit.errors import FormatError, ShardkitError
 from shardkit.manifest import (
+    ADOPTED,
     MAX_MANIFEST_BYTES,
+    MIXED,
     Manifest,
     PageRef,
     Selection,
@@ -20,8 +22,11 @@ from shardkit.manifest import (
     max_selection_bytes,
     unpack_page,
 )
-from shardkit.reading.adopted import with_adopted
-from shardkit.reading.parity.degraded import with_parity
+from shardkit.reading.adopted import AdoptedStore, with_adopted
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.parity.degraded import ParityReads
+from shardkit.reading.parity.sets import version_record_name
 from shardkit.repository.part_locations import find_part as find_located
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
@@ -94,7 +99,7 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     manifest = _read_root(repository, manifest_id)
     if not manifest.parts:
         table = _read_table(repository, manifest)
-        reads = with_adopted(with_parity(repository, manifest, table), manifest)
+        reads = _reading(repository, manifest, table)
         return Version(manifest, table, (Part("", reads, manifest, 0),))
     parts: list[Part] = []
     tables: list[ShardTable] = []
@@ -106,7 +111,7 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
         tables.append(_read_table(holder, part))
-        reads = with_adopted(with_parity(holder, part, tables[-1]), part)
+        reads = _reading(holder, part, tables[-1])
         parts.append(Part(name, reads, part, first_shard))
         offsets.append(first_stratum)
         first_shard += part.shards
@@ -160,6 +165,24 @@ def load_shard_selection(repository: Repository, table: ShardTable, shard: int) 
 def put_selection(repository: Repository, selection: Selection) -> Descriptor:
     """Put a selection, durably."""
     return repository.put_object(selection.to_bytes(), "selection")
+
+
+def _reading(repository: Repository, manifest: Manifest, table: ShardTable) -> Repository:
+    """As a reader of a version needs it: finds adopted tars, and rebuilds from parity what no location has.
+
+    A local root without parity is read as it is.
+    """
+    store = repository.store
+    located = store if isinstance(store, LocatedStore) else None
+    if located is None and store.local_path(version_record_name(manifest.id)) is not None:
+        located = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
+    if located is not None and MIXED not in (manifest.format, manifest.compression):
+        holders = [one.store for one in located.locations if one.holds == "objects"]
+        if ADOPTED in manifest.features:  # tars that lie outside of the root are members of its sets as well
+            holders[0] = AdoptedStore(holders[0])
+        parity = ParityReads(holders, manifest, table, attempt_s=located.settings.attempt_s)
+        repository = repository.with_store(located.with_parity(parity))
+    return with_adopted(repository, manifest)
 
 
 def _read_root(repository: Repository, manifest_id: str) -> Manifest:

@@ -1,4 +1,4 @@
-"""What else a commit waits for where a root has other locations: hooks, so that a repository need not know who copies."""
+"""What a commit waits for where a root has other locations: hooks, so that a repository does not know who copies."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from shardkit.repository.log import (
 )
 from shardkit.stores.store import Store
 
-__all__ = ["Change", "Changes", "CommitLog"]
+__all__ = ["Change", "Changes", "CommitLog", "put_numbered"]
 
 Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
 """Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
@@ -166,6 +166,57 @@ def _check_tables(refs: Mapping[str, str], tags: Mapping[str, str]) -> None:
         )
 
 
+def put_numbered(
+    store: Store, name: str, data: bytes, read_back: Callable[[], bytes], *, what: str, then: str
+) -> bool:
+    """Put a document that is the next of its row: True when it is durably there, False when another has its number.
+
+    After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours is
+    put again: that it exists then also says that it is durable.
+
+    Args:
+        store: of the root.
+        name: of the document.
+        data: its bytes.
+        read_back: gives what lies there, checked.
+        what: how messages name the change.
+        then: what messages say is to be done once the store or disk was looked at.
+
+    Raises:
+        CommitUnknown: the store failed and does not say whether it landed.
+        StoreError: the store refused; nothing was changed.
+    """
+    failure: StoreError | None = None
+    found: bytes | None = None
+    for _ in range(_PUT_ATTEMPTS):
+        try:
+            if store.put_new(name, data):
+                return True
+            failure = None
+        except StoreError as error:
+            failure = error
+        try:
+            found = read_back()
+        except NotFoundError:
+            found = None
+        except (StoreError, IntegrityError, FormatError) as error:
+            raise CommitUnknown(
+                f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the store, "
+                f"then {then}"
+            ) from error
+        if found is not None and found != data:
+            return False
+        if found is not None and failure is None:
+            return True
+        if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
+            break  # asking again does not help
+    if found is None and failure is not None:
+        raise failure  # it is not there, and the store says why
+    raise CommitUnknown(
+        f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
+    ) from failure
+
+
 class CommitLog:
     """Log entries of one repository."""
 
@@ -230,45 +281,15 @@ class CommitLog:
         )
 
     def _put(self, entry: LogEntry) -> bool:
-        """Put the entry; True when it is durably in the log, False when another commit has its number.
-
-        After an error the entry is read back and known by its transaction id, never guessed at. Ours is put
-        again: that it exists then also says that it is durable.
-        """
-        failure: StoreError | None = None
-        found: LogEntry | None = None
-        for _ in range(_PUT_ATTEMPTS):
-            try:
-                if self._store.put_new(entry_name(entry.n), entry.to_bytes()):
-                    return True
-                failure = None
-            except StoreError as error:
-                failure = error
-            found = self._read_back(entry, failure)
-            if found is not None and found.txn != entry.txn:
-                return False
-            if found is not None and failure is None:
-                return True
-            if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
-                break  # asking again does not help
-        if found is None and failure is not None:
-            raise failure  # it is not in the log, and the store says why
-        raise CommitUnknown(
-            f"commit {entry.txn} to {self._store.url}: entry {entry.n} is there but may not survive a power cut; "
-            f"look at the disk, then ask again: Repository.find_commit({entry.txn!r})"
-        ) from failure
-
-    def _read_back(self, entry: LogEntry, failure: StoreError | None) -> LogEntry | None:
-        try:
-            return self._entry(entry.n)[0]
-        except NotFoundError:
-            return None
-        except (StoreError, IntegrityError, FormatError) as error:
-            raise CommitUnknown(
-                f"commit {entry.txn} to {self._store.url}: writing entry {entry.n} failed ({failure}) and it cannot "
-                "be read "
-                f"back ({error}); ask later: Repository.find_commit({entry.txn!r})"
-            ) from error
+        """Put the entry; True when it is durably in the log, False when another commit has its number."""
+        return put_numbered(
+            self._store,
+            entry_name(entry.n),
+            entry.to_bytes(),
+            lambda: self._entry(entry.n)[1],
+            what=f"commit {entry.txn} to {self._store.url}",
+            then=f"ask again: Repository.find_commit({entry.txn!r})",
+        )
 
     def _last_number(self) -> int:
         """Number of the newest entry; all before it are there.

@@ -27,21 +27,9 @@ from shardkit.stores.remote.addresses import parse_address
 
 __all__ = [
     "MAX_TABLE_BYTES",
-    "SPARES",
-    "TABLES",
     "LocationRecord",
     "LocationTable",
-    "spare_name",
-    "spare_number",
-    "table_name",
-    "table_number",
 ]
-
-TABLES: Final = "locations/"
-"""Folder of the tables, and of the places of parts and adopted tars."""
-
-SPARES: Final = "locations/spare/"
-"""Folder of the tables' second copies, in the root alone."""
 
 MAX_TABLE_BYTES: Final = 2**20
 """Of a policy in the log."""
@@ -51,7 +39,6 @@ _MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"
 _KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
-_TABLE_NAME: Final = re.compile(r"locations/([0-9]{20})\.json")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -238,27 +225,6 @@ class LocationTable:
         )
         check_spelling(data, table.to_bytes(), fields)
         return table
-
-
-def table_name(number: int) -> str:
-    """``locations/<20 digits>.json``."""
-    return f"{TABLES}{number:020d}.json"
-
-
-def table_number(name: str) -> int | None:
-    """The number in a table's name, None for any other name."""
-    match = _TABLE_NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def spare_name(number: int) -> str:
-    """``locations/spare/<20 digits>.json``: the same table again, for without one nobody knows where copies are."""
-    return f"{SPARES}{number:020d}.json"
-
-
-def spare_number(name: str) -> int | None:
-    """The number in the name of a spare, None for any other name."""
-    return table_number(name.replace(SPARES, TABLES, 1)) if name.startswith(SPARES) else None
 
 
 def absolute_url(url: str) -> str:

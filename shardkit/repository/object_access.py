@@ -118,7 +118,8 @@ def get_object(store: Store, digest: str, extension: str, size: int | None, max_
 
     def refuse(what: str) -> NoReturn:
         raise IntegrityError(
-            f"{name} in {store.url}: {what}; the bytes are not those that were written; run: shardkit repair {store.url}"
+            f"{name} in {store.url}: {what}; the bytes are not those that were written; "
+            f"run: shardkit repair {store.url}"
         )
 
     def ask() -> bytes:

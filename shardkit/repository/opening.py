@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,6 @@ from shardkit.errors import (
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import LocatedStore, find_checked, read_checked, root_store
-from shardkit.reading.locating import Locations, locate
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord, LocationTable
@@ -37,16 +36,19 @@ from shardkit.repository.log import (
 )
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.repository.table_commits import read_table
-from shardkit.stores.remote import ObjectStore
+from shardkit.stores.local import LocalStore
+from shardkit.stores.remote import ObjectStore, parse_address
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 
 __all__ = [
     "COPY_NAME",
     "CopyMark",
+    "Locations",
     "first_identity",
     "for_one_writer",
     "is_prepared",
+    "locate",
     "location_of",
     "open_locations",
     "others_of",
@@ -59,6 +61,9 @@ __all__ = [
     "recover_identity",
     "refuse_copy",
 ]
+
+Locations = Mapping[str, str] | Sequence[Location]
+"""Name → URL, nearest first; or locations with all their properties."""
 
 COPY_NAME: Final = "shardkit-copy.json"
 """Says of a root that it is a copy, and which: nobody commits to it, and an empty mount is not taken for it."""
@@ -320,10 +325,48 @@ def over_all(
     """
     store = root_store(opened)
     name = own_name(store) if recorded else ROOT_NAME
-    located = locate(store, given, settings=settings, heal=heal, name=name)
-    known = located.locations if isinstance(located, LocatedStore) else ()
-    taken = {one.name for one in known} | {one.store.url for one in known} | {store.url}
-    more = [one for one in recorded if one.name not in taken and one.store.url not in taken]
-    if more:
-        located = locate(store, [*known[1:], *more], settings=settings, heal=heal, name=name)
-    return located
+    others = _given(given, heal)
+    taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
+    others += [one for one in recorded if one.name not in taken and one.store.url not in taken]
+    return locate(store, others, settings=settings, heal=heal, name=name)
+
+
+def locate(
+    root: Store,
+    others: Locations | None = None,
+    *,
+    settings: ReadSettings | None = None,
+    heal: bool = False,
+    name: str = ROOT_NAME,
+) -> Store:
+    """The store to read from: the root as it is where it is local and alone, else all locations as one.
+
+    Args:
+        root: The store of the root; asked first, unless a location has a rank below 0.
+        others: Further copies, or caches of neighbours (``http://host:port``).
+        settings: Of reads.
+        heal: Put good bytes over bad copies that are met, in the root too.
+        name: Of the location that `root` is.
+    """
+    if isinstance(root, LocalStore) and not others:
+        return root
+    first = Location(name=name, store=root, domain=root.url, heal=heal)
+    return LocatedStore([first, *_given(others, heal)], settings=settings)
+
+
+def _given(locations: Locations | None, heal: bool) -> list[Location]:
+    if isinstance(locations, Mapping):
+        return [_by_url(name, url, i + 1, heal) for i, (name, url) in enumerate(locations.items())]
+    return list(locations or ())
+
+
+def _by_url(name: str, url: str, rank: int, heal: bool) -> Location:
+    if "://" in url and parse_address(url).scheme in ("http", "https"):
+        from shardkit.stores.remote.cache_client import CacheClient  # http.client is slow to import
+
+        return Location(name=name, store=CacheClient(url), domain=url, rank=-1, holds="blocks")
+    if "@sha256:" in url:
+        raise UsageError(
+            f"location {name!r}: expected the root alone, without a version; give the version to open"
+        )
+    return Location(name=name, store=open_store(url, read_only=not heal), domain=url, rank=rank, heal=heal)

@@ -17,7 +17,6 @@ from shardkit.errors import (
 )
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.reading.located_store import root_store
-from shardkit.reading.locating import Locations, locate
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.commit_hooks import COMMIT_HOOKS
 from shardkit.repository.commit_log import Changes, CommitLog
@@ -25,8 +24,10 @@ from shardkit.repository.garbage_lists import check_not_collected
 from shardkit.repository.log import IDENTITY_NAME, SINGLE_WRITER, Identity, LogEntry, check_ref_name
 from shardkit.repository.object_access import MAX_OBJECT_BYTES, ObjectStage, get_object, put_object
 from shardkit.repository.opening import (
+    Locations,
     first_identity,
     for_one_writer,
+    locate,
     over_all,
     read_identity,
     recorded_locations,

@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardkit.errors import (
     CommitConflict,
-    CommitUnknown,
     FormatError,
     IntegrityError,
-    NotFoundError,
     ShardkitError,
-    StoreError,
 )
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import utc_text
 from shardkit.reading.located_store import read_checked
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.repository.location_table import (
-    MAX_TABLE_BYTES,
-    LocationRecord,
-    LocationTable,
-    absolute_url,
-    spare_name,
-    table_name,
-)
+from shardkit.repository.commit_log import put_numbered
+from shardkit.repository.location_table import MAX_TABLE_BYTES, LocationRecord, LocationTable, absolute_url
 from shardkit.repository.policy import Policy
+from shardkit.stores.store import Store
 
-if TYPE_CHECKING:
-    from shardkit.stores.store import Store
+__all__ = [
+    "SPARES",
+    "TABLES",
+    "commit_table",
+    "draft_table",
+    "first_root",
+    "read_table",
+    "read_tables",
+    "spare_name",
+    "spare_number",
+    "table_name",
+    "table_number",
+]
 
-__all__ = ["commit_table", "draft_table", "first_root", "read_table", "read_tables"]
+TABLES: Final = "locations/"
+"""Folder of the tables, and of the places of parts and adopted tars."""
 
-_ATTEMPTS: Final = 3
+SPARES: Final = "locations/spare/"
+"""Folder of the tables' second copies, in the root alone."""
+
+_TABLE_NAME: Final = re.compile(r"locations/([0-9]{20})\.json")
 _MOST: Final = 10**6
 
 
@@ -107,19 +116,28 @@ def commit_table(
     """
     if base is not None and base.policy == policy and base.locations == tuple(locations):
         return base
-    table = LocationTable(
-        n=base.n + 1 if base else 1,
-        repository=repository_id,
+    table = dataclasses.replace(
+        draft_table(repository_id, base, policy, locations),
         previous=sha256_digest(base.to_bytes()) if base else "",
         txn=uuid.uuid4().hex,
         time=utc_text(),
         author=author,
         message=message,
-        policy=policy,
-        locations=tuple(locations),
     )
     LocationTable.from_bytes(table.to_bytes(), "these locations")  # nobody may write what nobody will read
-    _put(store, table)
+    name = table_name(table.n)
+    if not put_numbered(
+        store,
+        name,
+        table.to_bytes(),
+        lambda: read_checked(store, name, LocationTable.from_bytes, max_bytes=MAX_TABLE_BYTES).to_bytes(),
+        what=f"locations of {store.url}",
+        then="run the same command again",
+    ):
+        raise CommitConflict(
+            f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
+            f"{store.url}), then run the same command again"
+        )
     with contextlib.suppress(
         ShardkitError
     ):  # the table holds; repair and replicate put a spare that is missing
@@ -147,40 +165,6 @@ def draft_table(
         policy=policy,
         locations=tuple(locations),
     )
-
-
-def _put(store: Store, table: LocationTable) -> None:
-    name, data = table_name(table.n), table.to_bytes()
-    failure: StoreError | None = None
-    for _ in range(_ATTEMPTS):
-        try:
-            if store.put_new(name, data):
-                return
-            failure = None
-        except StoreError as error:
-            failure = error
-        try:
-            found: bytes | None = store.get(name, max_bytes=MAX_TABLE_BYTES)
-        except NotFoundError:
-            found = None
-        except ShardkitError as error:
-            raise CommitUnknown(
-                f"locations of {store.url}: writing {name} failed ({failure}), it cannot be read back ({error}); look "
-                "at the store, then run the same command again"
-            ) from error
-        if found is not None and found != data:
-            raise CommitConflict(
-                f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
-                f"{store.url}), then run the same command again"
-            )
-        if found is not None and failure is None:
-            return  # ours, and a put that finds it says that it is durable
-    if found is None and failure is not None:
-        raise failure
-    raise CommitUnknown(
-        f"locations of {store.url}: {name} is there but may not survive a power cut; look at the disk, then run the "
-        "same command again"
-    ) from failure
 
 
 def _newest(store: Store) -> int:
@@ -216,3 +200,24 @@ def _read(store: Store, number: int, repository_id: str | None) -> LocationTable
         with contextlib.suppress(ShardkitError):
             return read_checked(store, spare_name(number), parse, max_bytes=MAX_TABLE_BYTES)
         raise
+
+
+def table_name(number: int) -> str:
+    """``locations/<20 digits>.json``."""
+    return f"{TABLES}{number:020d}.json"
+
+
+def table_number(name: str) -> int | None:
+    """The number in a table's name, None for any other name."""
+    match = _TABLE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def spare_name(number: int) -> str:
+    """``locations/spare/<20 digits>.json``: the same table again, for without one nobody knows where copies are."""
+    return f"{SPARES}{number:020d}.json"
+
+
+def spare_number(name: str) -> int | None:
+    """The number in the name of a spare, None for any other name."""
+    return table_number(name.replace(SPARES, TABLES, 1)) if name.startswith(SPARES) else None

@@ -9,7 +9,6 @@ only gathers their public names.
 from shardkit.reading.adopted import AdoptedStore, adopted_place, put_adopted, with_adopted
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locating import Locations, locate
 from shardkit.reading.locations import Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
@@ -22,6 +21,7 @@ from shardkit.repository.catalog import (
     put_selection,
 )
 from shardkit.repository.log import LogEntry, parse_dataset_url
+from shardkit.repository.opening import Locations, locate
 from shardkit.repository.part_locations import find_part, put_location
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.local import LocalStore

@@ -4,8 +4,7 @@ What forms a set is a pure function of the version. Objects are verified before 
 """
 
 from shardkit.reading.parity.catalogue import find_records, parity_names, read_record, sets_of, sets_that_hold
-from shardkit.reading.parity.degraded import ParityReads, with_parity
-from shardkit.reading.parity.rebuilding import rebuild_range
+from shardkit.reading.parity.degraded import ParityReads, rebuild_range
 from shardkit.reading.parity.sets import ParitySet, SetRecord
 from shardkit.reading.parity.streaming import restore
 
@@ -20,5 +19,4 @@ __all__ = [
     "restore",
     "sets_of",
     "sets_that_hold",
-    "with_parity",
 ]

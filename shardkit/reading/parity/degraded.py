@@ -1,27 +1,36 @@
-"""Parity as the last resort of a reader: what `LocatedStore` asks when no location has good bytes."""
+"""Parity as the last resort of a reader: a range of an object from the same range of others (SPEC.md §5)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import NotFoundError, ShardkitError
-from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
+from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.locations import BlockRequest
 from shardkit.reading.parity.catalogue import first_good, read_record, read_version_record, sets_of
-from shardkit.reading.parity.rebuilding import rebuild_range
-from shardkit.reading.parity.sets import ParitySet, SetRecord, version_record_name
+from shardkit.reading.parity.galois import recover
+from shardkit.reading.parity.sets import ParitySet, SetRecord
 from shardkit.repository.inventory import Inventory
-from shardkit.repository.repository import Repository
 from shardkit.stores.remote import ObjectStore
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.store import Store, parse_object_name
 
-__all__ = ["ParityReads", "with_parity"]
+__all__ = ["ParityReads", "ReadRange", "rebuild_range"]
+
+Bytes = NDArray[np.uint8]
+
+ReadRange = Callable[[str, int, int], bytes]
+"""(object name, offset, length) → exactly these bytes; a ShardkitError where that is not possible."""
+
+MAX_RANGE_BYTES: Final = 2**30
 
 
 class ParityReads:
@@ -118,33 +127,99 @@ class ParityReads:
         return {member.digest: one for one in sets for member in one.members}
 
 
-def with_parity(repository: Repository, manifest: Manifest, table: ShardTable) -> Repository:
-    """The repository as a reader of `manifest` needs it: one that rebuilds what no location has.
-
-    A local root without parity is left as it is.
-    """
-    if MIXED in (manifest.format, manifest.compression) or manifest.parts:
-        return repository
-    store = repository.store
-    if isinstance(store, LocatedStore):
-        holders = [one.store for one in store.locations if one.holds == "objects"]
-        holders[:1] = [_adopting(holders[0], manifest)]
-        reads = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)
-        return repository.with_store(store.with_parity(reads))
-    if store.local_path(version_record_name(manifest.id)) is None:
-        return repository
-    reads = ParityReads([_adopting(store, manifest)], manifest, table)
-    located = LocatedStore([Location(name="root", store=store, domain=store.url)])
-    return repository.with_store(located.with_parity(reads))
-
-
-def _adopting(root: Store, manifest: Manifest) -> Store:
-    """Tars that lie outside of the root are members of its sets as well."""
-    return AdoptedStore(root) if ADOPTED in manifest.features else root
-
-
 def _patient(store: Store, attempt_s: float) -> Store:
     """With a client that does not ask again and again: there are others to ask."""
     if isinstance(store, ObjectStore | AdoptedStore):
         return store.with_patience(Patience(deadline_s=0, attempt_s=attempt_s))
     return store
+
+
+def rebuild_range(
+    record: SetRecord,
+    position: int,
+    offset: int,
+    length: int,
+    sha256: bytes,
+    read: ReadRange,
+    pool: ThreadPoolExecutor,
+) -> bytes | None:
+    """Part of a member, from the same part of k others.
+
+    Args:
+        record: Of the set.
+        position: Of the member that is lost.
+        offset: Of the part, in the member.
+        length: Of the part.
+        sha256: 32 bytes, which the part must have: what the others give is trusted as far as this.
+        read: Reads a range of an object, from wherever it lies.
+        pool: For reads at the same time.
+
+    Returns:
+        The bytes, verified; None where too much is lost.
+    """
+    one = record.set
+    if length > MAX_RANGE_BYTES or offset + length > one.members[position].size:
+        return None
+    ranges = _Ranges(record, offset, length, read, pool)
+    ranges.fetch([i for i in range(one.k + 1) if i != position])
+    if len(ranges.failed) <= 1:
+        found = _attempt(ranges, position, (), sha256)
+        if found is not None:
+            return found
+        if (
+            not ranges.failed
+        ):  # one of those that were read is silently wrong: with Q, each is done without in turn
+            ranges.fetch([one.k + 1])
+            for suspect in range(one.k + 1):
+                if suspect != position and one.k + 1 not in ranges.failed:
+                    found = _attempt(ranges, position, (suspect,), sha256)
+                    if found is not None:
+                        return found
+    return None
+
+
+class _Ranges:
+    """The same range of several objects of a set."""
+
+    def __init__(
+        self, record: SetRecord, offset: int, length: int, read: ReadRange, pool: ThreadPoolExecutor
+    ) -> None:
+        self.record, self.offset, self.length = record, offset, length
+        self._read, self._pool = read, pool
+        self.pieces: dict[int, Bytes] = {}
+        self.failed: set[int] = set()
+
+    def fetch(self, positions: Sequence[int]) -> None:
+        running: dict[int, Future[bytes]] = {}
+        for i in positions:
+            start, length = self._span(i)
+            if length <= 0:
+                self.pieces[i] = np.empty(0, dtype=np.uint8)
+            else:
+                running[i] = self._pool.submit(self._read, self.record.object_at(i).name, start, length)
+        for i, future in running.items():
+            try:
+                self.pieces[i] = np.frombuffer(future.result(), dtype=np.uint8)
+            except ShardkitError:
+                self.failed.add(i)
+
+    def _span(self, position: int) -> tuple[int, int]:
+        """What of an object the range covers: members end early, parity objects begin with a header."""
+        one = self.record.set
+        if position >= one.k:
+            return one.header_bytes + self.offset, self.length
+        return self.offset, min(self.length, one.members[position].size - self.offset)
+
+
+def _attempt(ranges: _Ranges, position: int, without: Sequence[int], sha256: bytes) -> bytes | None:
+    """The part, if what was read without `without` gives it."""
+    k = ranges.record.set.k
+    if ranges.failed and k + 1 not in ranges.pieces:
+        ranges.fetch([k + 1])
+    usable: Mapping[int, Bytes] = {i: piece for i, piece in ranges.pieces.items() if i not in without}
+    members = [None if i == position else usable.get(i) for i in range(k)]
+    p, q = usable.get(k), usable.get(k + 1)
+    if sum(piece is None for piece in (*members, p, q)) > 2:
+        return None
+    data = recover(members, p, q, ranges.length, ())[position].tobytes()
+    return data if hashlib.sha256(data).digest() == sha256 else None
