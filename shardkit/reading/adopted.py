@@ -16,7 +16,7 @@ from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
 from shardkit.stores.remote import Patience
-from shardkit.stores.store import ObjectStat, Stage, Store, parse_object_name
+from shardkit.stores.store import ObjectStat, Stage, Store, StoreAround, parse_object_name
 
 __all__ = ["AdoptedStore", "adopted_place", "put_adopted", "with_adopted"]
 
@@ -36,12 +36,12 @@ def adopted_place(store: Store, name: str) -> str | None:
     return store.place(name) if isinstance(store, AdoptedStore) else None
 
 
-class AdoptedStore:
+class AdoptedStore(StoreAround):
     """A store of which some shards lie outside of it; implements `shardkit.stores.store.Store`.
 
     What is in the store itself is found there first. Adopted tars are never mapped: their owner may truncate or
     rewrite them at any time, and a reader must get the very bytes that were verified. They are never written, listed
-    or deleted. May be used from any thread, after a fork, and pickled.
+    or deleted.
 
     Args:
         inner: The root's own store, or the root with its locations.
@@ -65,13 +65,7 @@ class AdoptedStore:
         return f"AdoptedStore({self._inner!r})"
 
     @property
-    def url(self) -> str:
-        """Where the root is."""
-        return self._inner.url
-
-    @property
     def inner(self) -> Store:
-        """The root's own store."""
         return self._inner
 
     def with_patience(self, patience: Patience) -> AdoptedStore:
@@ -119,8 +113,8 @@ class AdoptedStore:
             if isinstance(inner, LocatedStore):
                 here = dataclasses.replace(inner.locations[0], store=root)
                 self._located = LocatedStore([here, *inner.locations[1:]], settings=inner.settings)
-                for parity in inner.parity:
-                    self._located = self._located.with_parity(parity)
+                if inner.parity is not None:
+                    self._located = self._located.with_parity(inner.parity)
             else:
                 self._located = LocatedStore([here])
         return self._located
@@ -170,31 +164,23 @@ class AdoptedStore:
         """The file of an object of the root; None for an adopted tar, which must not be mapped."""
         return None if self._tar(name) else self._inner.local_path(name)
 
-    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names in the root; see `Store.list_after`."""
-        return self._inner.list_after(prefix, after)
-
     # Writing
-
-    def put_new(self, name: str, data: bytes) -> bool:
-        """Create in the root; see `Store.put_new`."""
-        return self._inner.put_new(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Put good bytes over bad ones in the root; see `Store.replace`."""
-        self._inner.replace(name, data)
+        super().replace(name, data)
         self._tars.pop(name, None)
 
     def delete(self, name: str) -> None:
         """Remove from the root; see `Store.delete`. An adopted tar is not ours to delete."""
-        self._inner.delete(name)
+        super().delete(name)
         self._tars.pop(name, None)
 
     @contextlib.contextmanager
     def stage(self, suffix: str = "") -> Iterator[Stage]:
         """A large object of the root; see `Store.stage`."""
         try:
-            with self._inner.stage(suffix) as stage:
+            with super().stage(suffix) as stage:
                 yield stage
         finally:
             self._tars.clear()  # a tar that was healed is in the root from now on

@@ -7,9 +7,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.reading.attestations import Attestation
@@ -19,20 +17,17 @@ from shardkit.reading.locations import BlockRequest, Location, block_name, check
 from shardkit.reading.read_path import ReadPath, ReadSettings, Want
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.remote.ranges import Range, coalesce
-from shardkit.stores.store import ObjectStat, Stage, Store, asked_twice, check_name, parse_object_name
+from shardkit.stores.store import ObjectStat, Store, StoreAround, asked_twice, check_name, parse_object_name
 
-__all__ = ["LocatedStore", "Rebuild", "RebuildsObjects", "find_checked", "read_checked", "root_store"]
+__all__ = ["LocatedStore", "Rebuilds", "find_checked", "read_checked", "root_store"]
 
 _Result = TypeVar("_Result")
 
 Buffer = Any
-Rebuild = Callable[[BlockRequest], bytes | None]
-"""Makes a block from parity: its bytes, or None where that is not possible."""
 
 
-class RebuildsObjects(Protocol):
-    """A `Rebuild` that makes whole objects too."""
+class Rebuilds(Protocol):
+    """Makes again what no location has; None where that is not possible."""
 
     def __call__(self, request: BlockRequest, /) -> bytes | None:
         """A block."""
@@ -41,11 +36,7 @@ class RebuildsObjects(Protocol):
         """A whole object of at most so many bytes."""
 
 
-_MAX_GAP_BYTES: Final = 64 * 2**10
-_MAX_JOINED_BYTES: Final = 8 * 2**20
-
-
-class LocatedStore:
+class LocatedStore(StoreAround):
     """Implements `shardkit.stores.store.Store`, and `read_block` for whoever knows what a block must be.
 
     Objects are verified here against the digest in their name, blocks against the one in the request. The log, the
@@ -53,24 +44,16 @@ class LocatedStore:
     only where the first has no good answer, which is counted as ``stale_log``. Listings and sizes come from the first
     location, from another only while it does not answer.
 
-    May be used from any thread, after a fork, and pickled: what is known of the locations is per process.
+    What is known of the locations is per process.
 
     Args:
         locations: The first is the root itself: the only one that is written to, but for healing.
         settings: Of reads.
-        rebuild: The last resort for blocks.
     """
 
-    def __init__(
-        self,
-        locations: Sequence[Location],
-        *,
-        settings: ReadSettings | None = None,
-        rebuild: Rebuild | None = None,
-    ) -> None:
+    def __init__(self, locations: Sequence[Location], *, settings: ReadSettings | None = None) -> None:
         self._shared = _Shared(check_locations(locations), settings or ReadSettings())
-        self._rebuild = rebuild
-        self._parity: tuple[RebuildsObjects, ...] = ()
+        self._parity: Rebuilds | None = None
 
     def __repr__(self) -> str:
         return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self.locations)})"
@@ -86,14 +69,9 @@ class LocatedStore:
         return self._shared.settings
 
     @property
-    def root(self) -> Store:
-        """The first location's store."""
+    def inner(self) -> Store:
+        """The root: the first location's store."""
         return self.locations[0].store
-
-    @property
-    def url(self) -> str:
-        """Where the root is."""
-        return self.root.url
 
     @property
     def detours(self) -> Detours:
@@ -122,18 +100,18 @@ class LocatedStore:
         running.detours.sink, running.healer.attest = events, attest
 
     @property
-    def parity(self) -> tuple[RebuildsObjects, ...]:
+    def parity(self) -> Rebuilds | None:
         """What is asked before giving up: see `with_parity`."""
         return self._parity
 
-    def with_parity(self, parity: RebuildsObjects) -> LocatedStore:
+    def with_parity(self, parity: Rebuilds) -> LocatedStore:
         """The same locations for a reader of one version, who asks its parity before giving up.
 
         This store stays as it is; threads, counters and listeners are those of both.
         """
-        view = LocatedStore(self.locations, settings=self.settings, rebuild=self._rebuild)
+        view = LocatedStore(self.locations, settings=self.settings)
         view._shared = self._shared
-        view._parity = (*self._parity, parity)
+        view._parity = parity
         return view
 
     # Reading
@@ -149,54 +127,35 @@ class LocatedStore:
         def check(data: Buffer) -> bool:
             return hashlib.sha256(data).digest() == request.sha256
 
-        able: list[Rebuild] = [*self._parity, *([self._rebuild] if self._rebuild else [])]
-        rebuild = _first_of([functools.partial(one, request) for one in able])
+        rebuild = None if self._parity is None else functools.partial(self._parity, request)
         what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
         return self._fetch(
             Want(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
         )
 
     def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
-        """Blocks of one shard: near ones in one request. Those that come wrong, or not, are read again one by one."""
-        groups = coalesce(
-            [Range(one.offset, one.length) for one in requests],
-            max_gap=_MAX_GAP_BYTES,
-            max_joined=_MAX_JOINED_BYTES,
-        )
-        found: list[Buffer | None] = [None] * len(requests)
-        for group in groups:
-            if len(group.members) > 1:
-                self._read_joined(requests, group.span, group.members, found)
-        return [
-            self.read_block(one) if data is None else data for one, data in zip(requests, found, strict=True)
-        ]
-
-    def _read_joined(
-        self,
-        requests: Sequence[BlockRequest],
-        span: Range,
-        members: Sequence[int],
-        found: list[Buffer | None],
-    ) -> None:
-        name, end = requests[members[0]].name, span.offset + span.length
+        """Blocks of one shard that lie near each other, with one request; one by one where that comes wrong, or not."""
+        name, start = requests[0].name, min(one.offset for one in requests)
+        length = max(one.offset + one.length for one in requests) - start
 
         def read(location: Location) -> Buffer:
-            return _read_range(location.store, name, *span)
+            return _read_range(location.store, name, start, length)
 
-        def part(data: Buffer, i: int) -> Buffer:
-            start = requests[i].offset - span.offset
-            return memoryview(data)[start : start + requests[i].length]
+        def parts(data: Buffer) -> list[Buffer]:
+            view = memoryview(data)
+            return [view[one.offset - start :][: one.length] for one in requests]
 
         def check(data: Buffer) -> bool:
-            return all(hashlib.sha256(part(data, i)).digest() == requests[i].sha256 for i in members)
+            found = zip(parts(data), requests, strict=True)
+            return all(hashlib.sha256(part).digest() == one.sha256 for part, one in found)
 
-        self.detours.note("coalesced", what=name, blocks=len(members))
+        self.detours.note("coalesced", what=name, blocks=len(requests))
         try:
-            data = self._fetch(Want(f"{name} bytes {span.offset} to {end}", span.length, read, check, name))
+            return parts(
+                self._fetch(Want(f"{name} bytes {start} to {start + length}", length, read, check, name))
+            )
         except ShardkitError:
-            return  # one by one, then: each says what is wrong with it
-        for i in members:
-            found[i] = part(data, i)
+            return [self.read_block(one) for one in requests]  # each says what is wrong with it
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The whole object; see `Store.get`. An object is verified against its name."""
@@ -211,7 +170,7 @@ class LocatedStore:
         def read(location: Location) -> Buffer:
             return location.store.get(name, max_bytes=max_bytes)
 
-        rebuild = _first_of([functools.partial(one.whole, name, max_bytes) for one in self._parity])
+        rebuild = None if self._parity is None else functools.partial(self._parity.whole, name, max_bytes)
         return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild)))
 
     def get_document(self, name: str, check: Callable[[bytes], bool], *, max_bytes: int) -> bytes:
@@ -245,14 +204,10 @@ class LocatedStore:
         """Names in the root; see `Store.list_after`."""
         return iter(self._unverified(prefix, lambda store: list(store.list_after(prefix, after))))
 
-    def local_path(self, name: str) -> Path | None:
-        """The root's file, where the root is local; see `Store.local_path`."""
-        return self.root.local_path(name)
-
     def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
         """Ask the root; while it does not answer, the other locations with whole objects."""
         try:
-            return ask(self.root)
+            return ask(self.inner)
         except StoreError:
             for location in self.locations[1:]:
                 if location.holds == "objects":
@@ -264,24 +219,6 @@ class LocatedStore:
                     return answer
             raise
 
-    # Writing: to the root
-
-    def put_new(self, name: str, data: bytes) -> bool:
-        """See `Store.put_new`."""
-        return self.root.put_new(name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """See `Store.replace`."""
-        self.root.replace(name, data)
-
-    def delete(self, name: str) -> None:
-        """See `Store.delete`."""
-        self.root.delete(name)
-
-    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
-        """See `Store.stage`."""
-        return self.root.stage(suffix)
-
     # Processes
 
     def _fetch(self, want: Want) -> Buffer:
@@ -290,13 +227,9 @@ class LocatedStore:
 
 def root_store(store: Store) -> Store:
     """The store of the root itself, below what reads over several locations or finds adopted tars."""
-    while True:
-        if isinstance(store, LocatedStore):
-            store = store.root
-        elif hasattr(store, "inner"):
-            store = store.inner
-        else:
-            return store
+    while isinstance(store, StoreAround):
+        store = store.inner
+    return store
 
 
 def read_checked(
@@ -326,7 +259,7 @@ def read_checked(
         IntegrityError, FormatError: those that answered have something else under its name.
         StoreError: nothing good came in time.
     """
-    while hasattr(store, "inner"):
+    while not isinstance(store, LocatedStore) and isinstance(store, StoreAround):
         store = store.inner
     where = f"{name} in {store.url}"
     if not isinstance(store, LocatedStore):
@@ -406,17 +339,6 @@ def _asked_once(location: Location, settings: ReadSettings) -> Location:
         return location
     patience = Patience(deadline_s=0, attempt_s=settings.attempt_s)
     return dataclasses.replace(location, store=location.store.with_patience(patience))
-
-
-def _first_of(able: Sequence[Callable[[], Buffer | None]]) -> Callable[[], Buffer | None] | None:
-    """One last resort out of several: the first that has something."""
-    if not able:
-        return None
-
-    def rebuild() -> Buffer | None:
-        return next((data for one in able if (data := one()) is not None), None)
-
-    return rebuild
 
 
 def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:

@@ -6,6 +6,7 @@ An object is called by the SHA-256 of its bytes, as ``sha256sum`` prints it. The
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ __all__ = [
     "ObjectStat",
     "Stage",
     "Store",
+    "StoreAround",
     "asked_twice",
     "check_name",
     "check_prefix",
@@ -118,6 +120,40 @@ class Store(Protocol):
 
     def local_path(self, name: str) -> Path | None:
         """The file that holds the object, None where it is not a local file or does not exist."""
+
+
+class StoreAround(abc.ABC):
+    """A store that reads another one in its own way; what is listed, written and deleted there goes through.
+
+    May be used from any thread, after a fork, and pickled.
+    """
+
+    @property
+    @abc.abstractmethod
+    def inner(self) -> Store:
+        """The store below."""
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
+        return self.inner.list_after(prefix, after)
+
+    def local_path(self, name: str) -> Path | None:
+        return self.inner.local_path(name)
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        return self.inner.put_new(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.inner.replace(name, data)
+
+    def delete(self, name: str) -> None:
+        self.inner.delete(name)
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
+        return self.inner.stage(suffix)
 
 
 def check_name(name: str) -> tuple[str, ...]:

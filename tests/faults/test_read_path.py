@@ -328,11 +328,15 @@ class TestLocations:
         a.put_new(shard_name(self.data), self.data)
         asked: list[BlockRequest] = []
 
-        def rebuild(request: BlockRequest) -> bytes | None:
-            asked.append(request)
-            return self.data if len(asked) > 1 else flipped(self.data)
+        class Parity:
+            def __call__(_, request: BlockRequest) -> bytes | None:  # noqa: N805
+                asked.append(request)
+                return self.data if len(asked) > 1 else flipped(self.data)
 
-        store = LocatedStore([Location(name="a", store=a)], settings=SETTINGS, rebuild=rebuild)
+            def whole(self, name: str, max_bytes: int) -> bytes | None:
+                return None
+
+        store = LocatedStore([Location(name="a", store=a)], settings=SETTINGS).with_parity(Parity())
         with pytest.raises(IntegrityError):
             store.read_block(block(self.data))
         assert store.read_block(block(self.data)) == self.data

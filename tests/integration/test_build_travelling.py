@@ -23,7 +23,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.copies.collecting.marking import objects_of_builds
+from shardkit.copies.collecting import objects_of_builds
 from shardkit.errors import RunError, ShardkitError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import Repository, open_store

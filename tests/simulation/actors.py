@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 import shardkit
-from shardkit.copies.collecting.collecting import collect
+from shardkit.copies.collecting import collect
 from shardkit.copies.place import Change, place
 from shardkit.copies.repair import repair
 from shardkit.copies.replicate import replicate

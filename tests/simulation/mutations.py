@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
-from shardkit.copies import place, placement, repair, replicate
-from shardkit.copies.collecting import collecting, marking
+from shardkit.copies import collecting, place, placement, repair, replicate
 from shardkit.dataset import erasing, erasing_copies, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
@@ -96,6 +95,7 @@ def _root_alone(self: Any, repository: Any) -> None:
 
 _SURVEY: Final = store_survey.StoreSurvey.__init__
 _COMMIT: Final = erasing._commit
+_MARK_LIVE: Final = collecting.mark_live
 
 
 def _delete_first(repository: Any, plan: Any, report: Any) -> None:
@@ -169,7 +169,7 @@ def _indexes_last() -> Iterator[None]:
 def _mark_refs(repository: Any, log: Any, since: float) -> Any:
     """What only tags name is not alive."""
     untagged = (dataclasses.replace(entry, tags={}) for entry in log)
-    return marking.mark_live(repository, untagged, since)
+    return _MARK_LIVE(repository, untagged, since)
 
 
 def _listed(store: Any, name: str, size: int | None, _depth: Any, pace: Any = None) -> Any:
@@ -198,7 +198,7 @@ def _marked(kind: str) -> Patch:
     """Garbage is found as if no version needed a kind of objects."""
 
     def mark_live(*given: Any) -> set[str]:
-        return {name for name in marking.mark_live(*given) if not name.endswith(kind)}
+        return {name for name in _MARK_LIVE(*given) if not name.endswith(kind)}
 
     return _replaced(collecting, "mark_live", mark_live)
 

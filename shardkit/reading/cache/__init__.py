@@ -5,8 +5,7 @@ is decided without files, from the steps at which live processes need it.
 """
 
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.cache.eviction import FurthestFirst, decide
-from shardkit.reading.cache.future import NEVER, Future, choose_victims
+from shardkit.reading.cache.eviction import NEVER, FurthestFirst, Future, choose_victims, decide
 from shardkit.reading.cache.serving import CacheServer, parse_bind
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import Supply

@@ -22,9 +22,8 @@ from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import xxh3
 from shardkit.reading.cache.catalogue import Catalogue, Entry
-from shardkit.reading.cache.eviction import decide
+from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.filesystems import check_local
-from shardkit.reading.cache.future import Future
 from shardkit.reading.cache.leases import Lease, Neighbours
 from shardkit.reading.detours import Detours
 from shardkit.reading.locations import BlockRequest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -11,55 +12,13 @@ from shardkit.errors import UsageError
 
 __all__ = ["check_local", "filesystem_of"]
 
-_NETWORK: Final = frozenset(
-    (
-        *(
-            "nfs",
-            "nfs3",
-            "nfs4",
-            "cifs",
-            "smb",
-            "smb2",
-            "smb3",
-            "smbfs",
-            "ncpfs",
-            "afs",
-            "ceph",
-            "lustre",
-            "lustre_tgt",
-        ),
-        *(
-            "gpfs",
-            "beegfs",
-            "panfs",
-            "pvfs2",
-            "orangefs",
-            "gfs",
-            "gfs2",
-            "ocfs2",
-            "glusterfs",
-            "9p",
-            "davfs",
-            "wekafs",
-        ),
-        *("vastnfs", "quobyte", "moosefs", "afpfs", "webdav"),
-    )
+_NETWORK: Final = re.compile(
+    "nfs[34]?|cifs|smb[23]?|smbfs|ncpfs|afs|ceph|lustre|lustre_tgt|gpfs|beegfs|panfs|pvfs2|orangefs|gfs2?|ocfs2|glusterfs|"
+    "9p|davfs|wekafs|vastnfs|quobyte|moosefs|afpfs|webdav"
 )
-_NETWORK_FUSE: Final = (
-    *(
-        "sshfs",
-        "s3fs",
-        "gcsfuse",
-        "goofys",
-        "geesefs",
-        "rclone",
-        "gluster",
-        "juicefs",
-        "ceph",
-        "davfs",
-        "mount-s3",
-    ),
-    *("moose", "blobfuse", "quobyte", "curlftpfs", "lizardfs", "seaweed", "alluxio", "hdfs"),
+_NETWORK_FUSE: Final = re.compile(
+    "sshfs|s3fs|gcsfuse|goofys|geesefs|rclone|gluster|juicefs|ceph|davfs|mount-s3|moose|blobfuse|quobyte|curlftpfs|"
+    "lizardfs|seaweed|alluxio|hdfs"
 )
 
 
@@ -80,7 +39,9 @@ def check_local(path: str) -> None:
 
 def is_network(kind: str) -> bool:
     """Whether a file system of this kind is shared over a network."""
-    return kind in _NETWORK or (kind.startswith("fuse") and any(name in kind for name in _NETWORK_FUSE))
+    return _NETWORK.fullmatch(kind) is not None or (
+        kind.startswith("fuse") and _NETWORK_FUSE.search(kind) is not None
+    )
 
 
 def filesystem_of(path: str, mounts: str | None = None) -> str | None:

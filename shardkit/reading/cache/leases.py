@@ -17,7 +17,7 @@ import numpy as np
 
 from shardkit.errors import ShardkitError
 from shardkit.formats import pack_columns, unpack_columns
-from shardkit.reading.cache.future import NEVER, Float64s, Future, Int64s, UInt64s
+from shardkit.reading.cache.eviction import NEVER, Float64s, Future, Int64s, UInt64s
 from shardkit.stores.file_operations import Directories, Handle, active
 
 __all__ = ["FOLDER", "Lease", "Neighbours"]

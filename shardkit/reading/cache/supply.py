@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.cache.future import Future
+from shardkit.reading.cache.eviction import Future
 from shardkit.reading.cache.joining import Wanted, join, neighbours
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.located_store import LocatedStore

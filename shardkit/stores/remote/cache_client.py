@@ -7,14 +7,13 @@ import errno
 import http.client
 import os
 import weakref
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
 from shardkit.stores.remote.addresses import parse_address
-from shardkit.stores.store import ObjectStat, Stage, check_name
+from shardkit.stores.store import Stage, check_name
 
 __all__ = ["CacheClient"]
 
@@ -111,47 +110,20 @@ class CacheClient:
 
     # What a cache of blocks is not asked for
 
-    def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Not offered: blocks come whole."""
-        self._only_blocks(name)
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Not offered: blocks come whole."""
-        self._only_blocks(name)
-
-    def head(self, name: str) -> ObjectStat | None:
-        """Not offered."""
-        self._only_blocks(name)
-
-    def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Not offered."""
-        self._only_blocks(prefix)
-
     def local_path(self, name: str) -> Path | None:
-        """None."""
         return None
 
-    def put_new(self, name: str, data: bytes) -> bool:
-        """Refused."""
-        self._only_reading(name)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Refused."""
-        self._only_reading(name)
-
-    def delete(self, name: str) -> None:
-        """Refused."""
-        self._only_reading(name)
-
-    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
-        """Refused."""
-        self._only_reading(suffix)
-
-    def _only_blocks(self, name: str) -> NoReturn:
+    def _only_blocks(self, name: str, *_: object) -> NoReturn:
         raise StoreError(f"{name}: {self.url} is a neighbour's cache and gives out whole blocks only")
 
-    def _only_reading(self, name: str) -> NoReturn:
+    def _only_reading(self, name: str, *_: object) -> NoReturn:
         raise StoreReadOnlyError(f"{name}: {self.url} is a neighbour's cache and cannot be written")
+
+    get_range = get_ranges = head = list_after = _only_blocks
+    put_new = replace = delete = _only_reading
+
+    def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
+        self._only_reading(suffix)
 
 
 def _ask(connection: http.client.HTTPConnection, name: str) -> http.client.HTTPResponse:

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardkit.copies.collecting import Collection, collect
-from shardkit.copies.collecting.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S
+from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
 from shardkit.reading.located_store import root_store
 from shardkit.repository.policy import duration_text as short_duration
 from shardkit.repository.policy import parse_duration

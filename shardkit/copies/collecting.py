@@ -1,21 +1,28 @@
-"""`collect`: garbage goes in two rounds, over all locations, and may race with anything."""
+"""`collect`: objects that nothing names go in two rounds, over all locations, and may race with anything.
+
+A collection marks in one round and deletes in a later one; a commit checks that nothing it names is being collected
+(SPEC.md, "Garbage").
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardkit.copies.collecting.marking import COLLECTED, mark_live
 from shardkit.copies.documents import mirror_log
 from shardkit.copies.facts import Facts, open_recorded
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
+from shardkit.reading.parity.catalogue import parity_names
 from shardkit.repository.garbage_lists import (
     MAX_NAMES,
     forget_lists,
@@ -24,11 +31,23 @@ from shardkit.repository.garbage_lists import (
     put_seen,
     read_list,
 )
+from shardkit.repository.inventory import walk_versions
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import Store, parse_object_name
+from shardkit.stores.file_operations import FOLDER
+from shardkit.stores.local import LocalStore
+from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
-__all__ = ["GRACE_S", "HISTORY_S", "Collection", "collect"]
+__all__ = [
+    "COLLECTED",
+    "GRACE_S",
+    "HISTORY_S",
+    "Collection",
+    "collect",
+    "mark_live",
+    "objects_of_builds",
+    "versions_of",
+]
 
 GRACE_S: Final = 7 * 86_400
 """From the marking of an object to its deletion, by default."""
@@ -37,6 +56,12 @@ HISTORY_S: Final = 30 * 86_400
 """For how long versions stay that a ref or tag named, by default."""
 
 TAKE_OVER_S: Final = 3_600
+COLLECTED: Final = frozenset(EXTENSIONS) - {"tensor", "checkpoint"}
+"""Extensions that a collection may take: checkpoints belong to runs, which remove their own."""
+
+_HEX: Final = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+_MAX_RECORD_BYTES: Final = 64 * 2**20
+
 _CHECK_EVERY_S: Final = 1.0
 _SETTLE_S: Final = 3.0
 """From the taking over of a collection to its end: its collector, if it lives after all, has looked by then."""
@@ -321,3 +346,78 @@ def _mirror(repository: Repository, facts: Facts, done: Collection) -> None:
                 mirror_log(root, location.store)
             except ShardkitError as error:
                 done.unreachable.setdefault(name, str(error))
+
+
+def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[str]]:
+    """Versions that refs and tags name now, and those that they named at some time since `since`.
+
+    Args:
+        log: newest first.
+        since: seconds since 1970; an entry before counts if it still was the newest then.
+    """
+    now: set[str] | None = None
+    recent: set[str] = set()
+    for entry in log:
+        named = {*entry.refs.values(), *entry.tags.values()}
+        now = named if now is None else now
+        recent |= named
+        if seconds_of(entry.time) < since:
+            break
+    return now or set(), recent - (now or set())
+
+
+def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> set[str]:
+    """Names of all objects that refs, tags and the history since `since` need, and builds under way have put.
+
+    Args:
+        repository: reads over all locations.
+        log: newest first.
+        since: seconds since 1970.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: a version cannot be read: nothing may be collected.
+    """
+    now, past = versions_of(log, since)
+    # Versions of the past may be gone; what is left of them is no reason to stop.
+    return _mark(repository, now) | _mark(repository, past, optional=True) | objects_of_builds(repository)
+
+
+def _mark(repository: Repository, versions: Iterable[str], *, optional: bool = False) -> set[str]:
+    found: set[str] = set()
+    for inventory in walk_versions(repository, versions, optional=optional):
+        found |= {name for name, _ in inventory.names()} | parity_names(repository, inventory)
+    return found
+
+
+def objects_of_builds(repository: Repository) -> set[str]:
+    """What unfinished builds below ``tmp/`` of a local root, or ``scratch/`` of another, say that they have put.
+
+    Every digest in their records counts, whatever kind of object it may be of: a build that goes on finds its work.
+    """
+    store = root_store(repository.store)
+    records = _local_records(store) if isinstance(store, LocalStore) else _stored_records(store)
+    found = {match.decode() for record in records for match in _HEX.findall(record)}
+    return {object_name(f"sha256:{digest}", kind) for digest in found for kind in COLLECTED}
+
+
+def _stored_records(store: Store) -> Iterator[bytes]:
+    """Records of builds over several machines (SPEC.md of shardkit.dataset §6)."""
+    for name in store.list_after("scratch/"):
+        if name.endswith(".done"):
+            try:
+                yield store.get(name, max_bytes=_MAX_RECORD_BYTES)
+            except (IntegrityError, NotFoundError):
+                continue  # finished meanwhile, or no record
+
+
+def _local_records(store: LocalStore) -> Iterator[bytes]:
+    for folder, _, files in os.walk(os.path.join(store.url, FOLDER)):
+        if "build-" not in folder and "parts" not in folder and "adopt" not in folder:
+            continue
+        for file in files:
+            path = Path(folder, file)
+            try:
+                if file.endswith(".done") and path.stat().st_size <= _MAX_RECORD_BYTES:
+                    yield path.read_bytes()
+            except OSError:
+                continue  # finished meanwhile
