@@ -102,7 +102,6 @@ class Collection:
     unreachable: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For machines."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -368,11 +367,6 @@ def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[st
 
 def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> set[str]:
     """Names of all objects that refs, tags and the history since `since` need, and builds under way have put.
-
-    Args:
-        repository: reads over all locations.
-        log: newest first.
-        since: seconds since 1970.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a version cannot be read: nothing may be collected.

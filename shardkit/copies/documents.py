@@ -174,10 +174,6 @@ def _put(one: _Put) -> Iterator[Healed]:
 def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
     """Check the documents of a root and of its copies; nothing is written.
 
-    Args:
-        root: its own store.
-        more: locations beside those that its tables name.
-
     Raises:
         StoreError: the root does not answer.
     """

@@ -43,7 +43,6 @@ class ReplicationLag:
             self._thread.start()
 
     def look(self) -> None:
-        """Find the lag now."""
         started = time.monotonic()
         policies, lag = 0, 0.0
         for repository in self._repositories:

@@ -116,7 +116,6 @@ class Pace:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
         return self._stop.is_set()
 
     def take(self, num_bytes: int) -> None:

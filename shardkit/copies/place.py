@@ -109,7 +109,6 @@ class Placing:
     due_in_s: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For machines."""
         table = self.table
         return {
             "table": table.n if table else 0,
@@ -276,10 +275,6 @@ def _commit(
 
 def undo(repository: Repository, **options: Any) -> Placing:
     """Put locations and policy back to what they were before the newest table; what was deleted is copied again.
-
-    Args:
-        repository: opened for writing.
-        options: of `place`.
 
     Raises:
         UsageError: there is nothing to undo.

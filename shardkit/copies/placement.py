@@ -203,11 +203,6 @@ class Placed(NamedTuple):
 def placement(policy: Policy, locations: Sequence[LocationRecord], placed: Placed) -> tuple[str, ...]:
     """Names of the locations that an object belongs in, the root first, the others by how well they drew.
 
-    Args:
-        policy: how many copies.
-        locations: the first is the root, which holds everything.
-        placed: the object.
-
     Returns:
         As many as the policy asks for, in distinct failure domains; fewer where there are fewer domains. All of them
         for metadata.

@@ -95,7 +95,6 @@ class Repair:
 
     @property
     def verdict(self) -> str:
-        """In words."""
         if self.lost:
             return "data is lost"
         if self.unchecked:
@@ -348,7 +347,6 @@ class Repairer:
             self._give_up(one, why[one])
 
     def _from_copies(self, bad: BadCopy) -> Healed:
-        """From another location."""
         told: list[str] = []
         absent = [f"{name} does not answer" for name in self.holders.absent]
         try:

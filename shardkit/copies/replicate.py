@@ -150,7 +150,6 @@ class Replication:
         return ExitCode.NO if self.dry_run else ExitCode.FAILED
 
     def to_json(self) -> dict[str, Any]:
-        """For machines."""
         names = LocationResult.__slots__
         return {
             "lag_before": self.lag_before,

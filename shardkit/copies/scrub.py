@@ -81,7 +81,6 @@ class Scrub:
 
     @property
     def num_bad(self) -> int:
-        """Bad copies that were met."""
         return sum(len(one.bad) for one in self.locations.values())
 
     @property
@@ -95,7 +94,6 @@ class Scrub:
 
     @property
     def verdict(self) -> str:
-        """In words."""
         if self.repair is not None:
             return self.repair.verdict
         words = {ExitCode.DAMAGED: "bad copies", ExitCode.UNCHECKED: "could not check everything"}

@@ -276,9 +276,6 @@ def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None =
 def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
     """Cut a table into pages, in order.
 
-    Args:
-        table: All shards, or those that an append adds.
-
     Returns:
         Each page with its reference for the root.
     """

@@ -67,7 +67,6 @@ class Fields:
         self._values: dict[str, object] = value
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise the `FormatError`."""
         raise FormatError(
             f"{self.where} {why}; it was written by something else or by a newer shardkit: do not trust it"
         )
@@ -86,7 +85,6 @@ class Fields:
         return value
 
     def digest(self, key: str) -> str:
-        """``sha256:<64 hex>``."""
         return self.text(key, pattern=DIGEST)
 
     def optional_digest(self, key: str) -> str | None:
@@ -101,7 +99,6 @@ class Fields:
         return value
 
     def boolean(self, key: str) -> bool:
-        """True or false."""
         value = self._values[key]
         if not isinstance(value, bool):
             self.refuse(f"field {key!r} is {str(value)[:40]}, expected true or false")
@@ -207,14 +204,6 @@ def unseal(
 ) -> Fields:
     """The fields of a sealed document; its digest is checked before any of it is parsed.
 
-    Args:
-        data: what was read.
-        where: for messages.
-        kind: what the field ``format`` must hold.
-        keys: all keys beside ``format``, ``digest`` among them.
-        max_bytes: longest document accepted.
-        optional: keys that may be absent.
-
     Raises:
         IntegrityError: the bytes are not those that were written.
         FormatError: they are, and are no document that this version reads.
@@ -235,11 +224,6 @@ def unseal(
 
 def check_spelling(data: bytes, again: bytes, fields: Fields) -> None:
     """Whether a document is, byte for byte, what its content is written as: one content has one digest.
-
-    Args:
-        data: that was read.
-        again: `sealed` of what it was understood as.
-        fields: of `data`.
 
     Raises:
         FormatError: it is not.

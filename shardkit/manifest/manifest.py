@@ -176,7 +176,6 @@ class Manifest:
 
     @cached_property
     def id(self) -> str:
-        """``sha256:<hex>`` of the bytes."""
         return sha256_digest(self.to_bytes())
 
     def to_bytes(self) -> bytes:

@@ -70,7 +70,6 @@ class Selection:
 
     @cached_property
     def count(self) -> int:
-        """Selected rows."""
         return int(self._before[-1])
 
     def rank(self, rows: ArrayLike) -> NDArray[np.int64]:

@@ -107,7 +107,6 @@ class ShardTable:
         return np.asarray(self.selection_digest.any(axis=1))
 
     def digest_text(self, shard: int) -> str:
-        """``sha256:<hex>`` of a shard."""
         return format_digest(self.digest[shard].tobytes())
 
     def index_digest_text(self, shard: int) -> str:

@@ -105,11 +105,7 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 
 
 class TarFiles:
-    """Reads adopted tars; may be used from any thread, after a fork, and pickled.
-
-    Args:
-        patience: Of requests over a network.
-    """
+    """Reads adopted tars; may be used from any thread, after a fork, and pickled."""
 
     def __init__(self, patience: Patience | None = None) -> None:
         self._patience = patience

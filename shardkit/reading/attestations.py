@@ -50,7 +50,6 @@ class Attestation:
     def now(
         cls, location: str, digest: str, extension: str, result: str, *, level: str, by: str
     ) -> Attestation:
-        """An attestation of this moment."""
         return cls(
             location=location,
             digest=digest,
@@ -66,7 +65,6 @@ class Attestation:
         return f"attest/{self.location}/{self.time[:10]}/{uuid.uuid4().hex}.json"
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
         fields = ("location", "digest", "extension", "result", "level", "time", "by")
         return dumps({"format": _FORMAT, **{name: getattr(self, name) for name in fields}})
 

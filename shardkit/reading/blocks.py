@@ -99,12 +99,10 @@ class BlockReader:
 
     @property
     def urls(self) -> list[str]:
-        """Where the parts lie, one URL each."""
         return [repository.url for repository in self._repositories]
 
     @property
     def repositories(self) -> list[Repository]:
-        """That hold the parts."""
         return list(self._repositories)
 
     def _part(self, shard: int) -> int:
@@ -114,7 +112,6 @@ class BlockReader:
         return part
 
     def repository_of(self, shard: int) -> Repository:
-        """The repository that holds a shard."""
         return self._repositories[self._part(shard)]
 
     def shard_name(self, shard: int) -> str:
@@ -233,7 +230,6 @@ class BlockReader:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all shards together."""
         return int(self._table.size.sum())
 
     @property
@@ -282,7 +278,6 @@ class BlockReader:
         return None if isinstance(error, NotFoundError) else self.located(shard)
 
     def has_file(self, shard: int) -> bool:
-        """Whether a shard is a local file."""
         return self.repository_of(shard).store.local_path(self.shard_name(shard)) is not None
 
     def through(self, supply: BlockSupply | None) -> BlockReader:

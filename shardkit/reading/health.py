@@ -25,7 +25,6 @@ class Latencies:
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self._KEPT))
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Note an answer."""
         with self._lock:
             self._recent[_size_class(num_bytes)].append(seconds)
 
@@ -58,12 +57,10 @@ class Budget:
 
     @property
     def limit(self) -> int:
-        """Requests that may be under way now."""
         return int(self._limit)
 
     @property
     def running(self) -> int:
-        """Requests that are under way."""
         return self._running
 
     def acquire(self, timeout_s: float) -> bool:
@@ -75,7 +72,6 @@ class Budget:
             return True
 
     def release(self) -> None:
-        """Give the place back."""
         with self._changed:
             self._running -= 1
             self._changed.notify()

@@ -65,7 +65,6 @@ class LocatedStore(StoreAround):
 
     @property
     def settings(self) -> ReadSettings:
-        """Of reads."""
         return self._shared.settings
 
     @property
@@ -197,7 +196,6 @@ class LocatedStore(StoreAround):
         return self._unverified(name, lambda store: store.get_ranges(name, ranges))
 
     def head(self, name: str) -> ObjectStat | None:
-        """See `Store.head`."""
         return self._unverified(name, lambda store: store.head(name))
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:

@@ -64,12 +64,10 @@ class RowMap:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the whole dataset."""
         return int(self.shard_first_block[-1])
 
     @property
     def segment_blocks(self) -> Int64s:
-        """Blocks of each segment."""
         return np.diff(self._segment_block, append=self.blocks)
 
     def shard_of_block(self, block: int) -> tuple[int, int]:

@@ -68,7 +68,6 @@ class Version:
     """In shard order."""
 
     def part_of(self, shard: int) -> Part:
-        """The part that holds a shard."""
         firsts = [part.first_shard for part in self.parts]
         return self.parts[int(np.searchsorted(firsts, shard, side="right")) - 1]
 
@@ -135,13 +134,7 @@ def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[byt
 
 
 def load_selection(repository: Repository, digest: str, rows: int) -> Selection:
-    """A selection, verified.
-
-    Args:
-        repository: Where it lies.
-        digest: ``sha256:<hex>``.
-        rows: Rows of the shard that it belongs to.
-    """
+    """A selection, verified."""
     data = repository.get_object(digest, "selection", max_bytes=max_selection_bytes(rows))
     return Selection.from_bytes(data, rows)
 

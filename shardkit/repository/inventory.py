@@ -36,7 +36,6 @@ class Inventory:
 
     @cached_property
     def shards(self) -> tuple[Descriptor, ...]:
-        """Shards of this root."""
         suffix = extension(self.manifest.format, self.manifest.compression) if self.tables else ""
         return tuple(
             Descriptor(table.digest_text(i), int(table.size[i]), suffix)
@@ -46,7 +45,6 @@ class Inventory:
 
     @cached_property
     def indexes(self) -> tuple[Descriptor, ...]:
-        """The index of each shard."""
         return tuple(
             Descriptor(table.index_digest_text(i), int(table.index_size[i]), "index")
             for table in self.tables
@@ -55,7 +53,6 @@ class Inventory:
 
     @property
     def shard_rows(self) -> list[int]:
-        """Samples of each shard."""
         return [rows for table in self.tables for rows in table.rows.tolist()]
 
     @cached_property
@@ -157,11 +154,6 @@ def walk_versions(
     repository: OpenedRoot, versions: Iterable[str], *, optional: bool = False
 ) -> Iterator[Inventory]:
     """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business.
-
-    Args:
-        repository: that holds them.
-        versions: manifest ids.
-        optional: pass over versions that are gone.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged.

@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 MAX_TABLE_BYTES: Final = 2**20
-"""Of a policy in the log."""
 
 _MAX_LOCATIONS: Final = 64
 _MAX_WEIGHT: Final = 10**6
@@ -110,7 +109,6 @@ class LocationRecord:
         )
 
     def to_json(self) -> dict[str, object]:
-        """For canonical JSON."""
         return {
             "name": self.name,
             "url": self.url,
@@ -188,11 +186,9 @@ class LocationTable:
 
     @property
     def others(self) -> tuple[LocationRecord, ...]:
-        """All but the root."""
         return self.locations[1:]
 
     def find(self, name: str) -> LocationRecord | None:
-        """The location of a name."""
         return next((one for one in self.locations if one.name == name), None)
 
     def to_bytes(self) -> bytes:

@@ -67,7 +67,6 @@ class ObjectStage:
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
         return self._stage.size
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:

@@ -81,7 +81,6 @@ class CopyMark:
     repository: str
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
         return dumps({"format": _FORMAT, "location": self.location, "repository": self.repository})
 
     @classmethod
@@ -114,11 +113,6 @@ def open_locations(repository: OpenedRoot, *, heal: bool = False, writable: bool
     """All locations of a repository: the one that it was opened at first, then the others in the table's order.
 
     Locations that cannot be opened on this machine (a client is not installed) are left out.
-
-    Args:
-        repository: opened in any way.
-        heal: see `location_of`.
-        writable: see `location_of`.
 
     Raises:
         IntegrityError: the table is damaged.
@@ -314,15 +308,7 @@ def over_all(
     *,
     heal: bool,
 ) -> Store:
-    """The store to read from: over the locations that the caller gave, and those that the root remembers.
-
-    Args:
-        opened: as the repository was opened.
-        given: see `locate`.
-        recorded: of the root's table.
-        settings: of reads.
-        heal: see `locate`.
-    """
+    """The store to read from: over the locations that the caller gave, and those that the root remembers."""
     store = root_store(opened)
     name = own_name(store) if recorded else ROOT_NAME
     others = _given(given, heal)

@@ -47,7 +47,6 @@ class Location:
     urls: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
         return dumps(
             {
                 "format": _FORMAT,

@@ -1,4 +1,4 @@
-"""Durations as people write them: ``30d``, ``12h``, ``90m``."""
+"""What copies a root shall have, and durations as people write them: ``30d``, ``12h``, ``90m``."""
 
 from __future__ import annotations
 
@@ -190,7 +190,6 @@ class Policy:
     # As it is recorded
 
     def to_json(self) -> dict[str, object]:
-        """For canonical JSON."""
         return {
             "copies": self.copies,
             "critical": [

@@ -149,7 +149,6 @@ class Repository:
 
     @property
     def store(self) -> Store:
-        """The store below."""
         return self._store
 
     @property
@@ -164,7 +163,6 @@ class Repository:
 
     @property
     def read_only(self) -> bool:
-        """Whether every change is refused."""
         return self._read_only
 
     # Objects

@@ -266,7 +266,6 @@ class Directories:
 
     @property
     def root(self) -> str:
-        """The absolute path of the root."""
         return self._root
 
     @contextlib.contextmanager

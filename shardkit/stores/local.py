@@ -54,12 +54,10 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The absolute path of the root."""
         return self._root
 
     @property
     def read_only(self) -> bool:
-        """Whether changes are refused."""
         return self._read_only
 
     # Reading

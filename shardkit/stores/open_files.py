@@ -32,9 +32,6 @@ class OpenFiles:
     """Descriptors by path, least recently used ones closed first. Safe to call from many threads.
 
     A descriptor may outlive its name: whoever finds wrong bytes calls `forget`, and reads what is there by then.
-
-    Args:
-        most: how many stay open while nobody reads them.
     """
 
     def __init__(self, most: int = MOST_OPEN_FILES) -> None:
@@ -44,7 +41,6 @@ class OpenFiles:
         self._left: deque[str] = deque()  # paths whose readers are gone
 
     def __len__(self) -> int:
-        """How many are open."""
         return len(self._files)
 
     @contextlib.contextmanager

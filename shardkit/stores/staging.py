@@ -120,11 +120,7 @@ def _start_time(pid: int) -> int | None:
 
 
 class StagedFile(abc.ABC):
-    """An object on its way into a store, as its local file grows: counted and hashed, refused once a write has failed.
-
-    Args:
-        path: how messages name the file.
-    """
+    """An object on its way into a store, in a local file: counted and hashed, refused once a write has failed."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -134,7 +130,6 @@ class StagedFile(abc.ABC):
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
         return self._size
 
     @property
@@ -143,7 +138,6 @@ class StagedFile(abc.ABC):
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; see `Stage.write`."""
         rest = memoryview(data).cast("B")
         length = len(rest)
         with explained(f"write {self._path}", writing=True):

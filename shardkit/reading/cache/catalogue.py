@@ -69,7 +69,6 @@ class Catalogue:
         self._append(_RECORD.pack(digest, entry.size, entry.place, entry.added, _ADDED))
 
     def remove(self, digest: bytes) -> None:
-        """Note a block that is gone."""
         self._append(_RECORD.pack(digest, 0, 0, time.time(), _REMOVED))
 
     def rewrite(self, entries: dict[bytes, Entry]) -> None:

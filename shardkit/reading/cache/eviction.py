@@ -62,10 +62,6 @@ class Future(NamedTuple):
         """Steps from `now` until each of `places` ((k,) any order) is needed; NEVER where it is not.
 
         A use at `now` itself counts as 0. Costs O(m + k log m).
-
-        Args:
-            places: See `place_ids`.
-            now: Uses before this step are over.
         """
         result = np.full(len(places), NEVER, dtype=np.int64)
         if not len(self.places):
@@ -158,11 +154,7 @@ def decide(
 
 
 class FurthestFirst:
-    """The entries of a cache whose user tells every next use; decides as `decide` does, in O(log n).
-
-    Args:
-        limit: Bytes.
-    """
+    """The entries of a cache whose user tells every next use; decides as `decide` does, in O(log n)."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0

@@ -34,11 +34,7 @@ _PACE_S: Final = 1.0  # until a process has measured its own
 
 
 class Lease:
-    """This process's future, for itself and for the others.
-
-    Args:
-        directories: Of the cache.
-    """
+    """This process's future, for itself and for the others."""
 
     def __init__(self, directories: Directories) -> None:
         self._directories = directories
@@ -95,11 +91,6 @@ class Lease:
             return np.full(len(places), np.inf)
         return _seconds(future.distance(places, self._step + after), self.pace_s)
 
-    @property
-    def knows(self) -> bool:
-        """Whether a future was published."""
-        return self._future is not None
-
     def close(self) -> None:
         """Take the future back; may be called twice."""
         with self._lock:
@@ -139,12 +130,7 @@ class Neighbours:
         self._tables: dict[str, Future] = {}
 
     def seconds_until(self, places: UInt64s, *, own: Lease) -> Float64s:
-        """Estimated seconds until any other process needs each block, inf where none does.
-
-        Args:
-            places: (k,) blocks.
-            own: This process's own lease, which is left out.
-        """
+        """Estimated seconds until any other process needs each block, inf where none does."""
         soonest = np.full(len(places), np.inf)
         seen = {own.name}
         with contextlib.suppress(OSError), self._directories.opened((FOLDER,)) as folder:

@@ -105,11 +105,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     connections: threading.BoundedSemaphore
 
     def do_GET(self) -> None:
-        """A block."""
         self._answer(body=True)
 
     def do_HEAD(self) -> None:
-        """Whether there is such a block."""
         self._answer(body=False)
 
     def log_message(self, format: str, *args: object) -> None:

@@ -81,7 +81,6 @@ class Supply:
         self._closed = False
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
-        """The block's verified bytes."""
         with self._changed:
             found, along = self._waiting.pop(request.place, None), self._along.get(request.place)
             self._reading.add(request.place)

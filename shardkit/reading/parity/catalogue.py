@@ -58,12 +58,6 @@ def known_sets(
     """All sets of a version, also where an object is lost without whose size one cannot tell how the rest was cut.
 
     Those of the rest are then the ones that documents and headers of parity objects tell of.
-
-    Args:
-        repository: that holds the version.
-        inventory: of the version.
-        k: members of a full set.
-        stores: where parity objects may lie.
     """
     try:
         return sets_of(inventory, k, inventory.small(repository))

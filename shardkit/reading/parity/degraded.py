@@ -118,7 +118,6 @@ class ParityReads:
         return found
 
     def _cut(self) -> dict[str, ParitySet]:
-        """Member → set, for shards and indexes."""
         manifest = self._manifest
         version = first_good(self._stores, functools.partial(read_version_record, manifest_id=manifest.id))
         if version is None:

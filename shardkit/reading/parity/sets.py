@@ -88,12 +88,10 @@ class ParitySet:
 
     @cached_property
     def header_bytes(self) -> int:
-        """Length of either header."""
         return len(self.header(0))
 
     @property
     def parity_bytes(self) -> int:
-        """Size of either parity object."""
         return self.header_bytes + self.length
 
     def position(self, digest: str) -> int | None:
@@ -121,7 +119,6 @@ class SetRecord:
         return self.set.position(digest)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
         return dumps(
             {"format": _SET, "code": _CODE, "members": _listed(self.set.members), "parity": list(self.parity)}
         )
@@ -151,11 +148,9 @@ class VersionRecord:
 
     @property
     def name(self) -> str:
-        """Where it lies below the root."""
         return version_record_name(self.manifest)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
         return dumps({"format": _VERSION, "manifest": self.manifest, "members_per_set": self.members_per_set})
 
     @classmethod

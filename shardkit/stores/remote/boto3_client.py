@@ -41,7 +41,6 @@ class Boto3Client:
         self._prefix = f"{address.path}/" if address.path else ""
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-        """See `Client.get`."""
 
         def read() -> tuple[int, Buffer]:
             found = self._s3.get_object(**self._key(name))
@@ -62,14 +61,12 @@ class Boto3Client:
         return told(read)
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
-        """See `Client.put`."""
         settings: dict[str, Any] = {"Body": bytes(data), "ChecksumAlgorithm": "SHA256"}
         if write_id is not None:
             settings |= {"IfNoneMatch": "*", "Metadata": {WRITE_ID: write_id}}
         told(lambda: self._s3.put_object(**self._key(name), **settings))
 
     def stat(self, name: str) -> Found:
-        """See `Client.stat`."""
 
         def look() -> Found:
             found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
@@ -86,7 +83,6 @@ class Boto3Client:
         return told(look)
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
-        """See `Client.list`."""
         pages = self._s3.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket,
             Prefix=self._prefix + prefix,
@@ -101,7 +97,6 @@ class Boto3Client:
             raise classify(error) from None
 
     def delete(self, name: str) -> None:
-        """See `Client.delete`."""
         told(lambda: self._s3.delete_object(**self._key(name)))
 
     def _key(self, name: str) -> dict[str, str]:

@@ -21,11 +21,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 class CacheClient:
-    """Reads blocks; implements as much of `shardkit.stores.store.Store` as a location that holds blocks needs.
-
-    Args:
-        url: ``http://host:port``.
-    """
+    """Reads blocks; implements as much of `shardkit.stores.store.Store` as a location that holds blocks needs."""
 
     def __init__(self, url: str) -> None:
         self._address = parse_address(url)
@@ -47,7 +43,6 @@ class CacheClient:
 
     @property
     def url(self) -> str:
-        """The URL."""
         return self._address.url
 
     def get(self, name: str, *, max_bytes: int) -> bytes:

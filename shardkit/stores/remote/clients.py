@@ -115,7 +115,6 @@ class ObstoreClient:
             ) from None
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-        """See `Client.get`."""
 
         def read() -> tuple[int, Buffer]:
             found = self._api.get(self._store, name)
@@ -129,14 +128,12 @@ class ObstoreClient:
         return told(lambda: self._api.get_range(self._store, name, start=offset, length=length))
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
-        """See `Client.put`."""
         settings: dict[str, Any] = {"use_multipart": False}
         if write_id is not None:
             settings |= {"mode": "create", "attributes": {WRITE_ID: write_id}}
         told(lambda: self._api.put(self._store, name, data, **settings))
 
     def stat(self, name: str) -> Found:
-        """See `Client.stat`."""
 
         def look() -> Found:
             found = self._api.get(self._store, name, options={"head": True})
@@ -146,7 +143,6 @@ class ObstoreClient:
         return told(look)
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
-        """See `Client.list`."""
         try:
             chunks = self._api.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
             for chunk in chunks:
@@ -156,7 +152,6 @@ class ObstoreClient:
             raise classify(error) from None
 
     def delete(self, name: str) -> None:
-        """See `Client.delete`."""
         try:
             told(lambda: self._api.delete(self._store, name))
         except Failure as failure:

@@ -37,12 +37,7 @@ class ForeignStat(NamedTuple):
 
 
 class ForeignBucket(ObjectStore):
-    """A whole bucket, read only, under any keys but those with empty parts, ``.`` or ``..``.
-
-    Args:
-        address: Of the bucket, without a prefix.
-        patience: See `ObjectStore`.
-    """
+    """A whole bucket, read only, under any keys but those with empty parts, ``.`` or ``..``."""
 
     def __init__(self, address: Address, *, patience: Patience | None = None) -> None:
         super().__init__(address, read_only=True, patience=patience)
@@ -77,11 +72,7 @@ class ForeignBucket(ObjectStore):
 
 
 class ForeignFiles(FsspecStore):
-    """A folder behind a URL that fsspec knows, read only.
-
-    Args:
-        address: Of the folder.
-    """
+    """A folder behind a URL that fsspec knows, read only."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address, read_only=True)

@@ -41,12 +41,7 @@ _CLIENTS_OWN_S: Final = float("inf")
 
 
 class FsspecStore(RemoteStore):
-    """Objects below a URL that fsspec opens; implements `shardkit.stores.store.Store`.
-
-    Args:
-        address: Of the root.
-        read_only: Refuse every change.
-    """
+    """Objects below a URL that fsspec opens; implements `shardkit.stores.store.Store`."""
 
     def __init__(self, address: Address, *, read_only: bool = False) -> None:
         if importlib.util.find_spec("fsspec") is None:

@@ -61,12 +61,7 @@ class SpooledStage(StagedFile):
 
 
 class RemoteStore(abc.ABC):
-    """Objects below a URL; what is opened is opened per process, so that a store may be pickled.
-
-    Args:
-        address: Of the root.
-        read_only: Refuse every change.
-    """
+    """Objects below a URL; what is opened is opened per process, so that a store may be pickled."""
 
     _PICKLED: ClassVar[tuple[str, ...]] = ("_address", "_read_only")
 
@@ -96,11 +91,9 @@ class RemoteStore(abc.ABC):
 
     @property
     def read_only(self) -> bool:
-        """Whether changes are refused."""
         return self._read_only
 
     def local_path(self, name: str) -> Path | None:
-        """None: nothing here is a local file."""
         self._check_name(name)
         return None
 

@@ -93,7 +93,6 @@ class Waits:
                 self._waits.pop(wait, None)
 
     def now(self) -> float:
-        """Seconds of the clock."""
         return self._clock()
 
     def tell_due(self) -> None:
