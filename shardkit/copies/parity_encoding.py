@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.adopted import with_adopted
-from shardkit.reading.parity.catalogue import put_record, read_record, sets_of
+from shardkit.reading.parity.catalogue import read_record, sets_of
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import take_inventory
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import Descriptor, Store
+from shardkit.stores.store import Descriptor, Store, put_over
 
 __all__ = ["Encoding", "encode_set", "encode_sets"]
 
@@ -70,7 +70,7 @@ def encode_sets(
     root = repository.store
     adopting = with_adopted(repository, inventory.manifest).store  # tars that lie outside are members as well
     sources = [adopting, *_copies(repository)]
-    put_record(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
+    put_over(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
     chosen = sets_of(inventory, k, inventory.small(repository))
     done = Encoding(sets=len(chosen))
     with ThreadPoolExecutor(min(16, k + 2), thread_name_prefix="shardkit-parity") as pool:
@@ -115,7 +115,7 @@ def encode_set(
         stopped=stopped,
     )
     record = SetRecord(one, (made[0].descriptor.digest, made[1].descriptor.digest))
-    put_record(root, one.record_name, record.to_bytes())
+    put_over(root, one.record_name, record.to_bytes())
     return record
 
 

@@ -13,7 +13,7 @@ import difflib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -31,7 +31,6 @@ __all__ = [
     "ALWAYS_EVERYWHERE",
     "LARGE",
     "Needed",
-    "Placed",
     "add_needed",
     "find_needed",
     "live_versions",
@@ -118,7 +117,7 @@ def needed_of(
         if name.startswith("objects/"):
             digest, extension = parse_object_name(name)
             held = strata.get(digest, frozenset())
-            where = placement(table.policy, table.locations, Placed(digest, extension, held))
+            where = placement(table.policy, table.locations, digest, extension, held)
             yield Needed(name, size, where, extension not in LARGE or table.policy.is_critical(held))
 
 
@@ -190,17 +189,13 @@ def _names_of_strata(manifest: Manifest) -> list[frozenset[str]]:
     ]
 
 
-class Placed(NamedTuple):
-    """An object, as far as its place depends on it."""
-
-    digest: str
-    """``sha256:<hex>``."""
-    extension: str
-    strata: frozenset[str] = frozenset()
-    """Names of the strata of which a shard holds rows."""
-
-
-def placement(policy: Policy, locations: Sequence[LocationRecord], placed: Placed) -> tuple[str, ...]:
+def placement(
+    policy: Policy,
+    locations: Sequence[LocationRecord],
+    digest: str,
+    extension: str,
+    strata: frozenset[str] = frozenset(),
+) -> tuple[str, ...]:
     """Names of the locations that an object belongs in, the root first, the others by how well they drew.
 
     Returns:
@@ -213,10 +208,10 @@ def placement(policy: Policy, locations: Sequence[LocationRecord], placed: Place
     if not locations:
         raise ConfigurationError("no location to place objects in; name the root first")
     root, others = locations[0], [one for one in locations[1:] if one.weight]
-    if placed.extension in ALWAYS_EVERYWHERE:
+    if extension in ALWAYS_EVERYWHERE:
         return (root.name, *(one.name for one in others))
-    copies = policy.copies_of(placed.strata)
-    return (root.name, *_drawn(placed.digest, others, copies - 1, {root.domain}))
+    copies = policy.copies_of(strata)
+    return (root.name, *_drawn(digest, others, copies - 1, {root.domain}))
 
 
 def _drawn(digest: str, locations: Iterable[LocationRecord], count: int, taken: set[str]) -> list[str]:

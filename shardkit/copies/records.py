@@ -123,28 +123,32 @@ def read_looks(store: Store) -> dict[str, dict[str, Look]]:
     Raises:
         StoreError: the store does not answer.
     """
-    found: dict[str, dict[str, Look]] = {}
-    for document in store.list_after(_FOLDER):
-        if not document.endswith(".json"):
-            continue
-        with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
-            data = store.get(document, max_bytes=_MAX_BYTES)
-            for location, name, look in _parse(data, document):
-                held = found.setdefault(location, {})
-                if name not in held or _order(look) > _order(held[name]):
-                    held[name] = look
-    return found
+    return _latest(_looks(store))
 
 
 def merge_looks(looks: Iterable[Mapping[str, Mapping[str, Look]]]) -> dict[str, dict[str, Look]]:
     """The latest of several."""
+    return _latest(
+        (location, name, look)
+        for one in looks
+        for location, names in one.items()
+        for name, look in names.items()
+    )
+
+
+def _looks(store: Store) -> Iterator[tuple[str, str, Look]]:
+    for document in store.list_after(_FOLDER):
+        if document.endswith(".json"):
+            with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
+                yield from _parse(store.get(document, max_bytes=_MAX_BYTES), document)
+
+
+def _latest(looks: Iterable[tuple[str, str, Look]]) -> dict[str, dict[str, Look]]:
     found: dict[str, dict[str, Look]] = {}
-    for one in looks:
-        for location, names in one.items():
-            held = found.setdefault(location, {})
-            for name, look in names.items():
-                if name not in held or _order(look) > _order(held[name]):
-                    held[name] = look
+    for location, name, look in looks:
+        held = found.setdefault(location, {})
+        if name not in held or _order(look) > _order(held[name]):
+            held[name] = look
     return found
 
 

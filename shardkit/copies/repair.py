@@ -27,11 +27,11 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.reading.parity.catalogue import put_record, read_record
+from shardkit.reading.parity.catalogue import read_record
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.object_access import DEPTHS, CheckResult, Depth, check_object, copy_object
 from shardkit.stores.local import LocalStore
-from shardkit.stores.store import Store, parse_object_name
+from shardkit.stores.store import Store, parse_object_name, put_over
 
 __all__ = ["CheckAll", "CopyCheck", "Repair", "Repairer", "Report", "repair", "repair_listed"]
 
@@ -425,7 +425,7 @@ class Repairer:
             record = self.found.record(one.members[0].digest)
             if record is not None and record.set == one:
                 data = record.to_bytes()
-                put_record(root, one.record_name, data)
+                put_over(root, one.record_name, data)
                 done.healed.append(Healed(ROOT_NAME, one.record_name, "missing", "parity", len(data)))
             elif not any(member.name in lost for member in one.members):
                 with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:

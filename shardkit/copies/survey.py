@@ -20,7 +20,6 @@ from shardkit.reading.parity.catalogue import (
     find_records,
     first_good,
     known_sets,
-    put_record,
     read_record,
     read_version_record,
     sets_of,
@@ -33,7 +32,7 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import draft_table, first_root, read_table
 from shardkit.stores.local import LocalStore
-from shardkit.stores.store import Store, object_name, parse_object_name
+from shardkit.stores.store import Store, object_name, parse_object_name, put_over
 from shardkit.stores.urls import open_store
 
 __all__ = ["Holders", "Survey", "open_holders"]
@@ -97,8 +96,7 @@ def open_holders(url: str, more: Sequence[LocationRecord] = (), *, mend: bool) -
     rank = -1_000 if isinstance(plain, LocalStore) else table.root.rank
     own = Location(name=ROOT_NAME, store=AdoptedStore(plain), domain=table.root.domain, rank=rank)
     locations = {ROOT_NAME: own, **documents.locations}
-    identity = repository._identity  # noqa: SLF001 - the same repository over another view of its stores
-    reader = Repository(LocatedStore(list(locations.values())), identity, read_only=True)
+    reader = repository.with_store(LocatedStore(list(locations.values())), read_only=True)
     return Holders(repository, reader, table, locations, documents.absent, documents, tuple(healed))
 
 
@@ -219,14 +217,14 @@ class Survey:
         if k is None:
             holders.root.delete(version_record_name(version))
             return
-        put_record(holders.root, version_record_name(version), VersionRecord(version, k).to_bytes())
+        put_over(holders.root, version_record_name(version), VersionRecord(version, k).to_bytes())
         for one in known_sets(holders.reader, inventory, k, holders.stores):
             try:
                 read_record(holders.root, one)
             except _DAMAGED:
                 good = self.record(one.members[0].digest)
                 if good is not None and good.set == one:
-                    put_record(holders.root, one.record_name, good.to_bytes())
+                    put_over(holders.root, one.record_name, good.to_bytes())
                 else:
                     holders.root.delete(one.record_name)
 

@@ -13,18 +13,17 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import find_checked
-from shardkit.repository.part_locations import location_name
+from shardkit.repository.part_locations import location_name, resolved
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote import ForeignStat, ForeignStore, Patience, open_foreign, split_url
-from shardkit.stores.remote.addresses import Address
-from shardkit.stores.store import Store
+from shardkit.stores.remote.addresses import Address, scheme_of
+from shardkit.stores.store import Store, put_over
 
 __all__ = ["Tar", "TarFiles", "put_adopted", "read_tar_place"]
 
@@ -46,19 +45,15 @@ def put_adopted(repository: Repository, digest: str, place: str, etag: str = "")
         UsageError: The URL holds a credential.
         StoreError: The root cannot be written.
     """
-    if "://" in place:
+    if scheme_of(place):
         split_url(place)
         urls = [place]
     else:
         urls = [os.path.abspath(place)]
-        if "://" not in repository.url:  # so that root and tars may move together
+        if not scheme_of(repository.url):  # so that root and tars may move together
             urls.insert(0, os.path.relpath(urls[0], repository.url))
     fields = {"format": _FORMAT, "digest": digest, "urls": urls}
-    document = dumps({**fields, "etag": etag} if etag else fields)
-    name = location_name(digest)
-    created = repository.store.put_new(name, document)
-    if not created and repository.store.get(name, max_bytes=_MAX_BYTES) != document:
-        repository.store.replace(name, document)
+    put_over(repository.store, location_name(digest), dumps({**fields, "etag": etag} if etag else fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +73,12 @@ class Tar:
     @property
     def place(self) -> str:
         """Where it lies, or lay."""
-        return next((one for one in self.places if _is_url(one) or os.path.exists(one)), self.places[-1])
+        return next((one for one in self.places if scheme_of(one) or os.path.exists(one)), self.places[-1])
 
     @property
     def is_far(self) -> bool:
         """Whether it lies behind a URL."""
-        return _is_url(self.place)
+        return scheme_of(self.place) is not None
 
 
 def read_tar_place(store: Store, digest: str) -> Tar | None:
@@ -96,7 +91,7 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 
     def parse(data: bytes, where: str) -> Tar:
         fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES, ("etag",))
-        places = tuple(_place(store.url, url) for url in fields.texts("urls", maximum=16, longest=8_000))
+        places = tuple(resolved(store.url, url) for url in fields.texts("urls", maximum=16, longest=8_000))
         if fields.digest("digest") != digest or not places:
             raise FormatError(f"{where}: it is of another tar; adopt the tar again")
         return Tar(digest, places, fields.text("etag", maximum=1_000) if fields.has("etag") else "")
@@ -164,16 +159,6 @@ class TarFiles:
         if found is None:
             found = self._stores.setdefault(address, open_foreign(address, patience=self._patience))
         return found, key
-
-
-def _place(root: str, url: str) -> str:
-    if url.lower().startswith("file:///"):
-        return unquote(url[len("file://") :])
-    return url if _is_url(url) or os.path.isabs(url) else os.path.normpath(os.path.join(root, url))
-
-
-def _is_url(place: str) -> bool:
-    return "://" in place
 
 
 def _read(file: int, path: str, size: int, offset: int, length: int) -> bytes:

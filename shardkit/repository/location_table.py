@@ -23,7 +23,7 @@ from shardkit.manifest.json_fields import (
 )
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.policy import Policy
-from shardkit.stores.remote.addresses import parse_address
+from shardkit.stores.remote.addresses import parse_address, scheme_of
 
 __all__ = [
     "MAX_TABLE_BYTES",
@@ -40,7 +40,6 @@ _KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +224,18 @@ class LocationTable:
 
 def absolute_url(url: str) -> str:
     """A URL as it is recorded: a local path absolute, any other as it is."""
-    return url if _SCHEME.match(url) else os.path.abspath(url)
+    return url if scheme_of(url) else os.path.abspath(url)
 
 
 def _check_url(name: str, url: str) -> None:
-    match = _SCHEME.match(url)
-    if match is None:
+    scheme = scheme_of(url)
+    if scheme is None:
         if not os.path.isabs(url):
             raise ConfigurationError(
                 f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path"
             )
         return
-    if match.group(1).lower() == "file":
+    if scheme == "file":
         return
     try:
         address = parse_address(url)

@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
 from shardkit.errors import NotFoundError, ShardkitError, UsageError
 from shardkit.formats.canonical_json import dumps
@@ -18,15 +19,15 @@ from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import find_checked
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import object_name
+from shardkit.stores.remote.addresses import scheme_of
+from shardkit.stores.store import object_name, put_over
 
-__all__ = ["Location", "find_part", "locate_part", "location_name", "put_location"]
+__all__ = ["Location", "find_part", "locate_part", "location_name", "put_location", "resolved"]
 
 _FORMAT: Final = "shardkit-location/1"
 _KEYS: Final = ("manifest", "part", "repository", "urls")
 _MAX_BYTES: Final = 64 * 2**10
 _CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@")
-_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,14 @@ def location_name(manifest_id: str) -> str:
     return f"locations/{parse_digest(manifest_id)}.json"
 
 
+def resolved(root: str, place: str) -> str:
+    """Where a place lies that a root remembers: a relative one counts from the root."""
+    if place.lower().startswith("file:///"):
+        return unquote(place[len("file://") :])
+    joined = place if scheme_of(place) else os.path.join(root, place)
+    return joined if scheme_of(joined) else os.path.normpath(joined)
+
+
 def put_location(repository: Repository, name: str, manifest_id: str, holder: Repository) -> Location | None:
     """Remember that a part lies in another repository; nothing is written where it lies in this one.
 
@@ -90,9 +99,7 @@ def put_location(repository: Repository, name: str, manifest_id: str, holder: Re
     if _CREDENTIAL.match(holder.url):
         raise UsageError(f"part {name!r} lies at a URL with a credential in it; leave it to the environment")
     location = Location(manifest_id, name, holder.id, _urls(repository.url, holder.url))
-    document = location.to_bytes()
-    if not repository.store.put_new(location_name(manifest_id), document):
-        repository.store.replace(location_name(manifest_id), document)
+    put_over(repository.store, location_name(manifest_id), location.to_bytes())
     return location
 
 
@@ -119,8 +126,7 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
         )
     tried: list[str] = []
     for url in location.urls:
-        place = url if _SCHEME.match(url) or os.path.isabs(url) else os.path.join(repository.url, url)
-        place = place if _SCHEME.match(place) else os.path.normpath(place)
+        place = resolved(repository.url, url)
         if place in tried:
             continue
         tried.append(place)
@@ -139,6 +145,6 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
 
 def _urls(root: str, holder: str) -> tuple[str, ...]:
     """The relative place first where there is one: a copy of both beats the original that it was copied from."""
-    if _SCHEME.match(root) or _SCHEME.match(holder):
+    if scheme_of(root) or scheme_of(holder):
         return (holder,)
     return (os.path.relpath(holder, root), holder)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from shardkit.errors import FormatError, IntegrityError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.digest import parse_digest
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "check_prefix",
     "object_name",
     "parse_object_name",
+    "put_over",
 ]
 
 _Result = TypeVar("_Result")
@@ -258,3 +259,15 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
         return ask()
     except (IntegrityError, FormatError):
         return ask()
+
+
+def put_over(store: Store, name: str, data: bytes) -> None:
+    """Make a small document say `data`: put where there is none, and over one that says something else."""
+    if store.put_new(name, data):
+        return
+    try:
+        is_same = store.get(name, max_bytes=len(data)) == data
+    except (IntegrityError, NotFoundError):
+        is_same = False
+    if not is_same:
+        store.replace(name, data)

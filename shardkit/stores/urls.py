@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-from typing import Final
 from urllib.parse import unquote
 
 from shardkit.errors import UsageError
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote import OBJECT_SCHEMES, FsspecStore, ObjectStore, parse_address
+from shardkit.stores.remote.addresses import scheme_of
 from shardkit.stores.store import Store
 
 __all__ = ["open_store"]
-
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:
@@ -31,12 +28,11 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
         MissingDependency: A package is not installed that this kind of URL needs.
     """
     text = os.fspath(url)
-    match = _SCHEME.match(text)
-    if match is None:
+    scheme = scheme_of(text)
+    if scheme is None:
         return LocalStore(text, read_only=read_only)
-    scheme = match.group(1).lower()
     if scheme == "file":
-        host, slash, path = text[match.end() :].partition("/")
+        host, slash, path = text[len("file://") :].partition("/")
         if host not in ("", "localhost") or not slash:
             raise UsageError(f"{text!r}: expected file:///absolute/path")
         return LocalStore(unquote(slash + path), read_only=read_only)

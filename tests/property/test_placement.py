@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.copies.placement import Placed, placement
+from shardkit.copies.placement import placement
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.policy import Critical, Policy
 
@@ -36,10 +36,10 @@ def test_copies_lie_in_distinct_domains_as_many_as_there_can_be(
     domain = {one.name: one.domain for one in locations}
     possible = {ROOT.domain} | {one.domain for one in found if one.weight}
     for digest in DIGESTS[:40]:
-        names = placement(Policy(copies=copies), locations, Placed(digest, "tar"))
+        names = placement(Policy(copies=copies), locations, digest, "tar")
         assert names[0] == "root"
         assert len({domain[name] for name in names}) == len(names) == min(copies, len(possible))
-        everywhere = placement(Policy(copies=copies), locations, Placed(digest, "index"))
+        everywhere = placement(Policy(copies=copies), locations, digest, "index")
         assert set(everywhere) == {"root"} | {one.name for one in found if one.weight}
 
 
@@ -51,8 +51,8 @@ def test_a_new_location_only_takes(
     shuffled = [*found, new]
     order.shuffle(shuffled)  # type: ignore[attr-defined]
     for digest in DIGESTS[:40]:
-        before = placement(policy, [ROOT, *found], Placed(digest, "tar"))
-        after = placement(policy, [ROOT, *shuffled], Placed(digest, "tar"))
+        before = placement(policy, [ROOT, *found], digest, "tar")
+        after = placement(policy, [ROOT, *shuffled], digest, "tar")
         if "new" in after:
             assert len(set(before) - set(after)) <= 1  # it takes the place of one at most
             assert set(after) - set(before) == {"new"}
@@ -64,8 +64,8 @@ def test_a_new_location_only_takes(
 def test_more_copies_keep_those_that_were(found: list[LocationRecord], copies: int) -> None:
     gold = Policy(copies=copies, critical=(Critical("gold", copies + 2),))
     for digest in DIGESTS[:40]:
-        few = placement(gold, [ROOT, *found], Placed(digest, "tar", frozenset({"tin"})))
-        many = placement(gold, [ROOT, *found], Placed(digest, "tar", frozenset({"tin", "gold"})))
+        few = placement(gold, [ROOT, *found], digest, "tar", frozenset({"tin"}))
+        many = placement(gold, [ROOT, *found], digest, "tar", frozenset({"tin", "gold"}))
         assert many[: len(few)] == few
 
 
@@ -75,7 +75,7 @@ def test_shares_follow_weights(weights: tuple[int, ...]) -> None:
     digests = [f"sha256:{hashlib.sha256(b'share %d' % i).hexdigest()}" for i in range(6_000)]
     count = dict.fromkeys((one.name for one in locations), 0)
     for digest in digests:
-        for name in placement(Policy(copies=2), locations, Placed(digest, "arrow")):
+        for name in placement(Policy(copies=2), locations, digest, "arrow"):
             count[name] += 1
     assert count["root"] == len(digests)
     for one in locations[1:]:
@@ -86,5 +86,5 @@ def test_shares_follow_weights(weights: tuple[int, ...]) -> None:
 
 def test_places_never_change_between_releases() -> None:
     locations = [ROOT, _location("a"), _location("b", weight=50), _location("c", "a")]
-    found = [placement(Policy(copies=2), locations, Placed(digest, "tar"))[1] for digest in DIGESTS[:60]]
+    found = [placement(Policy(copies=2), locations, digest, "tar")[1] for digest in DIGESTS[:60]]
     assert "".join(found) == "babbaababbbbbccbaaacaacabbcacacaaaacaaccacaaccaccaaabacbaaac"

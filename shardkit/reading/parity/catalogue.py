@@ -27,7 +27,6 @@ __all__ = [
     "first_good",
     "known_sets",
     "parity_names",
-    "put_record",
     "read_record",
     "read_version_record",
     "sets_of",
@@ -109,17 +108,6 @@ def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -
             if found is not None:
                 return found
     return None
-
-
-def put_record(store: Store, name: str, data: bytes) -> None:
-    """Write a document, over one that says something else."""
-    if not store.put_new(name, data):
-        try:
-            if store.get(name, max_bytes=MAX_RECORD_BYTES) == data:
-                return
-        except (IntegrityError, NotFoundError):
-            pass
-        store.replace(name, data)
 
 
 def parity_names(

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from shardkit.errors import UsageError
 
-__all__ = ["OBJECT_SCHEMES", "Address", "parse_address"]
+__all__ = ["OBJECT_SCHEMES", "Address", "parse_address", "scheme_of"]
 
 OBJECT_SCHEMES: Final = {
     "s3": "s3",
@@ -22,8 +22,15 @@ OBJECT_SCHEMES: Final = {
 }
 """Schemes of object stores → the store's kind."""
 
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^\x00-\x20]*)")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_=+,.@-]+(?:/[A-Za-z0-9_=+,.@-]+)*")
+
+
+def scheme_of(place: str) -> str | None:
+    """The scheme of a URL, in lower case; None for a local path."""
+    match = _SCHEME.match(place)
+    return match[1].lower() if match else None
 
 
 @dataclass(frozen=True, slots=True)
