@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BadCopy", "Healed", "Lost", "Unchecked"]
-
 
 class BadCopy(NamedTuple):
     """A copy that is to be repaired."""

@@ -38,17 +38,6 @@ from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
-__all__ = [
-    "COLLECTED",
-    "GRACE_S",
-    "HISTORY_S",
-    "Collection",
-    "collect",
-    "mark_live",
-    "objects_of_builds",
-    "versions_of",
-]
-
 GRACE_S: Final = 7 * 86_400
 """From the marking of an object to its deletion, by default."""
 

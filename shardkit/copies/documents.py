@@ -42,8 +42,6 @@ from shardkit.repository.table_commits import (
 )
 from shardkit.stores.store import Store
 
-__all__ = ["Documents", "check_documents", "mirror_documents", "mirror_log"]
-
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 _AT_ONCE: Final = 16
 _MAX_BYTES: Final = 2**30

@@ -18,8 +18,6 @@ from shardkit.repository.opening import is_prepared, location_of
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import first_root, read_table
 
-__all__ = ["Facts", "Missing", "State", "look", "open_all", "open_recorded"]
-
 State = Literal["ok", "unreachable", "unprepared", "foreign"]
 """Of a location: fit; does not answer; not set up yet; of another repository."""
 

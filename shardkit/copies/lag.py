@@ -15,8 +15,6 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 from shardkit.telemetry import Record
 
-__all__ = ["ReplicationLag"]
-
 _BETWEEN_S: Final = 600.0
 _SHARE_OF_TIME: Final = 1 / 200
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Hours", "Pace", "parse_bandwidth"]
-
 _UNITS: Final = {
     "": 1,
     "kb": 10**3,

@@ -17,8 +17,6 @@ from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor, Store, put_over
 
-__all__ = ["Encoding", "encode_set", "encode_sets"]
-
 
 @dataclass
 class Encoding:

@@ -33,18 +33,6 @@ from shardkit.repository.table_commits import commit_table, draft_table, first_r
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 
-__all__ = [
-    "GRACE_S",
-    "Change",
-    "Drops",
-    "Placing",
-    "changed_table",
-    "drop_surplus",
-    "place",
-    "promote",
-    "undo",
-]
-
 GRACE_S: Final = 7 * 86_400
 """How long surplus copies stay after a table was committed: until then it can be undone without a copy being made."""
 

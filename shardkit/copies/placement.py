@@ -27,20 +27,6 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, parse_object_name
 
-__all__ = [
-    "ALWAYS_EVERYWHERE",
-    "LARGE",
-    "Needed",
-    "add_needed",
-    "find_needed",
-    "live_versions",
-    "needed_of",
-    "placement",
-    "strata_of",
-    "there_are",
-    "unknown_strata",
-]
-
 LARGE: Final = ("tar", "tar.zst", "arrow", "parity")
 """Extensions of objects that are not metadata."""
 

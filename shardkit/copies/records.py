@@ -22,8 +22,6 @@ from shardkit.reading.attestations import (
 )
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
-__all__ = ["Look", "Records", "read_looks"]
-
 _FORMAT: Final = "shardkit-attestations/1"
 _KEYS: Final = ("location", "level", "by", "results")
 _MAX_RESULTS: Final = 4_096

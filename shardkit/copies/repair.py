@@ -33,8 +33,6 @@ from shardkit.repository.object_access import DEPTHS, CheckResult, Depth, check_
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import Store, parse_object_name, put_over
 
-__all__ = ["CheckAll", "CopyCheck", "Repair", "Repairer", "Report", "repair", "repair_listed"]
-
 _JOBS: Final = 4
 
 Report = Callable[[str, int, int], None]

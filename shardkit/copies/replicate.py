@@ -40,21 +40,6 @@ from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 
-__all__ = [
-    "CopyAll",
-    "CopyTask",
-    "Copying",
-    "LocationResult",
-    "Replication",
-    "copies_of_commit",
-    "copy_before_commit",
-    "copy_log",
-    "copy_task",
-    "encode_parity",
-    "over_all",
-    "replicate",
-]
-
 _JOBS: Final = 4
 _FEW: Final = 2_000
 _FAILURES: Final = 3

@@ -17,8 +17,6 @@ from shardkit.manifest.json_fields import utc_text
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.object_access import CheckResult, Depth
 
-__all__ = ["Scrub", "ScrubbedLocation", "scrub"]
-
 _JOBS: Final = 4
 _AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end
 

@@ -35,8 +35,6 @@ from shardkit.stores.local import LocalStore
 from shardkit.stores.store import Store, object_name, parse_object_name, put_over
 from shardkit.stores.urls import open_store
 
-__all__ = ["Holders", "Survey", "open_holders"]
-
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 
 

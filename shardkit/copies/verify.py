@@ -59,8 +59,6 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.store import Store, object_name, parse_object_name
 
-__all__ = ["LEVELS", "Finding", "Level", "Verification", "verify"]
-
 Level = Literal["list", "attested", "stored", "read", "decode"]
 """How deep to check; `LEVELS` from the least to the most."""
 

@@ -26,8 +26,6 @@ from shardkit.manifest.manifest import (
 )
 from shardkit.manifest.shard_table import SEGMENT_COLUMNS, SHARD_COLUMNS, ShardTable
 
-__all__ = ["check_against", "compose", "merge", "pack_page", "paginate", "stratum_counts", "unpack_page"]
-
 
 def compose(
     table: ShardTable,

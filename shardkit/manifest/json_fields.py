@@ -19,22 +19,6 @@ from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
 
-__all__ = [
-    "DIGEST",
-    "MAX_INTEGER",
-    "NUMBERED",
-    "TIME",
-    "Fields",
-    "check_spelling",
-    "numbered",
-    "read_document",
-    "read_numbered",
-    "sealed",
-    "seconds_of",
-    "unseal",
-    "utc_text",
-]
-
 MAX_INTEGER: Final = 2**62
 """Sums of two still fit int64."""
 

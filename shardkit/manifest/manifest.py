@@ -14,20 +14,6 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.formats.schema import Schema
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 
-__all__ = [
-    "ADOPTED",
-    "MAX_MANIFEST_BYTES",
-    "MAX_SHARDS",
-    "MIXED",
-    "POOL",
-    "SHARDS_PER_PAGE",
-    "Lookup",
-    "LookupPiece",
-    "Manifest",
-    "PageRef",
-    "Stratum",
-]
-
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, without its pages."""
 

@@ -18,8 +18,6 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.digest import sha256_digest
 
-__all__ = ["Selection", "max_selection_bytes"]
-
 _KIND: Final = "selection"
 _OVERHEAD_BYTES: Final = 4_096
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats.digest import format_digest, parse_digest
 
-__all__ = ["MAX_VALUE", "SEGMENT_COLUMNS", "SHARD_COLUMNS", "ShardRecord", "ShardTable"]
-
 SHARD_COLUMNS: Final[dict[str, type[Any]]] = {
     "digest": np.uint8,
     "size": np.int64,

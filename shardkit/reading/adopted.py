@@ -11,14 +11,12 @@ from typing import Final, NoReturn
 
 from shardkit.errors import IntegrityError, NotFoundError
 from shardkit.manifest import ADOPTED, Manifest
-from shardkit.reading.adopted_tars import Tar, TarFiles, put_adopted, read_tar_place
+from shardkit.reading.adopted_tars import Tar, TarFiles, read_tar_place
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
 from shardkit.stores.remote import Patience
 from shardkit.stores.store import ObjectStat, Stage, Store, StoreAround, parse_object_name
-
-__all__ = ["AdoptedStore", "adopted_place", "put_adopted", "with_adopted"]
 
 _SHARDS: Final = ("objects/", ".tar")
 _THREADS: Final = 16

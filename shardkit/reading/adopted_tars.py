@@ -25,8 +25,6 @@ from shardkit.stores.remote import ForeignStat, ForeignStore, Patience, open_for
 from shardkit.stores.remote.addresses import Address, scheme_of
 from shardkit.stores.store import Store, put_over
 
-__all__ = ["Tar", "TarFiles", "put_adopted", "read_tar_place"]
-
 _FORMAT: Final = "shardkit-adopted/1"
 _KEYS: Final = ("digest", "urls")
 _MAX_BYTES: Final = 64 * 2**10

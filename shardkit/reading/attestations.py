@@ -15,8 +15,6 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import TIME, read_document, utc_text
 
-__all__ = ["LEVEL", "MAX_ATTESTATION_BYTES", "RESULT", "WORD", "Attestation"]
-
 MAX_ATTESTATION_BYTES: Final = 16 * 2**10
 """Of one document of a reader."""
 

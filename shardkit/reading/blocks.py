@@ -23,8 +23,6 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.open_files import open_files
 from shardkit.stores.store import Store, object_name
 
-__all__ = ["BlockReader"]
-
 
 class BlockSupply(Protocol):
     """Between a reader and the locations: a cache, or what reads ahead."""

@@ -8,8 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["COUNTED", "Detour", "Detours"]
-
 COUNTED: Final = (
     "requests",
     "retries",

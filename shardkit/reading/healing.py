@@ -15,8 +15,6 @@ from shardkit.reading.locations import Location
 from shardkit.repository.object_access import copy_object
 from shardkit.stores.store import parse_object_name
 
-__all__ = ["Healer"]
-
 _QUEUED: Final = 10_000
 
 

@@ -9,8 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Breaker", "Budget", "Latencies"]
-
 _JITTER: Final = random.SystemRandom()
 
 

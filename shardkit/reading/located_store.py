@@ -19,8 +19,6 @@ from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import ObjectStat, Store, StoreAround, asked_twice, check_name, parse_object_name
 
-__all__ = ["LocatedStore", "Rebuilds", "find_checked", "read_checked", "root_store"]
-
 _Result = TypeVar("_Result")
 
 Buffer = Any

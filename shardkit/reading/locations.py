@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError
 from shardkit.stores.store import Store
 
-__all__ = ["ROOT_NAME", "BlockRequest", "Location", "block_name", "check_locations", "place_ids"]
-
 ROOT_NAME: Final = "root"
 """The location where the log is: it holds every object, and is the only one that is committed to."""
 

@@ -24,8 +24,6 @@ from shardkit.reading.locations import Location
 from shardkit.stores.remote.backoff import Patience, pauses
 from shardkit.stores.remote.waiting import WAITS
 
-__all__ = ["ReadPath", "ReadSettings", "Want"]
-
 Buffer = Any
 
 _HEDGE_SHARE: Final = 0.03  # of all reads: what hedging may cost in requests and bytes

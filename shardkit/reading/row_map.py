@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from shardkit.errors import NotFoundError
 from shardkit.manifest import Selection, ShardTable
 
-__all__ = ["Locations", "RowMap"]
-
 Int64s = NDArray[np.int64]
 
 

@@ -31,16 +31,6 @@ from shardkit.repository.part_locations import find_part as find_located
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 
-__all__ = [
-    "Part",
-    "Version",
-    "load_manifest",
-    "load_selection",
-    "load_shard_selection",
-    "put_manifest",
-    "put_selection",
-]
-
 _READERS: Final = 8
 
 FindPart = Callable[[str, str], Repository]

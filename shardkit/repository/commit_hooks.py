@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ["COMMIT_HOOKS", "CommitHook"]
-
 CommitHook = Callable[[Any, Any, Sequence[str]], Callable[[], None]]
 """(the `Repository`, its `LocationTable`, versions that a commit is to name) → what follows once it stands.
 

@@ -39,8 +39,6 @@ from shardkit.repository.log import (
 )
 from shardkit.stores.store import Store
 
-__all__ = ["Change", "Changes", "CommitLog", "put_numbered"]
-
 Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
 """Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
 

@@ -21,17 +21,6 @@ from shardkit.repository.inventory import walk_versions
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.stores.store import Store, parse_object_name
 
-__all__ = [
-    "MAX_NAMES",
-    "Seen",
-    "check_not_collected",
-    "forget_lists",
-    "list_seen",
-    "put_list",
-    "put_seen",
-    "read_list",
-]
-
 MAX_NAMES: Final = 100_000
 """Of one document: a collection takes at most so many objects, the next one the rest."""
 

@@ -16,8 +16,6 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.stores.store import Descriptor, object_name
 
-__all__ = ["Inventory", "Unreadable", "side_objects", "take_inventory", "walk_versions"]
-
 Unreadable = Callable[[str, str, ShardkitError], None]
 """(object name, digest, error): told of a page that could not be read."""
 

@@ -25,12 +25,6 @@ from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address, scheme_of
 
-__all__ = [
-    "MAX_TABLE_BYTES",
-    "LocationRecord",
-    "LocationTable",
-]
-
 MAX_TABLE_BYTES: Final = 2**20
 
 _MAX_LOCATIONS: Final = 64

@@ -28,24 +28,6 @@ from shardkit.manifest.json_fields import (
     unseal,
 )
 
-__all__ = [
-    "FEATURES",
-    "IDENTITY_NAME",
-    "LOG_PREFIX",
-    "MAX_ENTRY_BYTES",
-    "MAX_IDENTITY_BYTES",
-    "MAX_NAMES",
-    "SINGLE_WRITER",
-    "Identity",
-    "LogEntry",
-    "check_ref_name",
-    "check_succession",
-    "entry_name",
-    "entry_number",
-    "identity_named_by",
-    "parse_dataset_url",
-]
-
 LOG_PREFIX: Final = "log/"
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20

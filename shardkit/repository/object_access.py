@@ -12,20 +12,6 @@ from shardkit.reading.locations import Location
 from shardkit.stores.staging import LocalStage
 from shardkit.stores.store import Descriptor, Stage, Store, asked_twice, object_name, parse_object_name
 
-__all__ = [
-    "DEPTHS",
-    "MAX_OBJECT_BYTES",
-    "CheckResult",
-    "Depth",
-    "ObjectStage",
-    "OpenedRoot",
-    "check_object",
-    "copy_object",
-    "get_object",
-    "publish",
-    "put_object",
-]
-
 MAX_OBJECT_BYTES: Final = 5 * 2**30
 """The largest single upload that object stores take, and so the largest object."""
 

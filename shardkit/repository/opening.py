@@ -41,27 +41,6 @@ from shardkit.stores.remote import ObjectStore, parse_address
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 
-__all__ = [
-    "COPY_NAME",
-    "CopyMark",
-    "Locations",
-    "first_identity",
-    "for_one_writer",
-    "is_prepared",
-    "locate",
-    "location_of",
-    "open_locations",
-    "others_of",
-    "over_all",
-    "own_name",
-    "prepare_copy",
-    "read_identity",
-    "read_mark",
-    "recorded_locations",
-    "recover_identity",
-    "refuse_copy",
-]
-
 Locations = Mapping[str, str] | Sequence[Location]
 """Name → URL, nearest first; or locations with all their properties."""
 

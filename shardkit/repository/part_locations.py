@@ -22,8 +22,6 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.remote.addresses import scheme_of
 from shardkit.stores.store import object_name, put_over
 
-__all__ = ["Location", "find_part", "locate_part", "location_name", "put_location", "resolved"]
-
 _FORMAT: Final = "shardkit-location/1"
 _KEYS: Final = ("manifest", "part", "repository", "urls")
 _MAX_BYTES: Final = 64 * 2**10

@@ -12,8 +12,6 @@ from shardkit.errors import ConfigurationError
 from shardkit.manifest.json_fields import Fields
 from shardkit.ranges import Range
 
-__all__ = ["MODES", "Critical", "Mode", "Parity", "Policy", "duration_text", "parse_duration"]
-
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 _TEXT: Final = re.compile(r"([0-9]{1,9})([smhdw]?)")
 

@@ -39,8 +39,6 @@ from shardkit.stores.remote import check_writers
 from shardkit.stores.store import EXTENSIONS, Descriptor, Store, object_name
 from shardkit.stores.urls import open_store
 
-__all__ = ["DEFAULT_REF", "Repository"]
-
 DEFAULT_REF: Final = "main"
 """The ref that is meant where none is named."""
 

@@ -24,20 +24,6 @@ from shardkit.repository.location_table import MAX_TABLE_BYTES, LocationRecord, 
 from shardkit.repository.policy import Policy
 from shardkit.stores.store import Store
 
-__all__ = [
-    "SPARES",
-    "TABLES",
-    "commit_table",
-    "draft_table",
-    "first_root",
-    "read_table",
-    "read_tables",
-    "spare_name",
-    "spare_number",
-    "table_name",
-    "table_number",
-]
-
 TABLES: Final = "locations/"
 """Folder of the tables, and of the places of parts and adopted tars."""
 

@@ -20,19 +20,6 @@ from typing import Final, NoReturn
 
 from shardkit.errors import ShardkitError, StoreError, StoreFullError, StoreReadOnlyError
 
-__all__ = [
-    "FOLDER",
-    "Directories",
-    "FileOperations",
-    "Handle",
-    "active",
-    "check_regular",
-    "exists",
-    "explained",
-    "store_error",
-    "substituted",
-]
-
 FOLDER: Final = "tmp"
 """Folder of a local root that holds temporaries; on the same file system as the objects, so that `link` works."""
 

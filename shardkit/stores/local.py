@@ -26,8 +26,6 @@ from shardkit.stores.file_operations import (
 from shardkit.stores.staging import LocalStage, writer_is_dead
 from shardkit.stores.store import ObjectStat, check_name, check_prefix
 
-__all__ = ["LocalStore"]
-
 
 class LocalStore:
     """Objects as files below one directory; implements `shardkit.stores.store.Store`.

@@ -11,8 +11,6 @@ from typing import Final
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
 
-__all__ = ["MOST_OPEN_FILES", "OpenFiles", "open_files", "raise_file_limit"]
-
 MOST_OPEN_FILES: Final = 64
 """Files of this process that stay open for the next read; each reading thread may hold one more."""
 

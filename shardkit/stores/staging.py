@@ -24,8 +24,6 @@ from shardkit.errors import StoreError
 from shardkit.stores.file_operations import Directories, FileOperations, Handle, active, explained
 from shardkit.stores.store import check_name
 
-__all__ = ["LocalStage", "StagedFile", "private_folder", "temporary_name", "writer_is_dead"]
-
 _FOREIGN_GRACE_S: Final = 24 * 3600
 _NAME: Final = re.compile(r"([0-9a-z]+)-([0-9a-z]+)-([0-9]+)-([0-9]+)-[0-9a-f]{16}(?:\.[a-z0-9.]+)?")
 

@@ -17,22 +17,6 @@ from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.digest import parse_digest
 
-__all__ = [
-    "EXTENSIONS",
-    "MAX_NAME",
-    "Descriptor",
-    "ObjectStat",
-    "Stage",
-    "Store",
-    "StoreAround",
-    "asked_twice",
-    "check_name",
-    "check_prefix",
-    "object_name",
-    "parse_object_name",
-    "put_over",
-]
-
 _Result = TypeVar("_Result")
 
 MAX_NAME: Final = 512

@@ -11,8 +11,6 @@ from shardkit.stores.remote import OBJECT_SCHEMES, FsspecStore, ObjectStore, par
 from shardkit.stores.remote.addresses import scheme_of
 from shardkit.stores.store import Store
 
-__all__ = ["open_store"]
-
 
 def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:
     """The store at a root.

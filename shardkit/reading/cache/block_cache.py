@@ -29,8 +29,6 @@ from shardkit.reading.detours import Detours
 from shardkit.reading.locations import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained
 
-__all__ = ["BLOCKS", "MARKER", "BlockCache"]
-
 Buffer = Any
 
 BLOCKS: Final = "blocks"

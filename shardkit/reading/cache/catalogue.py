@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from shardkit.errors import ShardkitError
 from shardkit.stores.file_operations import Handle, active
 
-__all__ = ["Catalogue", "Entry", "cached_places"]
-
 _RECORD: Final = struct.Struct("<32sQQdB7x")  # digest, size, place, time, what happened
 _ADDED: Final = 1
 _REMOVED: Final = 2

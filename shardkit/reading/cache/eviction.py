@@ -14,19 +14,6 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "NEVER",
-    "SLACK",
-    "Float64s",
-    "FurthestFirst",
-    "Future",
-    "Int64s",
-    "UInt64s",
-    "Verdict",
-    "choose_victims",
-    "decide",
-]
-
 NEVER: Final = np.iinfo(np.int64).max
 """Distance of a block that no known plan needs again."""
 

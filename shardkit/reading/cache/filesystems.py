@@ -10,8 +10,6 @@ from typing import Final
 
 from shardkit.errors import UsageError
 
-__all__ = ["check_local", "filesystem_of"]
-
 _NETWORK: Final = re.compile(
     "nfs[34]?|cifs|smb[23]?|smbfs|ncpfs|afs|ceph|lustre|lustre_tgt|gpfs|beegfs|panfs|pvfs2|orangefs|gfs2?|ocfs2|glusterfs|"
     "9p|davfs|wekafs|vastnfs|quobyte|moosefs|afpfs|webdav"

@@ -13,8 +13,6 @@ from typing import Final
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
 
-__all__ = ["GRAIN_BYTES", "MAX_GAP_BYTES", "MAX_JOINED_BYTES", "Wanted", "join", "neighbours"]
-
 GRAIN_BYTES: Final = 256 * 2**10
 """A smaller request is worth filling up with what lies around it, if that is needed later anyway."""
 MAX_GAP_BYTES: Final = 64 * 2**10

@@ -20,8 +20,6 @@ from shardkit.formats import pack_columns, unpack_columns
 from shardkit.reading.cache.eviction import NEVER, Float64s, Future, Int64s, UInt64s
 from shardkit.stores.file_operations import Directories, Handle, active
 
-__all__ = ["FOLDER", "Lease", "Neighbours"]
-
 FOLDER: Final = "futures"
 """Folder of what each process needs when."""
 

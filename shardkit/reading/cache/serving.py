@@ -18,8 +18,6 @@ from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.reading.cache.block_cache import BLOCKS, MARKER
 from shardkit.stores.file_operations import Directories, active
 
-__all__ = ["CacheServer", "parse_bind"]
-
 _PATH: Final = re.compile(r"/blocks/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _IDLE_S: Final = 60
 _PIECE_BYTES: Final = 1 << 20

@@ -21,8 +21,6 @@ from typing import Any, Final
 from shardkit.formats.digest import xxh3
 from shardkit.reading.locations import BlockRequest
 
-__all__ = ["SharedBlocks"]
-
 Buffer = Any
 
 _NUMBER: Final = struct.Struct("<q")

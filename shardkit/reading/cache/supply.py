@@ -21,8 +21,6 @@ from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
 
-__all__ = ["Supply", "Uses"]
-
 Int64s = NDArray[np.int64]
 Uses = Callable[[int], Iterator[tuple[Int64s, Int64s]]]
 """First step → runs of (steps, dataset-wide blocks), in the order in which blocks are first needed in each run."""

@@ -22,17 +22,6 @@ from shardkit.repository.inventory import Inventory
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor, Store, object_name, parse_object_name
 
-__all__ = [
-    "find_records",
-    "first_good",
-    "known_sets",
-    "parity_names",
-    "read_record",
-    "read_version_record",
-    "sets_of",
-    "sets_that_hold",
-]
-
 SETS: Final = "parity/sets/"
 VERSIONS: Final = "parity/versions/"
 

@@ -23,8 +23,6 @@ from shardkit.stores.remote import ObjectStore
 from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.store import Store, parse_object_name
 
-__all__ = ["ParityReads", "ReadRange", "rebuild_range"]
-
 Bytes = NDArray[np.uint8]
 
 ReadRange = Callable[[str, int, int], bytes]

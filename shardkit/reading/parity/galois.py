@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 
-__all__ = ["MAX_MEMBERS", "recover", "sums"]
-
 Bytes = NDArray[np.uint8]
 
 MAX_MEMBERS: Final = 128

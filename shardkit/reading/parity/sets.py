@@ -16,18 +16,6 @@ from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.repository.object_access import MAX_OBJECT_BYTES
 from shardkit.stores.store import EXTENSIONS, Descriptor
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "MAX_MEMBER_BYTES",
-    "MAX_RECORD_BYTES",
-    "ParitySet",
-    "SetRecord",
-    "VersionRecord",
-    "form_sets",
-    "parse_header",
-    "version_record_name",
-]
-
 MAX_HEADER_BYTES: Final = 64 * 2**10
 """Of the header of a parity object."""
 

@@ -16,8 +16,6 @@ from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import ParitySet
 from shardkit.stores.store import Descriptor, Stage, Store, object_name
 
-__all__ = ["BadSource", "Made", "restore"]
-
 Bytes = NDArray[np.uint8]
 
 _PIECE_BYTES: Final = 2**20

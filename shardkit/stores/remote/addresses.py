@@ -9,8 +9,6 @@ from urllib.parse import unquote, urlsplit
 
 from shardkit.errors import UsageError
 
-__all__ = ["OBJECT_SCHEMES", "Address", "parse_address", "scheme_of"]
-
 OBJECT_SCHEMES: Final = {
     "s3": "s3",
     "s3a": "s3",

@@ -14,8 +14,6 @@ from typing import Final
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Patience", "pauses"]
-
 # Forked processes must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
 

@@ -13,8 +13,6 @@ from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Found
 from shardkit.stores.remote.failures import classify, told
 
-__all__ = ["Boto3Client"]
-
 
 class Boto3Client:
     """One bucket and prefix; implements `client.Client`."""

@@ -15,8 +15,6 @@ from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreRead
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import Stage, check_name
 
-__all__ = ["CacheClient"]
-
 _TIMEOUT_S: Final = 10.0
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
-__all__ = ["WRITE_ID", "Buffer", "Client", "Found"]
-
 Buffer = Any
 """Bytes, or whatever has them behind the buffer protocol."""
 

@@ -22,14 +22,6 @@ from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Client, Found
 from shardkit.stores.remote.failures import Failure, classify, told
 
-__all__ = [
-    "ObstoreClient",
-    "google_options",
-    "open_client",
-    "s3_options",
-    "substituted",
-]
-
 _TOKEN_LIFE: Final = timedelta(
     minutes=6
 )  # obstore asks again five minutes before the end: about once a minute

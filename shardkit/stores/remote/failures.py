@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable
 from typing import Final, Literal, TypeVar
 
-__all__ = ["Failure", "classify", "told"]
-
 _Result = TypeVar("_Result")
 
 Kind = Literal[

@@ -16,8 +16,6 @@ from shardkit.stores.remote.backoff import Patience
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
 
-__all__ = ["ForeignBucket", "ForeignFiles", "ForeignStat", "ForeignStore", "open_foreign", "split_url"]
-
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _LONGEST: Final = 4_000

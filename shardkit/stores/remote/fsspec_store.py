@@ -31,8 +31,6 @@ from shardkit.stores.remote.remote_store import RemoteStore, is_object_name
 from shardkit.stores.remote.waiting import WAITS
 from shardkit.stores.store import ObjectStat, check_prefix
 
-__all__ = ["FsspecStore"]
-
 _Result = TypeVar("_Result")
 
 _TEMPORARIES: Final = "tmp"

@@ -24,8 +24,6 @@ from shardkit.stores.remote.remote_store import MAX_PUT_BYTES, RemoteStore, is_o
 from shardkit.stores.remote.waiting import WAITS, Wait
 from shardkit.stores.store import ObjectStat, check_prefix
 
-__all__ = ["ObjectStore"]
-
 _Result = TypeVar("_Result")
 
 _ERRNO: Final = {

@@ -17,8 +17,6 @@ from shardkit.errors import StoreError
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.store import Store
 
-__all__ = ["ProbeResult", "check_writers", "probe"]
-
 WRITERS: Final = 16
 ROUNDS: Final = 5
 

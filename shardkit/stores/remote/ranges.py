@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from shardkit.errors import UsageError
 
-__all__ = ["Range", "RangeGroup", "check_ranges", "coalesce"]
-
 
 class Range(NamedTuple):
     """A run of bytes of an object."""

@@ -16,8 +16,6 @@ from shardkit.stores.remote.addresses import Address
 from shardkit.stores.staging import StagedFile
 from shardkit.stores.store import check_name
 
-__all__ = ["MAX_PUT_BYTES", "RemoteStore", "SpooledStage", "is_object_name"]
-
 MAX_PUT_BYTES: Final = 5 * 2**30
 """What a bucket takes in one piece."""
 

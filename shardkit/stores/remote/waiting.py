@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["WAITS", "Wait", "Waits"]
-
 _FIRST_S: Final = 5.0
 _EVERY_S: Final = 10.0
 _LOOK_S: Final = 0.5
