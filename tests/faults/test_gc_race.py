@@ -279,7 +279,7 @@ def test_a_collector_that_lives_stops_when_it_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its objects are put again and named after the other one has ended: it must not go on deleting them."""
-    from shardkit.copies.collecting import collecting
+    from shardkit.copies import collecting
 
     root = tmp_path / "root"
     names = _garbage(root)
