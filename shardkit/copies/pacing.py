@@ -80,7 +80,7 @@ class Hours:
         return 0 if inside else (self.start - minute) % _DAY * 60 - second
 
 
-class Pace:
+class RateLimiter:
     """Lets work go on at a rate, within hours, until it is stopped; shared by threads.
 
     Args:

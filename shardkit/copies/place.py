@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardkit.copies.facts import Facts, look
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
 from shardkit.copies.replicate import (
     Copying,
@@ -157,7 +157,7 @@ def place(
     repository: Repository,
     change: Change,
     *,
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
     dry_run: bool = False,
     grace_s: int = GRACE_S,
     message: str = "",
@@ -186,7 +186,7 @@ def place(
         CommitConflict: somebody else changed the locations meanwhile.
         StoreError: copies that the new table asks for could not be made; the old one holds.
     """
-    pace = pace or Pace()
+    pace = pace or RateLimiter()
     base = read_table(root_store(repository.store), repository.id)
     table = _table_after(repository, base, change)
     placing = Placing(base, base)
@@ -303,7 +303,7 @@ def _delete_due(
     placing: Placing,
     facts: Facts,
     needed: dict[str, Needed],
-    pace: Pace,
+    pace: RateLimiter,
     grace_s: int,
     clock: Callable[[], float],
     *,
@@ -350,7 +350,7 @@ def drop_surplus(
     facts: Facts,
     needed: Mapping[str, Needed],
     copies: Iterable[tuple[str, str]],
-    pace: Pace,
+    pace: RateLimiter,
 ) -> Drops:
     """Delete surplus copies, each only if all copies that the policy asks for are there and good, now.
 
@@ -383,7 +383,7 @@ def drop_surplus(
     return done
 
 
-def _is_good(facts: Facts, location: str, name: str, pace: Pace) -> bool:
+def _is_good(facts: Facts, location: str, name: str, pace: RateLimiter) -> bool:
     store = facts.stores[location].store if location in facts.stores else None
     return store is not None and check_object(store, name, None, "stored", pace.take).is_good
 

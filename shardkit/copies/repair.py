@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
 from shardkit.copies.documents import mirror_documents
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_set
 from shardkit.copies.records import Look, Records, merge_looks, read_looks
 from shardkit.copies.survey import Survey, open_holders
@@ -106,7 +106,7 @@ def repair(
     level: str = "read",
     from_runs: Sequence[str] = (),
     locations: Sequence[LocationRecord] = (),
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
     jobs: int = _JOBS,
     check_all: CheckAll | None = None,
     report: Report | None = None,
@@ -144,7 +144,7 @@ def repair(
 
 
 def repair_listed(
-    url: str, *, level: Depth, pace: Pace, jobs: int = _JOBS, check_all: CheckAll | None = None
+    url: str, *, level: Depth, pace: RateLimiter, jobs: int = _JOBS, check_all: CheckAll | None = None
 ) -> Repair:
     """Make good what the root lacks and what is wrong anywhere; copies that are not there are left to `replicate`.
 
@@ -209,14 +209,14 @@ class Repairer:
         by: str | None,
         level: str,
         locations: Sequence[LocationRecord],
-        pace: Pace | None,
+        pace: RateLimiter | None,
         jobs: int,
         check_all: CheckAll | None,
         report: Report | None = None,
         *,
         mend: bool = True,
     ) -> None:
-        self._pace, self._check_all, self._report = pace or Pace(), check_all, report
+        self._pace, self._check_all, self._report = pace or RateLimiter(), check_all, report
         self.holders = open_holders(url, locations, mend=mend)
         self.found = Survey(self.holders, self._pace, mend=mend)
         self.done = Repair(self.holders.repository.url, level, self.found.versions)

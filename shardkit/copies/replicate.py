@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from shardkit.copies.checking import Healed, Unchecked
 from shardkit.copies.documents import mirror_documents, mirror_log
 from shardkit.copies.facts import Facts, Missing, look, open_all
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.placement import Needed, add_needed, find_needed, live_versions
 from shardkit.copies.repair import CheckAll, repair_listed
@@ -64,7 +64,7 @@ CopyAll = Callable[
 
 
 def copy_task(
-    task: CopyTask, pace: Pace, moved: Callable[[int], None] | None = None
+    task: CopyTask, pace: RateLimiter, moved: Callable[[int], None] | None = None
 ) -> int | IntegrityError | StoreError:
     """Make a copy: its bytes, or why there is none."""
     try:
@@ -152,7 +152,7 @@ def replicate(
     repository: Repository,
     *,
     level: Depth = "stored",
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
     dry_run: bool = False,
     jobs: int = _JOBS,
     copy_all: CopyAll | None = None,
@@ -181,7 +181,7 @@ def replicate(
         StoreError: the root does not answer.
         KeyboardInterrupt: the pace was stopped.
     """
-    pace = pace or Pace()
+    pace = pace or RateLimiter()
     fixed = None
     if not dry_run:
         fixed = repair_listed(repository.url, level=level, pace=pace, jobs=jobs, check_all=check_all)
@@ -211,7 +211,7 @@ def replicate(
 
 
 def _encoding_problem(
-    repository: Repository, table: LocationTable, versions: Iterable[str], pace: Pace
+    repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
 ) -> str:
     """Encode parity; why some sets have none, or "": what is lost stops nothing else."""
     try:
@@ -260,7 +260,11 @@ class Copying:
         self._adopted = Location(name=ROOT_NAME, store=AdoptedStore(self._root))
 
     def copy_missing(
-        self, pace: Pace, jobs: int = _JOBS, report: Report | None = None, copy_all: CopyAll | None = None
+        self,
+        pace: RateLimiter,
+        jobs: int = _JOBS,
+        report: Report | None = None,
+        copy_all: CopyAll | None = None,
     ) -> Replication:
         """Make the copies, small and critical ones first; see `replicate` for the arguments."""
         work = [one for one in self.facts.missing if one.location in self.facts.stores]
@@ -364,7 +368,7 @@ def copy_before_commit(repository: Repository, table: LocationTable, versions: I
     mode, chosen = table.policy.mode, list(versions)
     if mode == "async" or not chosen:
         return
-    pace = Pace()
+    pace = RateLimiter()
     if mode == "sync":
         encode_parity(repository, table, chosen, pace)
     needed = find_needed(repository, table, chosen)
@@ -410,7 +414,9 @@ def copy_log(repository: Repository, table: LocationTable) -> None:
                 mirror_log(root, location.store)
 
 
-def encode_parity(repository: Repository, table: LocationTable, versions: Iterable[str], pace: Pace) -> int:
+def encode_parity(
+    repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
+) -> int:
     """Encode what is not encoded yet of some versions; how many sets were.
 
     A merged version has no sets of its own, its parts have; those of parts in other roots are their roots' business.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.copies.checking import BadCopy, Unchecked
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.records import Look, read_looks
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
@@ -107,7 +107,7 @@ def scrub(
     only: Sequence[str] = (),
     heal: bool = False,
     locations: Sequence[LocationRecord] = (),
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
     jobs: int = _JOBS,
     check_all: CheckAll | None = None,
     report: Report | None = None,

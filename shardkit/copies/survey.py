@@ -10,7 +10,7 @@ from typing import Final
 
 from shardkit.copies.checking import Healed
 from shardkit.copies.documents import Documents, check_documents
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
@@ -119,7 +119,7 @@ class Survey:
         StoreError: the root does not answer.
     """
 
-    def __init__(self, holders: Holders, pace: Pace, *, mend: bool) -> None:
+    def __init__(self, holders: Holders, pace: RateLimiter, *, mend: bool) -> None:
         self._holders, self._pace, self._mend = holders, pace, mend
         self._scanned: dict[str, SetRecord] | None = None
         self.needed: dict[str, Needed] = {}

@@ -239,7 +239,7 @@ class Loader:
         if remote is not None:
             remote.supply.advance(one.step)
             if journal is not None:
-                remote.read_events.flush(one.step, journal, everything=last)
+                remote.journaled.flush(one.step, journal, everything=last)
         if journal is not None and one.step in self._stages and self.lanes[:1] == [0]:
             journal.event(one.step, "stage", number=self._stages[one.step])
 

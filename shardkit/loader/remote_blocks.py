@@ -22,10 +22,10 @@ from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderSetup
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.blocks import BlockReader
-from shardkit.reading.cache import BlockCache, SharedBlocks, Supply
-from shardkit.reading.detours import Detour, Detours
+from shardkit.reading.cache import BlockCache, BlockFetcher, SharedBlocks
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
+from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.stores.local import LocalStore
 from shardkit.telemetry.recorder import EventLog
 
@@ -60,7 +60,7 @@ class RemoteBlocks:
 
     Attributes:
         reader: gives the same blocks as the dataset's, through the cache.
-        read_events: what the ledger should know of these reads.
+        journaled: what the ledger should know of these reads.
     """
 
     def __init__(self, setup: LoaderSetup, memory: int, shared: SharedBlocks | None) -> None:
@@ -68,12 +68,12 @@ class RemoteBlocks:
         self._plan, self._rows, self._config = plan, sources.rows, config
         self._lanes: list[int] = []
         self._stores = [store for store in sources.reader.stores if isinstance(store, LocatedStore)]
-        self._detours = self._stores[0].detours if self._stores else Detours()
+        self._read_events = self._stores[0].read_events if self._stores else ReadEvents()
         cache = None if config.cache is None else BlockCache(
-            config.cache, limit=config.cache_size or _default_limit(str(config.cache)), detours=self._detours
+            config.cache, limit=config.cache_size or _default_limit(str(config.cache)), read_events=self._read_events
         )  # fmt: skip
         ahead = min(_AHEAD_BYTES, memory // 4)
-        self.supply = Supply(
+        self.supply = BlockFetcher(
             cache,
             shared=None if shared is None else shared.open(),
             ahead_bytes=ahead,
@@ -81,13 +81,13 @@ class RemoteBlocks:
             clock=int(plan.digest[:16], 16),
         )
         self.reader: BlockReader = sources.reader.through(self.supply)
-        self.read_events = ReadEvents()
+        self.journaled = JournaledEvents()
         self._listen(setup.events, config.run)
 
     def _listen(self, events: EventLog, run: Path | None) -> None:
-        def record(detour: Detour) -> None:
-            events.record(f"read_{detour.kind}", location=detour.location, **detour.details)
-            self.read_events.note(detour)
+        def record(event: ReadEvent) -> None:
+            events.record(f"read_{event.kind}", location=event.location, **event.details)
+            self.journaled.note(event)
 
         def attest(found: Attestation) -> None:
             if run is not None:  # a reader need not have the right to write the root: a repair reads it here
@@ -168,10 +168,10 @@ class RemoteBlocks:
     def stats(self) -> dict[str, float]:
         """Counters of all reads over the network of this process, and of the cache; for `Loader.stats`."""
         found: Counter[str] = Counter()
-        for detours in {
-            id(one): one for one in (self._detours, *(store.detours for store in self._stores))
+        for counted in {
+            id(one): one for one in (self._read_events, *(store.read_events for store in self._stores))
         }.values():
-            found.update(detours.stats())
+            found.update(counted.stats())
         return dict(found)
 
     def close(self) -> None:
@@ -206,22 +206,22 @@ class RemoteBlocks:
             size = min(most, size * 4)
 
 
-class ReadEvents:
-    """Counts detours by kind and location; `flush` journals the first at once, the following ones by the dozen."""
+class JournaledEvents:
+    """Counts events by kind and location; `flush` journals the first at once, the following ones by the dozen."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # detours come from the threads that read
+        self._lock = threading.Lock()  # events come from the threads that read
         self._waiting: dict[tuple[str, str], tuple[int, str]] = {}  # count, the first object
         self._written: dict[tuple[str, str], int] = {}
 
-    def note(self, detour: Detour) -> None:
-        """Remember a detour."""
-        kind = _JOURNALED.get(detour.kind)
+    def note(self, event: ReadEvent) -> None:
+        """Remember an event."""
+        kind = _JOURNALED.get(event.kind)
         if kind is None:
             return
-        key = (kind, detour.location)
+        key = (kind, event.location)
         with self._lock:
-            count, what = self._waiting.get(key, (0, str(detour.details.get("what", ""))))
+            count, what = self._waiting.get(key, (0, str(event.details.get("what", ""))))
             self._waiting[key] = (count + 1, what)
 
     def flush(self, step: int, journal: Journal, *, everything: bool = False) -> None:

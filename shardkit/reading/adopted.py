@@ -15,7 +15,7 @@ from shardkit.reading.adopted_tars import Tar, TarFiles, read_tar_place
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
-from shardkit.stores.remote import Patience
+from shardkit.stores.remote import RetryPolicy
 from shardkit.stores.store import ObjectStat, Stage, Store, StoreAround, parse_object_name
 
 _SHARDS: Final = ("objects/", ".tar")
@@ -43,7 +43,7 @@ class AdoptedStore(StoreAround):
 
     Args:
         inner: The root's own store, or the root with its locations.
-        patience: Of requests for tars behind URLs.
+        retry: Of requests for tars behind URLs.
         known: What another view of the same root knows of the places of tars, and goes on learning.
     """
 
@@ -51,11 +51,11 @@ class AdoptedStore(StoreAround):
         self,
         inner: Store,
         *,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         known: dict[str, Tar | None] | None = None,
     ) -> None:
         self._inner = inner
-        self._files = TarFiles(patience)
+        self._files = TarFiles(retry)
         self._tars = {} if known is None else known
         self._located: LocatedStore | None = None
 
@@ -66,11 +66,11 @@ class AdoptedStore(StoreAround):
     def inner(self) -> Store:
         return self._inner
 
-    def with_patience(self, patience: Patience) -> AdoptedStore:
+    def with_retry(self, retry: RetryPolicy) -> AdoptedStore:
         """The same, more or less patient."""
         inner = self._inner
-        patient: Store = inner.with_patience(patience) if hasattr(inner, "with_patience") else inner
-        return AdoptedStore(patient, patience=patience, known=self._tars)
+        patient: Store = inner.with_retry(retry) if hasattr(inner, "with_retry") else inner
+        return AdoptedStore(patient, retry=retry, known=self._tars)
 
     # Adopted tars
 

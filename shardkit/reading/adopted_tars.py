@@ -21,7 +21,7 @@ from shardkit.reading.located_store import find_checked
 from shardkit.repository.part_locations import location_name, resolved
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
-from shardkit.stores.remote import ForeignStat, ForeignStore, Patience, open_foreign, split_url
+from shardkit.stores.remote import ForeignStat, ForeignStore, RetryPolicy, open_foreign, split_url
 from shardkit.stores.remote.addresses import Address, scheme_of
 from shardkit.stores.store import Store, put_over
 
@@ -100,8 +100,8 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 class TarFiles:
     """Reads adopted tars; may be used from any thread, after a fork, and pickled."""
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self._patience = patience
+    def __init__(self, retry: RetryPolicy | None = None) -> None:
+        self._retry = retry
         self._stores: dict[Address, ForeignStore] = {}
 
     def stat(self, tar: Tar) -> ForeignStat | None:
@@ -155,7 +155,7 @@ class TarFiles:
         address, key = split_url(url)
         found = self._stores.get(address)
         if found is None:
-            found = self._stores.setdefault(address, open_foreign(address, patience=self._patience))
+            found = self._stores.setdefault(address, open_foreign(address, retry=self._retry))
         return found, key
 
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from shardkit.errors import FormatError, ShardkitError
 from shardkit.reading.attestations import Attestation
-from shardkit.reading.detours import Detours
 from shardkit.reading.locations import Location
+from shardkit.reading.read_events import ReadEvents
 from shardkit.repository.object_access import copy_object
 from shardkit.stores.store import parse_object_name
 
@@ -23,19 +23,19 @@ class Healer:
 
     Args:
         locations: Where good copies may be.
-        detours: Where the outcome is counted.
+        read_events: Where the outcome is counted.
         attest: Gets each attestation: writes it to the run directory, for those without write rights.
     """
 
     def __init__(
         self,
         locations: Sequence[Location],
-        detours: Detours,
+        read_events: ReadEvents,
         attest: Callable[[Attestation], None] | None = None,
     ) -> None:
         self.attest = attest
         self._locations = [location for location in locations if location.holds == "objects"]
-        self._detours = detours
+        self._read_events = read_events
         self._lock = threading.Lock()
         self._seen: set[tuple[str, str]] = set()
         self._work: queue.Queue[tuple[Location, str] | None] = queue.Queue(_QUEUED)
@@ -89,10 +89,10 @@ class Healer:
     def _heal(self, location: Location, name: str) -> None:
         try:
             copy_object(name, self._locations, location, replace=True)
-            self._detours.note("healed", location.name, what=name)
+            self._read_events.note("healed", location.name, what=name)
             self._record(location, name, "healed", level="read")
         except ShardkitError as error:
-            self._detours.note("heal_failed", location.name, what=name, reason=str(error))
+            self._read_events.note("heal_failed", location.name, what=name, reason=str(error))
 
     def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
         digest, extension = parse_object_name(name)

@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.reading.attestations import Attestation
-from shardkit.reading.detours import Detour, Detours
 from shardkit.reading.healing import Healer
 from shardkit.reading.locations import BlockRequest, Location, block_name, check_locations
-from shardkit.reading.read_path import ReadPath, ReadSettings, Want
-from shardkit.stores.remote.backoff import Patience
+from shardkit.reading.read_events import ReadEvent, ReadEvents
+from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
+from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import ObjectStat, Store, StoreAround, asked_twice, check_name, parse_object_name
 
@@ -71,9 +71,9 @@ class LocatedStore(StoreAround):
         return self.locations[0].store
 
     @property
-    def detours(self) -> Detours:
+    def read_events(self) -> ReadEvents:
         """Counters and events of this process."""
-        return self._shared.now().detours
+        return self._shared.now().read_events
 
     @property
     def healer(self) -> Healer:
@@ -88,13 +88,13 @@ class LocatedStore(StoreAround):
     def listen(
         self,
         *,
-        events: Callable[[Detour], None] | None = None,
+        events: Callable[[ReadEvent], None] | None = None,
         attest: Callable[[Attestation], None] | None = None,
     ) -> None:
         """Hand events and attestations of this process to a run, until another listens."""
         self._shared.listeners = events, attest
         running = self._shared.now()
-        running.detours.sink, running.healer.attest = events, attest
+        running.read_events.sink, running.healer.attest = events, attest
 
     @property
     def parity(self) -> Rebuilds | None:
@@ -127,7 +127,7 @@ class LocatedStore(StoreAround):
         rebuild = None if self._parity is None else functools.partial(self._parity, request)
         what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
         return self._fetch(
-            Want(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
+            ReadRequest(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
         )
 
     def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
@@ -146,10 +146,12 @@ class LocatedStore(StoreAround):
             found = zip(parts(data), requests, strict=True)
             return all(hashlib.sha256(part).digest() == one.sha256 for part, one in found)
 
-        self.detours.note("coalesced", what=name, blocks=len(requests))
+        self.read_events.note("coalesced", what=name, blocks=len(requests))
         try:
             return parts(
-                self._fetch(Want(f"{name} bytes {start} to {start + length}", length, read, check, name))
+                self._fetch(
+                    ReadRequest(f"{name} bytes {start} to {start + length}", length, read, check, name)
+                )
             )
         except ShardkitError:
             return [self.read_block(one) for one in requests]  # each says what is wrong with it
@@ -168,7 +170,9 @@ class LocatedStore(StoreAround):
             return location.store.get(name, max_bytes=max_bytes)
 
         rebuild = None if self._parity is None else functools.partial(self._parity.whole, name, max_bytes)
-        return bytes(self._fetch(Want(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild)))
+        return bytes(
+            self._fetch(ReadRequest(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild))
+        )
 
     def get_document(self, name: str, check: Callable[[bytes], bool], *, max_bytes: int) -> bytes:
         """A document without a digest in its name: the first answer that `check` takes, the root asked first."""
@@ -180,9 +184,9 @@ class LocatedStore(StoreAround):
                 elsewhere.append(location.name)
             return location.store.get(name, max_bytes=max_bytes)
 
-        data = self._fetch(Want(name, min(max_bytes, 2**14), read, check, name, root_first=True))
+        data = self._fetch(ReadRequest(name, min(max_bytes, 2**14), read, check, name, root_first=True))
         if elsewhere:
-            self.detours.note("stale_log", elsewhere[-1], what=name)
+            self.read_events.note("stale_log", elsewhere[-1], what=name)
         return bytes(data)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
@@ -211,13 +215,13 @@ class LocatedStore(StoreAround):
                         answer = ask(location.store)
                     except (StoreError, IntegrityError, LookupError):
                         continue
-                    self.detours.note("stale_log", location.name, what=name)
+                    self.read_events.note("stale_log", location.name, what=name)
                     return answer
             raise
 
     # Processes
 
-    def _fetch(self, want: Want) -> Buffer:
+    def _fetch(self, want: ReadRequest) -> Buffer:
         return self._shared.now().path.fetch(want)
 
 
@@ -300,7 +304,7 @@ class _Shared:
 
     def __init__(self, locations: tuple[Location, ...], settings: ReadSettings) -> None:
         self.locations, self.settings = locations, settings
-        self.listeners: tuple[Callable[[Detour], None] | None, Callable[[Attestation], None] | None] = (
+        self.listeners: tuple[Callable[[ReadEvent], None] | None, Callable[[Attestation], None] | None] = (
             None,
             None,
         )
@@ -314,7 +318,7 @@ class _Shared:
         found = self._running.get(os.getpid())
         if found is None:
             made = _Running(self.locations, self.settings)
-            made.detours.sink, made.healer.attest = self.listeners
+            made.read_events.sink, made.healer.attest = self.listeners
             found = self._running.setdefault(os.getpid(), made)
         return found
 
@@ -323,18 +327,20 @@ class _Running:
     """Threads and knowledge of one process."""
 
     def __init__(self, locations: Sequence[Location], settings: ReadSettings) -> None:
-        self.detours = Detours()
-        self.healer = Healer(locations, self.detours)
+        self.read_events = ReadEvents()
+        self.healer = Healer(locations, self.read_events)
         once = [_asked_once(location, settings) for location in locations]
-        self.path = ReadPath(once, settings=settings, detours=self.detours, bad_copy=self.healer.report)
+        self.path = ReadPath(
+            once, settings=settings, read_events=self.read_events, bad_copy=self.healer.report
+        )
 
 
 def _asked_once(location: Location, settings: ReadSettings) -> Location:
     """The location with a client that repeats nothing: when and where to ask again is decided by the read path."""
-    if not hasattr(location.store, "with_patience"):
+    if not hasattr(location.store, "with_retry"):
         return location
-    patience = Patience(deadline_s=0, attempt_s=settings.attempt_s)
-    return dataclasses.replace(location, store=location.store.with_patience(patience))
+    retry = RetryPolicy(deadline_s=0, attempt_s=settings.attempt_s)
+    return dataclasses.replace(location, store=location.store.with_retry(retry))
 
 
 def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:

@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.ranges import Range
-from shardkit.reading.detours import Detours
 from shardkit.reading.health import Breaker, Budget, Latencies
 from shardkit.reading.locations import Location
-from shardkit.stores.remote.backoff import Patience, pauses
+from shardkit.reading.read_events import ReadEvents
+from shardkit.stores.remote.backoff import RetryPolicy, pauses
 from shardkit.stores.remote.waiting import WAITS
 
 Buffer = Any
@@ -62,7 +62,7 @@ class ReadSettings:
             Range(1, 10**6).check(name, getattr(self, name))
 
 
-class Want(NamedTuple):
+class ReadRequest(NamedTuple):
     """One read."""
 
     what: str
@@ -86,9 +86,9 @@ class Want(NamedTuple):
 class _Known:
     """What this process knows of a location."""
 
-    def __init__(self, location: Location, settings: ReadSettings, detours: Detours) -> None:
+    def __init__(self, location: Location, settings: ReadSettings, read_events: ReadEvents) -> None:
         def changed(opened: bool) -> None:
-            detours.note("circuit_opened" if opened else "circuit_closed", location.name)
+            read_events.note("circuit_opened" if opened else "circuit_closed", location.name)
 
         self.location = location
         self.off = False  # switched off by whoever operates the run
@@ -109,7 +109,7 @@ class ReadPath:
     Args:
         locations: One or more; see `Location.rank` for their order.
         settings: See there.
-        detours: Where counts and events go.
+        read_events: Where counts and events go.
         bad_copy: Called when a location has answered twice with wrong bytes, or lacks an object, and another
             location had it: (location, object name, "wrong" or "missing").
     """
@@ -119,11 +119,11 @@ class ReadPath:
         locations: Sequence[Location],
         *,
         settings: ReadSettings,
-        detours: Detours,
+        read_events: ReadEvents,
         bad_copy: Callable[[Location, str, str], None] | None = None,
     ) -> None:
-        self.settings, self.detours = settings, detours
-        self._known = [_Known(location, settings, detours) for location in locations]
+        self.settings, self.read_events = settings, read_events
+        self._known = [_Known(location, settings, read_events) for location in locations]
         self._bad_copy = bad_copy
         threads = 2 * settings.most_concurrency * len(self._known)
         self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
@@ -138,7 +138,7 @@ class ReadPath:
         """Take no more reads; those under way end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def fetch(self, want: Want) -> Buffer:
+    def fetch(self, request: ReadRequest) -> Buffer:
         """The right bytes.
 
         Raises:
@@ -150,36 +150,38 @@ class ReadPath:
         started = time.monotonic()
         problems: dict[str, ShardkitError] = {}
         bad: dict[str, str] = {}
-        patience = Patience(deadline_s=self.settings.deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
-        with WAITS.waiting(self.root.store.url, f"read {want.what}", self.settings.deadline_s) as wait:
-            for pause in pauses(patience):
+        retry = RetryPolicy(deadline_s=self.settings.deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
+        with WAITS.waiting(self.root.store.url, f"read {request.what}", self.settings.deadline_s) as wait:
+            for pause in pauses(retry):
                 if pause:
-                    self.detours.note("retries", what=want.what, pause_s=round(pause, 3))
-                turn = _Turn(self, want, self._order(want), started + self.settings.deadline_s, problems)
+                    self.read_events.note("retries", what=request.what, pause_s=round(pause, 3))
+                turn = _Turn(
+                    self, request, self._order(request), started + self.settings.deadline_s, problems
+                )
                 data = turn.run()
                 bad = turn.bad
                 if data is not None:
-                    self._report_bad(want, bad)
+                    self._report_bad(request, bad)
                     return data
                 wait.problem = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
                 if not any(map(_may_pass, problems.values())):
                     break  # all have answered, and asking again does not change what they have
-        data = None if want.rebuild is None else want.rebuild()
-        if data is not None and want.check(data):
-            self.detours.note("rebuilt", what=want.what)
-            self._report_bad(want, bad)
+        data = None if request.rebuild is None else request.rebuild()
+        if data is not None and request.check(data):
+            self.read_events.note("rebuilt", what=request.what)
+            self._report_bad(request, bad)
             return data
-        raise _summary(want, problems)
+        raise _summary(request, problems)
 
-    def _order(self, want: Want) -> list[_Known]:
+    def _order(self, request: ReadRequest) -> list[_Known]:
         """Who is asked, in this order; resting locations last, in case all others fail."""
 
         def nearness(known: _Known) -> tuple[bool, bool, int, float]:
-            typical = known.latencies.quantile(want.num_bytes, 0.5)
-            is_later = want.root_first and known is not self._known[0]
+            typical = known.latencies.quantile(request.num_bytes, 0.5)
+            is_later = request.root_first and known is not self._known[0]
             return known.breaker.is_open, is_later, known.location.rank, typical or 0.0
 
-        able = [known for known in self._known if known.location.holds == "objects" or not want.whole]
+        able = [known for known in self._known if known.location.holds == "objects" or not request.whole]
         on = [known for known in able if not known.off]
         if any(known.location.holds == "objects" for known in on):  # else nobody would be left to ask
             able = on
@@ -205,19 +207,19 @@ class ReadPath:
         self._hedges += 1
         return True
 
-    def start(self, known: _Known, want: Want, deadline: float) -> Future[Buffer]:
+    def start(self, known: _Known, request: ReadRequest, deadline: float) -> Future[Buffer]:
         """One attempt at one location, on a thread that may be left behind."""
-        self.detours.note("requests", known.location.name)
-        return self._pool.submit(self._attempt, known, want, deadline)
+        self.read_events.note("requests", known.location.name)
+        return self._pool.submit(self._attempt, known, request, deadline)
 
-    def _attempt(self, known: _Known, want: Want, deadline: float) -> Buffer:
+    def _attempt(self, known: _Known, request: ReadRequest, deadline: float) -> Buffer:
         if not known.budget.acquire(max(0.0, min(deadline - time.monotonic(), self.settings.attempt_s))):
             raise StoreError(f"{known.location.store.url}: too many requests are under way; try again later")
         begun = time.monotonic()
         try:
-            data = want.read(known.location)
-            if not want.check(data):
-                raise _Wrong(f"{want.what}: wrong bytes")
+            data = request.read(known.location)
+            if not request.check(data):
+                raise _Wrong(f"{request.what}: wrong bytes")
         except (_Wrong, IntegrityError):
             known.breaker.failed()
             raise
@@ -227,23 +229,23 @@ class ReadPath:
             known.breaker.failed()
             if error.errno == errno.EBUSY:
                 known.budget.overloaded()
-                self.detours.note("throttled", known.location.name, what=want.what)
+                self.read_events.note("throttled", known.location.name, what=request.what)
             elif error.errno == errno.ETIMEDOUT:
-                self.detours.note("timeouts", known.location.name, what=want.what)
+                self.read_events.note("timeouts", known.location.name, what=request.what)
             raise
         finally:
             known.budget.release()
         known.breaker.succeeded()
         known.budget.succeeded()
-        known.latencies.add(want.num_bytes, time.monotonic() - begun)
-        self.detours.add_bytes(known.location.name, memoryview(data).nbytes)
+        known.latencies.add(request.num_bytes, time.monotonic() - begun)
+        self.read_events.add_bytes(known.location.name, memoryview(data).nbytes)
         return data
 
-    def _report_bad(self, want: Want, bad: dict[str, str]) -> None:
+    def _report_bad(self, request: ReadRequest, bad: dict[str, str]) -> None:
         if self._bad_copy is not None:
             for known in self._known:
                 if known.location.name in bad and known.location.holds == "objects":
-                    self._bad_copy(known.location, want.name, bad[known.location.name])
+                    self._bad_copy(known.location, request.name, bad[known.location.name])
 
 
 class _Turn:
@@ -252,12 +254,12 @@ class _Turn:
     def __init__(
         self,
         path: ReadPath,
-        want: Want,
+        request: ReadRequest,
         order: list[_Known],
         deadline: float,
         problems: dict[str, ShardkitError],
     ) -> None:
-        self._path, self._want, self._left, self._deadline = path, want, order, deadline
+        self._path, self._request, self._left, self._deadline = path, request, order, deadline
         self._problems = problems
         self._problems.clear()
         self._running: dict[Future[Buffer], tuple[_Known, float]] = {}
@@ -288,11 +290,11 @@ class _Turn:
             self._start(self._left.pop(0), hedging=hedging)
 
     def _start(self, known: _Known, *, hedging: bool = False) -> None:
-        future = self._path.start(known, self._want, self._deadline)
+        future = self._path.start(known, self._request, self._deadline)
         self._running[future] = (known, time.monotonic())
         if hedging:
             self._hedged.add(future)
-            self._path.detours.note("hedges", known.location.name, what=self._want.what)
+            self._path.read_events.note("hedges", known.location.name, what=self._request.what)
 
     def _wait_s(self) -> float:
         """Until the next moment at which something other than an answer is due."""
@@ -306,8 +308,8 @@ class _Turn:
         return max(0.0, due - now)
 
     def _late_after(self, known: _Known) -> float | None:
-        late = known.latencies.quantile(self._want.num_bytes, 0.95)
-        typical = known.latencies.quantile(self._want.num_bytes, 0.5)
+        late = known.latencies.quantile(self._request.num_bytes, 0.95)
+        typical = known.latencies.quantile(self._request.num_bytes, 0.5)
         if late is None or typical is None or not self._path.settings.hedge:
             return None
         return max(_LEAST_HEDGE_S, late, _HEDGE_OVER_MEDIAN * typical)
@@ -321,7 +323,7 @@ class _Turn:
                 del self._running[future]
                 known.breaker.failed()
                 known.budget.overloaded()
-                self._path.detours.note("timeouts", known.location.name, what=self._want.what)
+                self._path.read_events.note("timeouts", known.location.name, what=self._request.what)
                 self._fail(known, StoreError(f"{known.location.store.url}: silent for {now - begun:.1f} s"))
         if self._running and not self._hedged and self._path.may_hedge():
             if self._left:
@@ -337,18 +339,18 @@ class _Turn:
         try:
             data = future.result()
         except (_Wrong, IntegrityError) as error:
-            self._path.detours.note("mismatches", name, what=self._want.what)
+            self._path.read_events.note("mismatches", name, what=self._request.what)
             if name not in self._refetched:
                 self._refetched.add(name)
-                self._path.detours.note("refetches", name, what=self._want.what)
+                self._path.read_events.note("refetches", name, what=self._request.what)
                 self._start(known)
                 return None
             self.bad[name] = "wrong"
-            self._fail(known, IntegrityError(f"{self._want.what} in {known.location.store.url}: {error}"))
+            self._fail(known, IntegrityError(f"{self._request.what} in {known.location.store.url}: {error}"))
             return None
         except NotFoundError as error:
             if known.location.holds == "objects":
-                self._path.detours.note("missing", name, what=self._want.what)
+                self._path.read_events.note("missing", name, what=self._request.what)
                 self.bad[name] = "missing"
             self._fail(known, error)
             return None
@@ -356,7 +358,7 @@ class _Turn:
             self._fail(known, error)
             return None
         if future in self._hedged and self._running:
-            self._path.detours.note("hedges_won", name, what=self._want.what)
+            self._path.read_events.note("hedges_won", name, what=self._request.what)
         return data
 
     def _fail(self, known: _Known, error: ShardkitError) -> None:
@@ -364,8 +366,8 @@ class _Turn:
         self._problems[known.location.name] = error
         if self._left and time.monotonic() < self._deadline:
             if known.location.holds == "objects":
-                self._path.detours.note(
-                    "failovers", known.location.name, what=self._want.what, reason=str(error)
+                self._path.read_events.note(
+                    "failovers", known.location.name, what=self._request.what, reason=str(error)
                 )
             self._start_next()
 
@@ -375,7 +377,7 @@ def _may_pass(problem: ShardkitError) -> bool:
     return type(problem) is StoreError and problem.errno not in (errno.EACCES, errno.EINVAL)
 
 
-def _summary(want: Want, problems: dict[str, ShardkitError]) -> ShardkitError:
+def _summary(request: ReadRequest, problems: dict[str, ShardkitError]) -> ShardkitError:
     told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     kinds = {type(problem) for problem in problems.values()}
     if kinds == {NotFoundError}:
@@ -384,8 +386,8 @@ def _summary(want: Want, problems: dict[str, ShardkitError]) -> ShardkitError:
         return next(iter(problems.values()))
     if kinds <= {NotFoundError, IntegrityError}:
         return IntegrityError(
-            f"no location has the right bytes of {want.what} ({told}); run: shardkit repair"
+            f"no location has the right bytes of {request.what} ({told}); run: shardkit repair"
         )
     return StoreError(
-        f"no location gave good bytes of {want.what} in time ({told}); look at them, then run it again"
+        f"no location gave good bytes of {request.what} in time ({told}); look at them, then run it again"
     )

@@ -15,7 +15,7 @@ from shardkit.manifest import Selection, ShardTable
 Int64s = NDArray[np.int64]
 
 
-class Locations(NamedTuple):
+class RowPlaces(NamedTuple):
     """Where n samples lie; all arrays are (n,) int64 and in the order of the samples asked for."""
 
     shard: Int64s  # ordinal of the shard in the manifest
@@ -73,7 +73,7 @@ class RowMap:
         shard = bisect.bisect_right(self._first_blocks, block) - 1
         return shard, block - self._first_blocks[shard]
 
-    def locate(self, samples: Int64s) -> Locations:
+    def locate(self, samples: Int64s) -> RowPlaces:
         """Where `samples` ((n,) int64, any order) lie.
 
         Raises:
@@ -89,7 +89,7 @@ class RowMap:
             segment, offset = self._through_selections(samples, segment, offset)
         shard = self._segment_shard[segment]
         block_in_segment, row_in_block = np.divmod(offset, self._block_rows[shard])
-        return Locations(
+        return RowPlaces(
             shard,
             self._segment_row[segment] + offset,
             self._segment_block[segment] + block_in_segment,

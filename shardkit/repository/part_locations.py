@@ -29,7 +29,7 @@ _CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@")
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class PartLocation:
     """Where one part was when it was merged.
 
     Attributes:
@@ -57,7 +57,7 @@ class Location:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Location:
+    def from_bytes(cls, data: bytes, where: str) -> PartLocation:
         """Read a document.
 
         Raises:
@@ -85,7 +85,9 @@ def resolved(root: str, place: str) -> str:
     return joined if scheme_of(joined) else os.path.normpath(joined)
 
 
-def put_location(repository: Repository, name: str, manifest_id: str, holder: Repository) -> Location | None:
+def put_location(
+    repository: Repository, name: str, manifest_id: str, holder: Repository
+) -> PartLocation | None:
     """Remember that a part lies in another repository; nothing is written where it lies in this one.
 
     Raises:
@@ -96,15 +98,15 @@ def put_location(repository: Repository, name: str, manifest_id: str, holder: Re
         return None
     if _CREDENTIAL.match(holder.url):
         raise UsageError(f"part {name!r} lies at a URL with a credential in it; leave it to the environment")
-    location = Location(manifest_id, name, holder.id, _urls(repository.url, holder.url))
+    location = PartLocation(manifest_id, name, holder.id, _urls(repository.url, holder.url))
     put_over(repository.store, location_name(manifest_id), location.to_bytes())
     return location
 
 
-def locate_part(repository: Repository, manifest_id: str) -> Location | None:
+def locate_part(repository: Repository, manifest_id: str) -> PartLocation | None:
     """What the root remembers of a part; None where it remembers nothing."""
     return find_checked(
-        repository.store, location_name(manifest_id), Location.from_bytes, max_bytes=_MAX_BYTES
+        repository.store, location_name(manifest_id), PartLocation.from_bytes, max_bytes=_MAX_BYTES
     )
 
 

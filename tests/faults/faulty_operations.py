@@ -32,7 +32,7 @@ class FaultyOperations(FileOperations):
     """The real operations, some of which fail.
 
     An fsync that does not fail does nothing: what survives a power cut is the business of `crash_states`, and drills
-    that sync thousands of times would test the disk's patience.
+    that sync thousands of times would test the disk's retry.
 
     Args:
         error: The `errno` that a failing call reports.

@@ -119,7 +119,7 @@ class TestBlocks:
             assert cache.fetch(request, functools.partial(bytes, data)) == data
         held = check_directory(tmp_path / "cache", MIB)
         assert 8 <= held <= 10
-        stats = cache.detours.stats()
+        stats = cache.read_events.stats()
         assert stats["cache_fills"] == 40
         assert stats["cache_evictions"] == 40 - held
 
@@ -420,7 +420,7 @@ class TestServing:
         )
         assert store.read_block(held) == data
         assert store.read_block(lacking) == other
-        stats = store.detours.stats()
+        stats = store.read_events.stats()
         assert (stats["bytes_from_neighbour"], stats["bytes_from_a"]) == (len(data), len(other))
         assert stats["remote_missing"] == 0, "what a neighbour lacks is nothing to report"
 

@@ -24,7 +24,7 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, open_store
-from shardkit.stores.remote import ObjectStore, Patience, parse_address
+from shardkit.stores.remote import ObjectStore, RetryPolicy, parse_address
 from shardkit.testing.memory_store import MemoryStore
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 
@@ -33,9 +33,9 @@ BUCKETS = (BUCKET,)
 SETTINGS = ReadSettings(deadline_s=20, attempt_s=2, cool_down_s=0.2)
 
 
-def new_store(**patience: float) -> ObjectStore:
-    settings = {"deadline_s": 20.0, "attempt_s": 1.0, "first_pause_s": 0.01} | patience
-    return ObjectStore(parse_address(f"s3://{BUCKET}/{uuid.uuid4().hex}"), patience=Patience(**settings))
+def new_store(**retry: float) -> ObjectStore:
+    settings = {"deadline_s": 20.0, "attempt_s": 1.0, "first_pause_s": 0.01} | retry
+    return ObjectStore(parse_address(f"s3://{BUCKET}/{uuid.uuid4().hex}"), retry=RetryPolicy(**settings))
 
 
 def first(
@@ -180,7 +180,7 @@ class TestLocations:
         a = Fickle("a", lambda data: spoils.pop()(data) if spoils else data)
         store = located(a, Fickle("b"), data=self.data)
         assert store.read_block(block(self.data)) == self.data
-        stats = store.detours.stats()
+        stats = store.read_events.stats()
         assert (stats["remote_mismatches"], stats["remote_refetches"], stats["remote_failovers"]) == (1, 1, 0)
         assert stats["bytes_from_a"] == len(self.data)
 
@@ -191,7 +191,7 @@ class TestLocations:
         a.spoil = lambda data: data
         assert store.read_block(block(self.data)) == self.data
         store.healer.wait()
-        stats = store.detours.stats()
+        stats = store.read_events.stats()
         assert (stats["remote_mismatches"], stats["remote_failovers"], stats["remote_healed"]) == (2, 1, 1)
         assert a.objects[shard_name(self.data)] == self.data
         told = [Attestation.from_bytes(a.objects[n], n) for n in a.list_after("attest/a/")]
@@ -232,7 +232,7 @@ class TestLocations:
         store = located(Fickle("a", unreachable), Fickle("b", flipped), data=self.data, settings=settings)
         with pytest.raises(StoreError, match=r"a: no route"):
             store.read_block(block(self.data))
-        assert store.detours.stats()["remote_retries"] >= 1
+        assert store.read_events.stats()["remote_retries"] >= 1
 
     def test_it_comes_back_while_we_wait(self) -> None:
         back = threading.Event()
@@ -256,10 +256,10 @@ class TestLocations:
         assert asked < 12, "after five failures in a row it rests"
         healthy[0] = True
         deadline = time.monotonic() + 20
-        while store.detours.stats()["remote_circuit_closed"] == 0 and time.monotonic() < deadline:
+        while store.read_events.stats()["remote_circuit_closed"] == 0 and time.monotonic() < deadline:
             store.read_block(block(self.data))
             time.sleep(0.01)
-        stats = store.detours.stats()
+        stats = store.read_events.stats()
         assert stats["remote_circuit_opened"] == stats["remote_circuit_closed"] == 1
         before = b.reads
         store.read_block(block(self.data))
@@ -280,7 +280,7 @@ class TestLocations:
         slow[0] = True
         try:
             assert store.read_block(block(self.data)) == self.data
-            stats = store.detours.stats()
+            stats = store.read_events.stats()
             assert stats["remote_hedges"] >= 1
             assert stats["remote_hedges_won"] == 1
             assert stats["bytes_from_b"] >= len(self.data)
@@ -298,7 +298,7 @@ class TestLocations:
         store = located(Fickle("a", silent), Fickle("b"), data=self.data, settings=settings)
         try:
             assert store.read_block(block(self.data)) == self.data
-            assert store.detours.stats()["remote_timeouts"] == 1
+            assert store.read_events.stats()["remote_timeouts"] == 1
         finally:
             stall.set()
 
@@ -340,7 +340,7 @@ class TestLocations:
         with pytest.raises(IntegrityError):
             store.read_block(block(self.data))
         assert store.read_block(block(self.data)) == self.data
-        assert store.detours.stats()["remote_rebuilt"] == 1
+        assert store.read_events.stats()["remote_rebuilt"] == 1
 
 
 class TestTraining:
@@ -369,7 +369,7 @@ class TestTraining:
         assert seen == truth
         store = dataset.repository.store
         assert isinstance(store, LocatedStore)
-        stats = store.detours.stats()
+        stats = store.read_events.stats()
         assert stats["remote_mismatches"] >= 1
         assert stats["remote_failovers"] + stats["remote_hedges"] >= 1
         assert stats["bytes_from_mirror"] > 0

@@ -109,12 +109,12 @@ def test_an_unreachable_store_is_told_as_such(
 ) -> None:
     for name, value in environment("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shardkit.stores.remote.object_store.Patience", _impatient)
+    monkeypatch.setattr("shardkit.stores.remote.object_store.RetryPolicy", _impatient)
     with pytest.raises(StoreError, match="no connection"):
         Repository.open(f"{scheme}://{BUCKET}/x")
 
 
 def _impatient() -> object:
-    from shardkit.stores.remote import Patience
+    from shardkit.stores.remote import RetryPolicy
 
-    return Patience(deadline_s=0.2, attempt_s=1)
+    return RetryPolicy(deadline_s=0.2, attempt_s=1)

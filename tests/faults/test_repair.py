@@ -426,14 +426,14 @@ class TestScrub:
 
 AT_WORK = """
 import os, sys
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit_tools.main import run
 
-take = Pace.take
+take = RateLimiter.take
 def noted(self, num_bytes):
     os.write(1, b"at work\\n")
     take(self, num_bytes)
-Pace.take = noted
+RateLimiter.take = noted
 run(sys.argv[1:])
 """
 

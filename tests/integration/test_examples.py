@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _start(example: str, data: str, run: Path, world: int) -> list[subprocess.Popen[bytes]]:
-    """The ranks as torchrun would start them, without its minutes of patience after a kill."""
+    """The ranks as torchrun would start them, without its minutes of retry after a kill."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

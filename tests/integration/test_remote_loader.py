@@ -21,7 +21,7 @@ import shardkit
 from shardkit.errors import ShardkitError, StoreError
 from shardkit.reading.cache import BlockCache
 from shardkit.reading.read_path import ReadSettings
-from shardkit.stores.remote import ObjectStore, Patience
+from shardkit.stores.remote import ObjectStore, RetryPolicy
 from shardkit.stores.urls import open_store
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
@@ -226,7 +226,7 @@ def test_a_client_that_repeats_nothing_asks_again_with_a_new_token(
     )
     opened = open_store(root)
     assert isinstance(opened, ObjectStore)
-    store = opened.with_patience(Patience(deadline_s=0))
+    store = opened.with_retry(RetryPolicy(deadline_s=0))
     whole = store.get("shardkit.json", max_bytes=1 << 20)
     good_from = [issuer.issued + 1]
 
@@ -271,7 +271,7 @@ def test_a_token_that_expires_in_mid_epoch(
             seen.append((batch["samples"].tolist(), batch["x"][:, 0].tobytes()))
             if batch.step == len(truth) // 3:
                 good_from[0] = issuer.issued + 1
-        told = [repr(loader.stats()), repr(loader._setup.sources.reader.stores[0].detours.events)]
+        told = [repr(loader.stats()), repr(loader._setup.sources.reader.stores[0].read_events.events)]
         told.append(repr(pickle.dumps(loader._setup.sources.reader)))
     assert seen == truth
     assert proxy.counts["status"] > 0, "some requests were refused for their token"

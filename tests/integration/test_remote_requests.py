@@ -15,7 +15,7 @@ import pytest
 import shardkit
 from shardkit.copies.place import Change, place
 from shardkit.copies.verify import verify
-from shardkit.reading.cache import Supply
+from shardkit.reading.cache import BlockFetcher
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
@@ -88,15 +88,15 @@ def test_a_cache_with_room_is_filled_by_large_requests(
     served: GoogleServer, root: str, truth: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 8 KiB, taken along with their neighbours: about 32 of them in a request of 256 KiB."""
-    walk = Supply._walk
+    walk = BlockFetcher._walk
 
-    def patient(self: Supply, *args: Any) -> None:
+    def patient(self: BlockFetcher, *args: Any) -> None:
         """Begin when it is known what is needed later: until then nothing comes along."""
         while not len(self._needed) and not self._closed:
             time.sleep(0.01)
         walk(self, *args)
 
-    monkeypatch.setattr(Supply, "_walk", patient)
+    monkeypatch.setattr(BlockFetcher, "_walk", patient)
     settings: dict[str, Any] = {"cache": tmp_path / "cache", "memory": "4MiB", "cache_size": "1GiB"}
     found, requests, egress = measured(served, open_loader(root, **settings), root)
     assert found == truth

@@ -18,7 +18,7 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError, MissingDependency, NotFoundError, StoreError, UsageError
 from shardkit.storage import LocalStore, Repository, Store, open_store
-from shardkit.stores.remote import ObjectStore, Patience, parse_address, probe
+from shardkit.stores.remote import ObjectStore, RetryPolicy, parse_address, probe
 from shardkit.stores.remote.clients import google_options
 from shardkit.stores.remote.probe import WRITERS
 from shardkit.testing.store_conformance import StoreConformance
@@ -134,7 +134,7 @@ class TestAzure(StoreConformance):
     def test_errors_hold_no_credential(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:9/{AZURE_ACCOUNT}")
         address = parse_address(f"az://{BUCKET}/x")
-        dead = ObjectStore(address, patience=Patience(deadline_s=0.2, attempt_s=1))
+        dead = ObjectStore(address, retry=RetryPolicy(deadline_s=0.2, attempt_s=1))
         with pytest.raises(StoreError, match=r"no connection|no answer|timed out") as caught:
             dead.get("x", max_bytes=1)
         assert AZURE_KEY not in "".join(traceback.format_exception(caught.value))
@@ -186,14 +186,14 @@ class TestGoogle(StoreConformance):
     ) -> None:
         assert store.put_new("x", b"1")
         assert TOKEN.encode() not in pickle.dumps(store)
-        address, hasty = parse_address(store.url), Patience(deadline_s=0.2, attempt_s=1)
+        address, hasty = parse_address(store.url), RetryPolicy(deadline_s=0.2, attempt_s=1)
         served.token = "another"  # what the client has is no longer taken
         with pytest.raises(StoreError, match="HTTP 401") as refused:
-            ObjectStore(address, patience=hasty).get("x", max_bytes=1)
+            ObjectStore(address, retry=hasty).get("x", max_bytes=1)
         served.token = TOKEN
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
         with pytest.raises(StoreError, match=r"no connection|no answer|timed out") as dead:
-            ObjectStore(address, patience=hasty).get("x", max_bytes=1)
+            ObjectStore(address, retry=hasty).get("x", max_bytes=1)
         for caught in (refused, dead):
             assert TOKEN not in "".join(traceback.format_exception(caught.value))
 
@@ -408,7 +408,7 @@ def test_errors_and_pickles_hold_no_credential(monkeypatch: pytest.MonkeyPatch, 
     assert SECRET_KEY.encode() not in pickle.dumps(store)
     assert ACCESS_KEY.encode() not in pickle.dumps(store)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
-    dead = ObjectStore(parse_address(store.url), patience=Patience(deadline_s=0.2, attempt_s=1))
+    dead = ObjectStore(parse_address(store.url), retry=RetryPolicy(deadline_s=0.2, attempt_s=1))
     for action in (
         lambda: dead.get("x", max_bytes=1),
         lambda: dead.put_new("x", b""),

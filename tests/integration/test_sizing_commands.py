@@ -120,7 +120,7 @@ def test_egress_is_what_the_loader_reads(tmp_path: Path, root: Path, cache: str)
             dataset = Dataset(load_manifest(repository, repository.resolve(None)))
             for shard in range(dataset.manifest.shards):
                 dataset.reader.index(shard)
-            before.append(store.detours.stats()["bytes_from_root"])
+            before.append(store.read_events.stats()["bytes_from_root"])
             plan = dataset.plan(32, lanes=8, window_blocks=4)
             loaders.append(dataset.loader(plan, rank=rank, world=2, tensors=False, memory="1MiB", prefetch=0, threads=4,
                                           **limited))  # type: ignore[arg-type]  # fmt: skip

@@ -21,7 +21,7 @@ from shardkit.copies.scrub import scrub
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
-from shardkit.reading.cache import BlockCache, Supply
+from shardkit.reading.cache import BlockCache, BlockFetcher
 from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
 from tests.simulation.buckets import Bucket
@@ -156,7 +156,7 @@ def read_cached(world: World) -> None:
     for _ in range(2):
         dataset = shardkit.open(world.root)
         try:
-            supply = Supply(BlockCache(world.cache.path, limit=1 << 20))
+            supply = BlockFetcher(BlockCache(world.cache.path, limit=1 << 20))
         except UsageError as error:
             raise Violated(f"the cache is in the way of a reader: {error}") from error
         dataset.reader = dataset.reader.through(supply)

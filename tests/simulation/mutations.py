@@ -247,10 +247,10 @@ def _blocks_unchecked() -> Iterator[None]:
     """Neither the read path nor the format compares a block with its digest."""
 
     def want(*given: Any, **named: Any) -> Any:
-        return read_path.Want(*given, **named)._replace(check=_always)
+        return read_path.ReadRequest(*given, **named)._replace(check=_always)
 
     with (
-        mock.patch.object(located_store, "Want", want),
+        mock.patch.object(located_store, "ReadRequest", want),
         mock.patch.object(reading, "verify_block", _nothing),
     ):
         yield

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardkit.errors import IntegrityError
-from shardkit.reading.cache import BlockCache, Supply
+from shardkit.reading.cache import BlockCache, BlockFetcher
 from shardkit.reading.cache.joining import (
     GRAIN_BYTES,
     MAX_GAP_BYTES,
@@ -132,13 +132,13 @@ class TestNeighbours:
 
 
 class TestSupply:
-    def read_all(self, supply: Supply, shard: Shard, store: LocatedStore, order: list[int]) -> None:
+    def read_all(self, supply: BlockFetcher, shard: Shard, store: LocatedStore, order: list[int]) -> None:
         for step, block in enumerate(order):
             assert bytes(supply.read(store, shard.request(block))) == shard.bytes_of(block)
             supply.advance(step + 1)
 
     def follow(
-        self, supply: Supply, shard: Shard, store: LocatedStore, order: list[int], *, fill: bool = False
+        self, supply: BlockFetcher, shard: Shard, store: LocatedStore, order: list[int], *, fill: bool = False
     ) -> None:
         def uses(first: int) -> Iterator[tuple[Any, Any]]:
             yield np.arange(first, len(order)), np.array(order[first:], dtype=np.int64)
@@ -155,7 +155,7 @@ class TestSupply:
     def test_streamed(self, shard: Shard, store: LocatedStore) -> None:
         """With room for all of the shard, its blocks come by a small part of as many requests."""
         order = random.Random(2).sample(range(BLOCKS), BLOCKS)
-        supply = Supply(None, ahead_bytes=64 << 20)
+        supply = BlockFetcher(None, ahead_bytes=64 << 20)
         self.follow(supply, shard, store, order)
         while len(supply._waiting) < BLOCKS:  # nobody consumes meanwhile, so this comes about
             threading.Event().wait(0.01)
@@ -171,7 +171,7 @@ class TestSupply:
         after_look(monkeypatch)
         order = random.Random(3).sample(range(BLOCKS), BLOCKS)
         with contextlib.closing(BlockCache(tmp_path / "cache", limit=1 << 30)) as cache:
-            supply = Supply(cache, ahead_bytes=1 << 20)
+            supply = BlockFetcher(cache, ahead_bytes=1 << 20)
             self.follow(supply, shard, store, order, fill=True)
             while len(supply._waiting) < 16:  # the first stretches are on their way
                 threading.Event().wait(0.01)
@@ -188,7 +188,7 @@ class TestSupply:
         after_look(monkeypatch)
         order = [5, 37, 38, 200]
         with contextlib.closing(BlockCache(tmp_path / "cache", limit=1 << 30)) as cache:
-            supply = Supply(cache)
+            supply = BlockFetcher(cache)
             self.follow(supply, shard, store, order, fill=True)
             while len(supply._waiting) < len(order):
                 threading.Event().wait(0.01)
@@ -203,7 +203,7 @@ class TestSupply:
         shard.open_to.clear()
         order = [0, *range(100, 164), 1]  # 1 comes along with 0, long before its step
         with contextlib.closing(BlockCache(tmp_path / "cache", limit=1 << 30)) as cache:
-            supply = Supply(cache)
+            supply = BlockFetcher(cache)
             self.follow(supply, shard, store, order, fill=True)
             while 1 not in supply._along:
                 threading.Event().wait(0.01)
@@ -221,7 +221,7 @@ class TestSupply:
         order = [0, 1, 2, 3]
         shard.damaged = 2
         with contextlib.closing(BlockCache(tmp_path / "cache", limit=1 << 30)) as cache:
-            supply = Supply(cache)
+            supply = BlockFetcher(cache)
             self.follow(supply, shard, store, order, fill=True)
             self.read_all(supply, shard, store, [0, 1, 3])
             with pytest.raises(IntegrityError):
@@ -232,11 +232,11 @@ class TestSupply:
 
 def after_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reading ahead begin when it is known what is needed later; until then nothing comes along."""
-    walk = Supply._walk
+    walk = BlockFetcher._walk
 
-    def patient(self: Supply, *args: Any) -> None:
+    def patient(self: BlockFetcher, *args: Any) -> None:
         while not len(self._needed) and not self._closed:
             threading.Event().wait(0.01)
         walk(self, *args)
 
-    monkeypatch.setattr(Supply, "_walk", patient)
+    monkeypatch.setattr(BlockFetcher, "_walk", patient)

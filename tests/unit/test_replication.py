@@ -1,4 +1,4 @@
-"""Pace, hours, copying one object, proof before a drop, and what a commit waits for."""
+"""RateLimiter, hours, copying one object, proof before a drop, and what a commit waits for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import shardkit
 from shardkit.copies.facts import look
-from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
+from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.place import Change, place, promote, undo
 from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.replicate import replicate
@@ -77,13 +77,13 @@ class Clock:
 
 def test_a_pace_keeps_to_its_rate_and_its_hours() -> None:
     clock = Clock()
-    pace = Pace(1_000, clock=lambda: clock.seconds, wait=clock.wait)
+    pace = RateLimiter(1_000, clock=lambda: clock.seconds, wait=clock.wait)
     for _ in range(10):
         pace.take(500)
     assert clock.seconds == pytest.approx(4.5)  # the tenth piece may begin when nine have gone through
     told: list[int] = []
     clock = Clock()
-    pace = Pace(
+    pace = RateLimiter(
         hours=Hours.parse("01:00-02:00"),
         clock=lambda: clock.seconds,
         now=clock.now,
@@ -115,7 +115,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     name = repository.put_object(data, "tar").name
     bad.store.put_new(name, b"\1" + data[1:])
     with pytest.raises(IntegrityError, match="bad: wrong, empty: missing"):
-        copy_object(name, [bad, _location(tmp_path / "empty", "empty")], target, pace=Pace().take)
+        copy_object(name, [bad, _location(tmp_path / "empty", "empty")], target, pace=RateLimiter().take)
     assert target.store.head(name) is None
     told: list[tuple[str, str]] = []
     moved: list[int] = []
@@ -123,7 +123,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
         name,
         [bad, good],
         target,
-        pace=Pace().take,
+        pace=RateLimiter().take,
         moved=moved.append,
         bad_copy=lambda at, _, how: told.append((at.name, how)),
     )
@@ -131,7 +131,7 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     assert target.store.get(name, max_bytes=size) == data
     assert told == [("bad", "wrong")]
     assert sum(moved) == 2 * len(data)
-    copy_object(name, [good], bad, pace=Pace().take)  # over bad bytes
+    copy_object(name, [good], bad, pace=RateLimiter().take)  # over bad bytes
     assert bad.store.get(name, max_bytes=size) == data
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import MissingDependency
-from shardkit.reading.detours import COUNTED
+from shardkit.reading.read_events import COUNTED
 from shardkit.telemetry import Record
 from shardkit.telemetry.anomalies import KINDS
 from shardkit.telemetry.control import Knob, parse_control

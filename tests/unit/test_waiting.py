@@ -104,11 +104,11 @@ def endpoint(kind: str) -> Iterator[str]:
 @pytest.fixture(params=["silent", "refuses"])
 def dead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """S3 at a dead endpoint; deadlines, and the time until a line is due, a fiftieth of what they are."""
-    real = backoff.Patience
+    real = backoff.RetryPolicy
     short = real(deadline_s=1.5, attempt_s=0.7, longest_pause_s=0.1)
     quick = Waits(first_s=0.2, every_s=0.4)
     for module in (object_store,):
-        monkeypatch.setattr(module, "Patience", lambda: short)
+        monkeypatch.setattr(module, "RetryPolicy", lambda: short)
         monkeypatch.setattr(module, "WAITS", quick)
     with endpoint(request.param) as address:
         for name, value in s3_environment(address).items():

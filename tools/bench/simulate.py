@@ -108,7 +108,7 @@ def work(rank: int, root: str, case: Case, cache: str, barrier: Any, answers: An
     step_s = LANES // WORLD * case.cell_ms / 1e3 * (case.slow if rank else 1.0)
     store = dataset.reader.stores[0]
     assert isinstance(store, LocatedStore)
-    indexes = store.detours.stats()["bytes_from_root"]
+    indexes = store.read_events.stats()["bytes_from_root"]
     waits: list[float] = []
     with contextlib.closing(loader):
         barrier.wait()

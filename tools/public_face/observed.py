@@ -55,7 +55,7 @@ def live_names() -> Face:
 
 
 def events() -> Face:
-    """Kinds of events in events.jsonl, in the ledger, and of detours, which events.jsonl calls ``read_…``."""
+    """Kinds of events in events.jsonl, in the ledger, and of reads, which events.jsonl calls ``read_…``."""
     found: dict[str, set[str]] = {"events": set(), "ledger events": set(), "read events": set()}
     for path in sources("shardkit", "shardkit_trainer"):
         text = text_of(path)
@@ -87,7 +87,7 @@ def _scan(tree: ast.Module, path: Path, found: dict[str, set[str]]) -> None:
 
 def _section(function: ast.Attribute, room: str) -> str | None:
     receiver = ast.unparse(function.value)
-    if function.attr == "note" and "detours" in receiver:
+    if function.attr == "note" and "read_events" in receiver:
         return "read events"
     if function.attr == "add_event" or (function.attr == "event" and "journal" in receiver):
         return "ledger events"

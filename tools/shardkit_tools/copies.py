@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardkit.copies.pacing import Pace
+from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
 from shardkit.copies.replicate import Replication, encode_parity, replicate
@@ -69,7 +69,7 @@ def finish_copies(root: str) -> int | None:
     if table is None:
         return None
     if table.policy.mode != "async":
-        encode_parity(repository, table, live_versions(repository), Pace())
+        encode_parity(repository, table, live_versions(repository), RateLimiter())
     return replicate(repository, dry_run=True).lag_before
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardkit.copies.pacing import Hours, Pace, parse_bandwidth
+from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.repair import CheckAll, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, copy_task
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError
@@ -35,7 +35,7 @@ class Work:
     def __init__(self, bandwidth: str | None, between: str | None) -> None:
         self._status = StatusLine()
         self._began = self._told = time.monotonic()
-        self.pace = Pace(
+        self.pace = RateLimiter(
             parse_bandwidth(bandwidth) if bandwidth else None,
             Hours.parse(between) if between else None,
             waiting=self._waiting,
@@ -164,7 +164,7 @@ class CopyWorker:
         for location in (task.target, *task.sources):
             if problem := self._locations.problem(location.store):
                 return StoreError(problem)
-        outcome = copy_task(task, Pace())
+        outcome = copy_task(task, RateLimiter())
         report(1, outcome if isinstance(outcome, int) else 0)
         return outcome
 

@@ -8,16 +8,16 @@ from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import NEVER, FurthestFirst, Future, choose_victims, decide
 from shardkit.reading.cache.serving import CacheServer, parse_bind
 from shardkit.reading.cache.shared_blocks import SharedBlocks
-from shardkit.reading.cache.supply import Supply
+from shardkit.reading.cache.supply import BlockFetcher
 
 __all__ = [
     "NEVER",
     "BlockCache",
+    "BlockFetcher",
     "CacheServer",
     "FurthestFirst",
     "Future",
     "SharedBlocks",
-    "Supply",
     "choose_victims",
     "decide",
     "parse_bind",

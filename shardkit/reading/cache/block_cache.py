@@ -25,8 +25,8 @@ from shardkit.reading.cache.catalogue import Catalogue, Entry
 from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.filesystems import check_local
 from shardkit.reading.cache.leases import Lease, Neighbours
-from shardkit.reading.detours import Detours
 from shardkit.reading.locations import BlockRequest
+from shardkit.reading.read_events import ReadEvents
 from shardkit.stores.file_operations import Directories, Handle, active, explained
 
 Buffer = Any
@@ -52,20 +52,22 @@ class BlockCache:
     Args:
         path: The directory; made where it is missing. What lies in it and is not the cache's is left alone.
         limit: Bytes of blocks, all processes together; the smallest limit of those that share it holds.
-        detours: Where hits, fills and troubles are counted.
+        read_events: Where hits, fills and troubles are counted.
 
     Raises:
         UsageError: The directory is on a network file system, or the limit is too small.
         StoreError: It cannot be made.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit: int, detours: Detours | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, limit: int, read_events: ReadEvents | None = None
+    ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         if limit < _MIN_LIMIT:
             raise UsageError(f"cache limit of {limit} bytes: expected at least {_MIN_LIMIT}")
         check_local(self.path)
         self.limit = limit
-        self.detours = detours or Detours()
+        self.read_events = read_events or ReadEvents()
         self._directories = Directories(self.path)
         self._full_until = 0.0
         self._process = os.getpid()
@@ -95,13 +97,13 @@ class BlockCache:
         data = self.get(request)
         if data is not None:
             return data
-        self.detours.note("cache_misses")
+        self.read_events.note("cache_misses")
         with self._filling(request.sha256) as part:
             if part is None:  # no lock, no disk: go without
                 return fetch()
             data = self.get(request)
             if data is not None:
-                self.detours.note("cache_waits", what=request.name)
+                self.read_events.note("cache_waits", what=request.name)
                 return data
             data = fetch()
             self._keep(part, request, data)
@@ -115,14 +117,14 @@ class BlockCache:
         except FileNotFoundError:
             return None
         except (OSError, StoreError) as error:
-            self.detours.note("cache_failed", what="read", reason=_reason(error))
+            self.read_events.note("cache_failed", what="read", reason=_reason(error))
             return None
         if data is None or not _is_right(data, request):
-            self.detours.note("cache_damaged", what=name)
+            self.read_events.note("cache_damaged", what=name)
             self.drop(request.sha256)
             return None
-        self.detours.note("cache_hits")
-        self.detours.add_bytes("cache", len(data))
+        self.read_events.note("cache_hits")
+        self.read_events.add_bytes("cache", len(data))
         return data
 
     def holds(self, sha256: bytes) -> bool:
@@ -162,7 +164,7 @@ class BlockCache:
         try:
             part = self._claim(f"{sha256.hex()}.part")
         except (OSError, StoreError) as error:
-            self.detours.note("cache_failed", what="claim", reason=_reason(error))
+            self.read_events.note("cache_failed", what="claim", reason=_reason(error))
             part = None
         try:
             yield part
@@ -202,7 +204,7 @@ class BlockCache:
         """Publish verified bytes, if there is room or it is worth making some; troubles are noted, not raised."""
         size = memoryview(data).nbytes
         if size > self.limit or time.monotonic() < self._full_until:
-            self.detours.note("cache_bypassed")
+            self.read_events.note("cache_bypassed")
             return
         try:
             with self._catalogue_locked():
@@ -216,10 +218,10 @@ class BlockCache:
                     if admitted:
                         self._link(request.sha256.hex())
                         self._catalogue.add(request.sha256, Entry(size, request.place, time.time()))
-            self.detours.note("cache_fills" if admitted else "cache_bypassed")
+            self.read_events.note("cache_fills" if admitted else "cache_bypassed")
         except (OSError, StoreError) as error:
             self._full_until = time.monotonic() + _REST_AFTER_FULL_S
-            self.detours.note("cache_failed", what="write", reason=_reason(error))
+            self.read_events.note("cache_failed", what="write", reason=_reason(error))
             self.drop(request.sha256)
 
     def _write(self, part: Handle, data: Buffer) -> None:
@@ -266,7 +268,7 @@ class BlockCache:
         )
         for victim in verdict.victims.tolist():
             self._unlink(digests[victim])
-            self.detours.note("cache_evictions")
+            self.read_events.note("cache_evictions")
         return verdict.admitted and self._catalogue.total + size <= self.limit
 
     def _unlink(self, sha256: bytes) -> None:

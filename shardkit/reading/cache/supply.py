@@ -38,7 +38,7 @@ _SPARE_SHARE: Final = 8  # of the bytes that are asked for, the part that may co
 _SPARE_SHARE_CACHED: Final = 32  # a node that caches what it needs fetches little more than that
 
 
-class Supply:
+class BlockFetcher:
     """Implements `blocks.BlockSupply` for one process and one loader.
 
     Reading ahead goes through the blocks in the order in which the plan needs them, as far as `ahead_bytes` allow; what

@@ -20,7 +20,7 @@ from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import ParitySet, SetRecord
 from shardkit.repository.inventory import Inventory
 from shardkit.stores.remote import ObjectStore
-from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.store import Store, parse_object_name
 
 Bytes = NDArray[np.uint8]
@@ -127,7 +127,7 @@ class ParityReads:
 def _patient(store: Store, attempt_s: float) -> Store:
     """With a client that does not ask again and again: there are others to ask."""
     if isinstance(store, ObjectStore | AdoptedStore):
-        return store.with_patience(Patience(deadline_s=0, attempt_s=attempt_s))
+        return store.with_retry(RetryPolicy(deadline_s=0, attempt_s=attempt_s))
     return store
 
 

@@ -6,7 +6,7 @@ where they are used.
 """
 
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.backoff import Patience, pauses
+from shardkit.stores.remote.backoff import RetryPolicy, pauses
 from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_foreign, split_url
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
@@ -20,10 +20,10 @@ __all__ = [
     "ForeignStore",
     "FsspecStore",
     "ObjectStore",
-    "Patience",
     "ProbeResult",
     "Range",
     "RangeGroup",
+    "RetryPolicy",
     "check_writers",
     "coalesce",
     "open_foreign",

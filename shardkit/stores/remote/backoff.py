@@ -19,7 +19,7 @@ _JITTER: Final = random.SystemRandom()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How long one operation of a store may take.
 
     Attributes:
@@ -42,18 +42,18 @@ class Patience:
             raise ConfigurationError(f"deadline_s={self.deadline_s}: 0 or more seconds are expected")
 
 
-def pauses(patience: Patience) -> Iterator[float]:
+def pauses(retry: RetryPolicy) -> Iterator[float]:
     """Yield the number of seconds slept before each further attempt; ends at the deadline.
 
     A `for` loop over it is a retry loop: its first turn comes at once.
     """
     started = time.monotonic()
-    bound = patience.first_pause_s
+    bound = retry.first_pause_s
     yield 0.0
     while True:
         pause = _JITTER.uniform(0, bound)
-        if time.monotonic() + pause - started > patience.deadline_s:
+        if time.monotonic() + pause - started > retry.deadline_s:
             return
         time.sleep(pause)
         yield pause
-        bound = min(patience.longest_pause_s, bound * 2)
+        bound = min(retry.longest_pause_s, bound * 2)

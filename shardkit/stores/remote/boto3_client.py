@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Found
 from shardkit.stores.remote.failures import classify, told
 
@@ -17,7 +17,7 @@ from shardkit.stores.remote.failures import classify, told
 class Boto3Client:
     """One bucket and prefix; implements `client.Client`."""
 
-    def __init__(self, address: Address, patience: Patience) -> None:
+    def __init__(self, address: Address, retry: RetryPolicy) -> None:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -25,8 +25,8 @@ class Boto3Client:
         session = boto3.Session()
         settings: dict[str, Any] = {
             "retries": {"total_max_attempts": 1},
-            "connect_timeout": min(10.0, patience.attempt_s),
-            "read_timeout": patience.attempt_s,
+            "connect_timeout": min(10.0, retry.attempt_s),
+            "read_timeout": retry.attempt_s,
             "max_pool_connections": 64,
         }
         if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):

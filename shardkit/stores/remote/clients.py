@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Client, Found
 from shardkit.stores.remote.failures import Failure, classify, told
 
@@ -44,12 +44,12 @@ def substituted(opener: Callable[[Address], Client]) -> Iterator[None]:
         _substitute = before
 
 
-def open_client(address: Address, patience: Patience, *, checksums: bool = False) -> Client:
+def open_client(address: Address, retry: RetryPolicy, *, checksums: bool = False) -> Client:
     """A client for this process.
 
     Args:
         address: of the root.
-        patience: how long a request may take.
+        retry: how long a request may take.
         checksums: one that reads the checksums that S3 stores, which obstore cannot.
 
     Raises:
@@ -65,31 +65,31 @@ def open_client(address: Address, patience: Patience, *, checksums: bool = False
     if (forked or checksums) and address.scheme == "s3" and importlib.util.find_spec("boto3") is not None:
         from shardkit.stores.remote.boto3_client import Boto3Client
 
-        return Boto3Client(address, patience)
+        return Boto3Client(address, retry)
     if forked:
         raise StoreError(
             f"{address.url} was used before this process was forked, and its client does not work in the child; start "
             'processes with "spawn" or "forkserver", or install boto3 for s3://'
         )
     _obstore_process = os.getpid()
-    return ObstoreClient(address, patience)
+    return ObstoreClient(address, retry)
 
 
 class ObstoreClient:
     """S3, Google Cloud Storage and Azure through obstore."""
 
-    def __init__(self, address: Address, patience: Patience) -> None:
+    def __init__(self, address: Address, retry: RetryPolicy) -> None:
         self._api = importlib.import_module("obstore")
         stores = importlib.import_module("obstore.store")
         options: dict[str, Any] = {
             "client_options": {
-                "timeout": timedelta(seconds=10 * patience.attempt_s),
-                "connect_timeout": timedelta(seconds=min(10.0, patience.attempt_s)),
-                "read_timeout": timedelta(seconds=patience.attempt_s),
+                "timeout": timedelta(seconds=10 * retry.attempt_s),
+                "connect_timeout": timedelta(seconds=min(10.0, retry.attempt_s)),
+                "read_timeout": timedelta(seconds=retry.attempt_s),
                 "allow_http": True,
                 "pool_idle_timeout": timedelta(seconds=20),
             },
-            "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=patience.attempt_s)},
+            "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=retry.attempt_s)},
         }
         if address.path:
             options["prefix"] = address.path

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.backoff import Patience
+from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
 
@@ -37,15 +37,15 @@ class ForeignStat(NamedTuple):
 class ForeignBucket(ObjectStore):
     """A whole bucket, read only, under any keys but those with empty parts, ``.`` or ``..``."""
 
-    def __init__(self, address: Address, *, patience: Patience | None = None) -> None:
-        super().__init__(address, read_only=True, patience=patience)
+    def __init__(self, address: Address, *, retry: RetryPolicy | None = None) -> None:
+        super().__init__(address, read_only=True, retry=retry)
 
     def _check_name(self, name: str) -> None:
         _check_key(self.url, name)
 
-    def with_patience(self, patience: Patience) -> ForeignBucket:
+    def with_retry(self, retry: RetryPolicy) -> ForeignBucket:
         """The same bucket, more or less patient."""
-        return ForeignBucket(self._address, patience=patience)
+        return ForeignBucket(self._address, retry=retry)
 
     def stat(self, key: str) -> ForeignStat | None:
         """What the store says of an object; None where there is none.
@@ -121,14 +121,14 @@ def split_url(url: str) -> tuple[Address, str]:
     return Address(address.scheme, address.host, folder), name
 
 
-def open_foreign(address: Address, *, patience: Patience | None = None) -> ForeignStore:
+def open_foreign(address: Address, *, retry: RetryPolicy | None = None) -> ForeignStore:
     """What `split_url` found, to be read.
 
     Raises:
         MissingDependency: A package is not installed that this kind of URL needs.
     """
     if address.scheme in OBJECT_SCHEMES.values():
-        return ForeignBucket(address, patience=patience)
+        return ForeignBucket(address, retry=retry)
     return ForeignFiles(address)
 
 

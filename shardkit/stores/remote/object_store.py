@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.backoff import Patience, pauses
+from shardkit.stores.remote.backoff import RetryPolicy, pauses
 from shardkit.stores.remote.client import Buffer, Client, Found
 from shardkit.stores.remote.clients import open_client
 from shardkit.stores.remote.failures import Failure
@@ -54,23 +54,23 @@ class ObjectStore(RemoteStore):
     Args:
         address: Of the root.
         read_only: Refuse every change.
-        patience: How long each operation may take. With ``deadline_s=0`` nothing is tried twice,
+        retry: How long each operation may take. With ``deadline_s=0`` nothing is tried twice,
             except with new credentials.
         conditional: Whether the bucket keeps put-if-absent; where it does not, a put looks first, which is safe
             for one writer at a time only.
     """
 
-    _PICKLED = ("_address", "_read_only", "_patience", "_conditional")
+    _PICKLED = ("_address", "_read_only", "_retry", "_conditional")
 
     def __init__(
         self,
         address: Address,
         *,
         read_only: bool = False,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         conditional: bool = True,
     ) -> None:
-        self._patience = patience or Patience()
+        self._retry = retry or RetryPolicy()
         self._conditional = conditional
         super().__init__(address, read_only=read_only)
 
@@ -78,17 +78,15 @@ class ObjectStore(RemoteStore):
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, str], Any] = {}
 
-    def with_patience(self, patience: Patience) -> ObjectStore:
+    def with_retry(self, retry: RetryPolicy) -> ObjectStore:
         """The same root, more or less patient."""
         return ObjectStore(
-            self._address, read_only=self._read_only, patience=patience, conditional=self._conditional
+            self._address, read_only=self._read_only, retry=retry, conditional=self._conditional
         )
 
     def for_one_writer(self) -> ObjectStore:
         """The same root for a bucket that does not keep put-if-absent, and one writer at a time."""
-        return ObjectStore(
-            self._address, read_only=self._read_only, patience=self._patience, conditional=False
-        )
+        return ObjectStore(self._address, read_only=self._read_only, retry=self._retry, conditional=False)
 
     # Reading
 
@@ -148,7 +146,7 @@ class ObjectStore(RemoteStore):
         """What lies below a folder, each once however often the listing has to be begun again."""
         last, what, since = after, prefix or "objects", WAITS.now()
         problem = Failure("no-answer", "")
-        for _ in pauses(self._patience):
+        for _ in pauses(self._retry):
             try:
                 listed = self._client(role).list(prefix, last)
                 while True:
@@ -243,7 +241,7 @@ class ObjectStore(RemoteStore):
         key = (os.getpid(), role)
         found = self._clients.get(key)
         if found is None:
-            made = open_client(self._address, self._patience, checksums=role == "checksums")
+            made = open_client(self._address, self._retry, checksums=role == "checksums")
             found = self._clients.setdefault(key, made)
         return found  # type: ignore[no-any-return]
 
@@ -257,7 +255,7 @@ class ObjectStore(RemoteStore):
     ) -> _Result:
         """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
         problem: Failure | None = None
-        turns, renewed = pauses(self._patience), False
+        turns, renewed = pauses(self._retry), False
         with self._waiting(doing, name) as wait:
             while True:
                 expired = problem is not None and problem.kind == "expired"
@@ -277,8 +275,8 @@ class ObjectStore(RemoteStore):
         return self._refuse(name, doing, problem)
 
     def _waiting(self, doing: str, name: str, since: float | None = None) -> AbstractContextManager[Wait]:
-        patience = self._patience
-        deadline_s = max(patience.deadline_s, patience.attempt_s)
+        retry = self._retry
+        deadline_s = max(retry.deadline_s, retry.attempt_s)
         return WAITS.waiting(self.url, f"{doing} {name}", deadline_s, since=since)
 
     def _refuse(self, name: str, doing: str, failure: Failure) -> NoReturn:

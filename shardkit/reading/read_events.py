@@ -43,7 +43,7 @@ _SILENT: Final = frozenset(
 )
 
 
-class Detour(NamedTuple):
+class ReadEvent(NamedTuple):
     """One event."""
 
     time: float
@@ -54,7 +54,7 @@ class Detour(NamedTuple):
     details: Mapping[str, object]
 
 
-class Detours:
+class ReadEvents:
     """Counters and events of one process; safe from many threads.
 
     Args:
@@ -62,12 +62,12 @@ class Detours:
             full disk under a log must not stop a read.
     """
 
-    def __init__(self, sink: Callable[[Detour], None] | None = None) -> None:
+    def __init__(self, sink: Callable[[ReadEvent], None] | None = None) -> None:
         self.sink = sink
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._events: deque[Detour] = deque(maxlen=_KEPT)
+        self._events: deque[ReadEvent] = deque(maxlen=_KEPT)
 
     def note(self, kind: str, location: str = "", **details: object) -> None:
         """Count, and record unless it is an everyday event."""
@@ -76,7 +76,7 @@ class Detours:
         with self._lock:
             self._counts[kind] += 1
             if kind not in _SILENT:
-                event = Detour(time.time(), kind, location, details)
+                event = ReadEvent(time.time(), kind, location, details)
                 self._events.append(event)
         if event is not None and self.sink is not None:
             try:
@@ -90,7 +90,7 @@ class Detours:
             self._bytes[source] += num_bytes
 
     @property
-    def events(self) -> list[Detour]:
+    def events(self) -> list[ReadEvent]:
         """The latest events, oldest first."""
         with self._lock:
             return list(self._events)
