@@ -11,15 +11,7 @@ from typing import Final
 
 from shardkit.errors import ConfigurationError
 
-_UNITS: Final = {
-    "": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-}
+_UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BANDWIDTH: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([KMG]?i?B)?(?:/s|ps)?", re.IGNORECASE)
 _HOURS: Final = re.compile(r"([0-9]{1,2}):([0-9]{2})-([0-9]{1,2}):([0-9]{2})")
 _DAY: Final = 24 * 60

@@ -103,15 +103,7 @@ def encode_set(
         StoreError: The root cannot be written.
     """
     wanted: list[Descriptor | None] = [*one.members, None, None]
-    made = restore(
-        one,
-        wanted,
-        {one.k: root, one.k + 1: root},
-        stores,
-        pool=pool,
-        pace=pace,
-        stopped=stopped,
-    )
+    made = restore(one, wanted, {one.k: root, one.k + 1: root}, stores, pool=pool, pace=pace, stopped=stopped)
     record = SetRecord(one, (made[0].descriptor.digest, made[1].descriptor.digest))
     put_over(root, one.record_name, record.to_bytes())
     return record

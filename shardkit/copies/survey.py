@@ -154,9 +154,8 @@ class Survey:
             try:
                 if documents_left and self._lacks_its_document(version):
                     self._mend_documents(version)
-                    documents_left = (
-                        False  # not before: without its manifest a version's documents are unknown
-                    )
+                    # not before: without its manifest a version's documents are unknown
+                    documents_left = False
                 for inventory in walk_versions(self._holders.reader, [version]):
                     self._add_inventory(inventory, stores)
                 return

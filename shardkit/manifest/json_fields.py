@@ -128,12 +128,7 @@ class Fields:
 
 
 def read_document(
-    data: bytes,
-    where: str,
-    kind: str,
-    keys: Collection[str],
-    max_bytes: int,
-    optional: Collection[str] = (),
+    data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int, optional: Collection[str] = ()
 ) -> Fields:
     """Parse canonical JSON and check its ``format`` field before anything else.
 
@@ -179,12 +174,7 @@ def sealed(body: Mapping[str, object]) -> bytes:
 
 
 def unseal(
-    data: bytes,
-    where: str,
-    kind: str,
-    keys: Collection[str],
-    max_bytes: int,
-    optional: Collection[str] = (),
+    data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int, optional: Collection[str] = ()
 ) -> Fields:
     """The fields of a sealed document; its digest is checked before any of it is parsed.
 

@@ -48,11 +48,7 @@ class AdoptedStore(StoreAround):
     """
 
     def __init__(
-        self,
-        inner: Store,
-        *,
-        retry: RetryPolicy | None = None,
-        known: dict[str, Tar | None] | None = None,
+        self, inner: Store, *, retry: RetryPolicy | None = None, known: dict[str, Tar | None] | None = None
     ) -> None:
         self._inner = inner
         self._files = TarFiles(retry)

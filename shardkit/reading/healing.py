@@ -97,9 +97,8 @@ class Healer:
     def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
         digest, extension = parse_object_name(name)
         found = Attestation.now(location.name, digest, extension, result, level=level, by="read")
-        with contextlib.suppress(
-            ShardkitError, OSError
-        ):  # attestations are soft state: a read does not fail for one
+        # attestations are soft state: a read does not fail for one
+        with contextlib.suppress(ShardkitError, OSError):
             if self.attest is not None:
                 self.attest(found)
             elif location.heal:

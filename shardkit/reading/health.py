@@ -77,9 +77,8 @@ class Budget:
     def succeeded(self) -> None:
         """An answer came: one more at a time after a whole round of them."""
         with self._changed:
-            if (
-                self._running * 2 >= self._limit
-            ):  # an unused allowance says nothing about what the location takes
+            # an unused allowance says nothing about what the location takes
+            if self._running * 2 >= self._limit:
                 self._limit = min(self._most, self._limit + 1 / self._limit)
                 self._changed.notify()
 

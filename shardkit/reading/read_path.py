@@ -28,9 +28,8 @@ Buffer = Any
 
 _HEDGE_SHARE: Final = 0.03  # of all reads: what hedging may cost in requests and bytes
 _HEDGES_FREE: Final = 4
-_HEDGE_OVER_MEDIAN: Final = (
-    2.0  # where all answers take about as long, the slowest twentieth of them is not late
-)
+# where all answers take about as long, the slowest twentieth of them is not late
+_HEDGE_OVER_MEDIAN: Final = 2.0
 _LEAST_HEDGE_S: Final = 0.005
 
 

@@ -355,9 +355,8 @@ class CommitLog:
         )
         entry = dataclasses.replace(entry, **changed)
         try:
-            return LogEntry.from_bytes(
-                entry.to_bytes(), "this commit"
-            )  # nobody may write what nobody will read
+            # nobody may write what nobody will read
+            return LogEntry.from_bytes(entry.to_bytes(), "this commit")
         except FormatError as error:
             raise UsageError(f"the commit cannot be written: {error}") from error
 

@@ -9,12 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
-from shardkit.errors import (
-    NotFoundError,
-    ShardkitError,
-    StoreReadOnlyError,
-    UsageError,
-)
+from shardkit.errors import NotFoundError, ShardkitError, StoreReadOnlyError, UsageError
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.reading.located_store import root_store
 from shardkit.reading.read_path import ReadSettings

@@ -9,12 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
-from shardkit.errors import (
-    CommitConflict,
-    FormatError,
-    IntegrityError,
-    ShardkitError,
-)
+from shardkit.errors import CommitConflict, FormatError, IntegrityError, ShardkitError
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import utc_text
 from shardkit.reading.located_store import read_checked
@@ -124,9 +119,8 @@ def commit_table(
             f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
             f"{store.url}), then run the same command again"
         )
-    with contextlib.suppress(
-        ShardkitError
-    ):  # the table holds; repair and replicate put a spare that is missing
+    # the table holds; repair and replicate put a spare that is missing
+    with contextlib.suppress(ShardkitError):
         store.put_new(spare_name(table.n), table.to_bytes())
     return table
 

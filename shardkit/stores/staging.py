@@ -167,9 +167,8 @@ class LocalStage(StagedFile):
         self._name = temporary_name(suffix)
         self._file = active().create_file(folder, self._name)
         super().__init__(self._file.path)
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: the sweep then goes by process alone
+        # a file system without locks: the sweep then goes by process alone
+        with contextlib.suppress(OSError):
             active().try_lock(self._file)
 
     def _append(self, data: memoryview) -> int:

@@ -211,9 +211,8 @@ class BlockCache:
                 admitted = self._make_room(size, request.place)
             if admitted:
                 self._write(part, data)
-                with (
-                    self._catalogue_locked()
-                ):  # named and accounted for in one step, or an eviction could come between
+                # named and accounted for in one step, or an eviction could come between
+                with self._catalogue_locked():
                     admitted = self._make_room(size, request.place)
                     if admitted:
                         self._link(request.sha256.hex())

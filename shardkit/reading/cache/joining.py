@@ -70,9 +70,7 @@ def join(wanted: Sequence[Wanted], *, spare: int) -> list[list[Wanted]]:
 
 
 def neighbours(
-    wanted: Sequence[Wanted],
-    beside: Callable[[int], range],
-    may_come: Callable[[int], Wanted | None],
+    wanted: Sequence[Wanted], beside: Callable[[int], range], may_come: Callable[[int], Wanted | None]
 ) -> list[Wanted]:
     """Blocks around the wanted ones, within the same aligned stretch of `GRAIN_BYTES` of the shard.
 

@@ -30,9 +30,8 @@ Request = Callable[[int], tuple[LocatedStore, BlockRequest] | None]
 Beside = Callable[[int], range]
 """Dataset-wide block → the blocks of its shard."""
 
-_FIRST_BLOCKS: Final = (
-    16  # looked at together for what can be joined: few at first, as the trainer waits for them
-)
+# looked at together for what can be joined: few at first, as the trainer waits for them
+_FIRST_BLOCKS: Final = 16
 _MOST_BLOCKS: Final = 4096
 _SPARE_SHARE: Final = 8  # of the bytes that are asked for, the part that may come for nothing between them
 _SPARE_SHARE_CACHED: Final = 32  # a node that caches what it needs fetches little more than that

@@ -163,9 +163,8 @@ def rebuild_range(
         found = _attempt(ranges, position, (), sha256)
         if found is not None:
             return found
-        if (
-            not ranges.failed
-        ):  # one of those that were read is silently wrong: with Q, each is done without in turn
+        # one of those that were read is silently wrong: with Q, each is done without in turn
+        if not ranges.failed:
             ranges.fetch([one.k + 1])
             for suspect in range(one.k + 1):
                 if suspect != position and one.k + 1 not in ranges.failed:

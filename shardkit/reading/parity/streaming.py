@@ -143,10 +143,7 @@ def restore(
 
 
 def _holder(
-    position: int,
-    wanted: Descriptor,
-    stores: Sequence[Store],
-    excluded: set[tuple[int | None, str]],
+    position: int, wanted: Descriptor, stores: Sequence[Store], excluded: set[tuple[int | None, str]]
 ) -> Store | None:
     """The nearest store that has an object of the right size, as far as it is known."""
     for store in stores:

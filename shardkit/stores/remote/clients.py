@@ -22,12 +22,10 @@ from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.client import WRITE_ID, Buffer, Client, Found
 from shardkit.stores.remote.failures import Failure, classify, told
 
-_TOKEN_LIFE: Final = timedelta(
-    minutes=6
-)  # obstore asks again five minutes before the end: about once a minute
-_obstore_process: int | None = (
-    None  # the first process id in which obstore was used, inherited by forked children
-)
+# obstore asks again five minutes before the end: about once a minute
+_TOKEN_LIFE: Final = timedelta(minutes=6)
+# the first process id in which obstore was used, inherited by forked children
+_obstore_process: int | None = None
 
 
 _substitute: Callable[[Address], Client] | None = None

@@ -150,9 +150,8 @@ class ObjectStore(RemoteStore):
             try:
                 listed = self._client(role).list(prefix, last)
                 while True:
-                    with self._waiting(
-                        "list", what, since
-                    ) as wait:  # for a name, not for what is done with it
+                    # for a name, not for what is done with it
+                    with self._waiting("list", what, since) as wait:
                         wait.problem = problem.reason
                         found = next(listed, None)
                     if found is None:

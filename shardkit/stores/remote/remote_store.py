@@ -50,9 +50,8 @@ class SpooledStage(StagedFile):
             return
         mapped = mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ)
         try:
-            yield memoryview(
-                mapped
-            )  # not the map itself: clients take that for a file, with a position in it
+            # not the map itself: clients take that for a file, with a position in it
+            yield memoryview(mapped)
         finally:
             with contextlib.suppress(BufferError):  # a client still views it: closed with the last view
                 mapped.close()
