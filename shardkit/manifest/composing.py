@@ -113,8 +113,7 @@ def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | N
             )
         if manifest.parts:
             raise UsageError(
-                f"part {name!r} is merged itself; name its parts {[part for part, _ in manifest.parts]} "
-                "instead"
+                f"part {name!r} is merged itself; name its parts {[part for part, _ in manifest.parts]} instead"
             )
     merged = Manifest(
         schema=manifests[0].schema,
@@ -152,8 +151,7 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
         if (int(rows[number]), int(selected[number])) != expected:
             _refuse(
                 manifest,
-                f"stratum {stratum.name!r} has {rows[number]} rows, {selected[number]} selected, expected "
-                f"{expected}",
+                f"stratum {stratum.name!r} has {rows[number]} rows, {selected[number]} selected, expected {expected}",
             )
     totals = (sum(table.raw_bytes.tolist()), sum(table.size.tolist()), len(table))
     if totals != (manifest.raw_bytes, manifest.stored_bytes, manifest.shards):
@@ -168,8 +166,7 @@ def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], N
     """
     if len(table.segment_stratum) and int(table.segment_stratum.max()) >= strata:
         raise FormatError(
-            f"a segment belongs to stratum {int(table.segment_stratum.max())}, there are {strata}; do not "
-            "trust it"
+            f"a segment belongs to stratum {int(table.segment_stratum.max())}, there are {strata}; do not trust it"
         )
     rows, selected = np.zeros(strata, dtype=np.int64), np.zeros(strata, dtype=np.int64)
     np.add.at(rows, table.segment_stratum, table.segment_rows)  # exact, unlike a weighted bincount
@@ -216,8 +213,7 @@ def pack_page(table: ShardTable) -> bytes:
     segments = np.diff(table.segment_starts)
     if not 1 <= len(table) <= SHARDS_PER_PAGE or int(segments.sum()) > MAX_SEGMENTS_PER_PAGE:
         raise UsageError(
-            f"page of {len(table)} shards and {int(segments.sum())} segments: expected 1 to "
-            f"{SHARDS_PER_PAGE} shards "
+            f"page of {len(table)} shards and {int(segments.sum())} segments: expected 1 to {SHARDS_PER_PAGE} shards "
             f"and at most {MAX_SEGMENTS_PER_PAGE} segments; order rows by stratum inside a shard"
         )
     columns = {name: segments if name == "segments" else getattr(table, name) for name in _STORED}
@@ -260,8 +256,7 @@ def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None =
         table = ShardTable(**arrays, segment_shard=shard)
         if ref is not None and (len(table) != ref.shards or int(table.rows.sum()) != ref.rows):
             raise FormatError(
-                f"{len(table)} shards and {int(table.rows.sum())} rows, the root says {ref.shards} and "
-                f"{ref.rows}"
+                f"{len(table)} shards and {int(table.rows.sum())} rows, the root says {ref.shards} and {ref.rows}"
             )
         highest = int(table.segment_stratum.max(initial=0))
         if strata is not None and highest >= strata:

@@ -338,8 +338,7 @@ def _check_strata(manifest: Manifest) -> None:
         _refuse(f"its strata hold {sum(stratum.rows for stratum in own)} rows, the root {manifest.rows}")
     if sum(stratum.selected for stratum in own) != manifest.selected:
         _refuse(
-            f"{sum(stratum.selected for stratum in own)} rows of its strata are selected, "
-            f"{manifest.selected} in all"
+            f"{sum(stratum.selected for stratum in own)} rows of its strata are selected, {manifest.selected} in all"
         )
     # Every pooled row is in a pool, and the other way round.
     inside = [stratum for stratum in manifest.strata if stratum.in_pool]

@@ -139,8 +139,7 @@ def load_shard_selection(repository: Repository, table: ShardTable, shard: int) 
     borders = np.concatenate([[0], np.cumsum(table.segment_rows[segments])])
     if not np.array_equal(np.diff(selection.rank(borders)), table.segment_selected[segments]):
         raise FormatError(
-            f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do "
-            "not trust it"
+            f"selection {digest} of shard {shard} selects other numbers of rows than the page says; do not trust it"
         )
     return selection
 

@@ -188,9 +188,8 @@ def check_ref_name(name: str) -> None:
     """
     if _REF.fullmatch(name) is None:
         raise UsageError(
-            f"ref or tag {name[:200]!r}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or "
-            "digit; "
-            "use another name"
+            f"ref or tag {name[:200]!r}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or digit; use "
+            "another name"
         )
 
 

@@ -229,8 +229,7 @@ def read_identity(store: Store, *, alone: bool = False) -> Identity:
         if isinstance(error, IntegrityError):
             raise
         raise NotFoundError(
-            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit "
-            "build"
+            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build"
         ) from None
 
 

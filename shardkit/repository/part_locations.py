@@ -137,9 +137,8 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
         except ShardkitError:
             continue
     raise NotFoundError(
-        f"part {name!r} (manifest {manifest_id}) of {repository.url} is gone from where it was: "
-        f"{', '.join(tried)}; put it back, or merge again with the place where it is now: shardkit merge "
-        f"{name}=PLACE … {repository.url}"
+        f"part {name!r} (manifest {manifest_id}) of {repository.url} is gone from where it was: {', '.join(tried)}; "
+        f"put it back, or merge again with the place where it is now: shardkit merge {name}=PLACE … {repository.url}"
     )
 
 

@@ -232,8 +232,7 @@ def _check_range(name: str, root: str, size: int, offset: int, length: int) -> N
         raise UsageError(f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more")
     if offset + length > size:
         raise IntegrityError(
-            f"{name} in {root}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
-            f"{root}"
+            f"{name} in {root}: {size} bytes, expected at least {offset + length}; run: shardkit repair {root}"
         )
 
 

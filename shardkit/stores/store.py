@@ -152,8 +152,7 @@ def check_name(name: str) -> tuple[str, ...]:
     """
     if len(name) > MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
         raise UsageError(
-            f"store name {name[:200]!r}: expected at most {MAX_NAME} of [A-Za-z0-9._/-], starting with a "
-            "lower-case "
+            f"store name {name[:200]!r}: expected at most {MAX_NAME} of [A-Za-z0-9._/-], starting with a lower-case "
             f'letter or digit, no component starting with "." or "-", not below "{_PRIVATE}"; use another '
             "name"
         )

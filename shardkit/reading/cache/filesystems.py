@@ -11,12 +11,10 @@ from typing import Final
 from shardkit.errors import UsageError
 
 _NETWORK: Final = re.compile(
-    "nfs[34]?|cifs|smb[23]?|smbfs|ncpfs|afs|ceph|lustre|lustre_tgt|gpfs|beegfs|panfs|pvfs2|orangefs|gfs2?|ocfs2|glusterfs|"
-    "9p|davfs|wekafs|vastnfs|quobyte|moosefs|afpfs|webdav"
+    "nfs[34]?|cifs|smb[23]?|smbfs|ncpfs|afs|ceph|lustre|lustre_tgt|gpfs|beegfs|panfs|pvfs2|orangefs|gfs2?|ocfs2|glusterfs|9p|davfs|wekafs|vastnfs|quobyte|moosefs|afpfs|webdav"
 )
 _NETWORK_FUSE: Final = re.compile(
-    "sshfs|s3fs|gcsfuse|goofys|geesefs|rclone|gluster|juicefs|ceph|davfs|mount-s3|moose|blobfuse|quobyte|curlftpfs|"
-    "lizardfs|seaweed|alluxio|hdfs"
+    "sshfs|s3fs|gcsfuse|goofys|geesefs|rclone|gluster|juicefs|ceph|davfs|mount-s3|moose|blobfuse|quobyte|curlftpfs|lizardfs|seaweed|alluxio|hdfs"
 )
 
 
