@@ -12,7 +12,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.formats import canonical_json
 from shardkit.manifest import Lookup, LookupPiece, Manifest, compose
 from shardkit.repository.log import LogEntry, check_succession
-from shardkit.repository.part_locations import Location, location_name, put_location
+from shardkit.repository.part_locations import PartLocation, location_name, put_location
 from shardkit.storage import Repository, find_part
 from tests.property.shard_tables import made_up_digest, made_up_table
 
@@ -114,7 +114,7 @@ def test_the_place_of_a_part_is_configuration(tmp_path: Any) -> None:
     placed = put_location(root, "p", part, holder)
     assert placed is not None
     assert put_location(root, "p", part, holder) == placed, "told again, it is replaced by itself"
-    assert Location.from_bytes(placed.to_bytes(), "x") == placed
+    assert PartLocation.from_bytes(placed.to_bytes(), "x") == placed
     with pytest.raises(NotFoundError, match="holder"):
         find_part(root, "p", part)
     (tmp_path / "root" / location_name(part)).write_bytes(b'{"urls":["/etc"]}')
