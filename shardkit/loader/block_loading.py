@@ -23,7 +23,7 @@ from shardkit.telemetry.slow_blocks import BlockTimes
 __all__ = ["BlockLoading", "placer_of", "read_together"]
 
 _SHORT_BYTES = 240  # XXH3 hashes longer blocks in another way
-_MOST_LAYOUTS, _MOST_SHARDS = 64, 256  # known at a time
+_MOST_SHARDS = 256  # known at a time
 
 
 class _LocalShard(NamedTuple):
@@ -91,11 +91,13 @@ class BlockLoading:
         for number, (shard, inside) in enumerate(places):
             local = self._local(shard)
             if local is not None:
-                plain.append((number, local, local.spans[inside]))
-        together = read_together([(local.file, span) for _, local, span in plain], self._memory)
-        for (number, local, span), memory in zip(plain, together, strict=True):
+                plain.append((number, local, inside))
+        together = read_together(
+            [(local.file, local.spans[inside]) for _, local, inside in plain], self._memory
+        )
+        for (number, local, inside), memory in zip(plain, together, strict=True):
             if memory is not None:
-                found[number] = local.placer.place(span, memory)
+                found[number] = local.placer.place(inside, memory)
         return [self._read(*place) if one is None else one for place, one in zip(places, found, strict=True)]
 
     def _local(self, shard: int) -> _LocalShard | None:
@@ -125,17 +127,17 @@ def read_together(
     """
     if not blocks:
         return []
-    sizes = [span.size for _, span in blocks]
+    offsets, sizes, _, hashes, _, _ = zip(*(span for _, span in blocks), strict=True)
     into = memory.lend(sizes)
     rows = plain_rows if min(sizes) <= _SHORT_BYTES else block_rows
     try:
         with open_files.borrowed([file for file, _ in blocks]) as files:
             states = rows.load_blocks(
                 np.array(files, np.int64),
-                np.array([span.offset for _, span in blocks], np.int64),
+                np.array(offsets, np.int64),
                 np.array([one.address for one in into], np.int64),
                 np.array(sizes, np.int64),
-                np.array([span.xxh3 for _, span in blocks], np.uint64),
+                np.array(hashes, np.uint64),
             )
     except ShardkitError:
         return [None] * len(blocks)
@@ -158,13 +160,15 @@ def placer_of(shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | TarPlac
 
 
 class ArrowPlacer:
-    """Messages of equal metadata, length, rows and raw size have equal layouts."""
+    """Messages of equal metadata, length, rows and raw size have equal layouts, as has a block verified again."""
 
     def __init__(self, shard: ShardIndex, pitches: dict[str, int]) -> None:
         self._shard, self._pitches = shard, pitches
         self._facts = struct.Struct(f"={1 + 4 * len(pitches)}q")
         # rows, raw size, length → metadata of the last such message; of each field its offset, and bytes between rows
         self._layouts: dict[tuple[int, int, int], tuple[bytes, list[tuple[int, int]]]] = {}
+        # by block: its rows, and the same of its fields
+        self._known: list[tuple[int, list[tuple[int, int]]] | None] = [None] * shard.blocks
 
     @classmethod
     def of(cls, shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | None:
@@ -175,34 +179,30 @@ class ArrowPlacer:
             return None
         return cls(shard, pitches)
 
-    def place(self, span: BlockSpan, memory: Loan) -> GatherColumns | None:
+    def place(self, block: int, memory: Loan) -> GatherColumns | None:
         """Where the rows of a block lie; None where only `read_block` can tell."""
         address = memory.address
-        if address % 8:
-            return None  # read from a copy that is aligned
-        rows = span.end_row - span.first_row
-        known = self._layouts.get((rows, span.raw_size, memory.size))
-        if known is None or string_at(address, len(known[0])) != known[0]:
-            known = self._read_layout(rows, span.raw_size, memory)
-            if known is None:
-                return None
-        facts = [rows]
+        known = self._known[block] or self._find(block, memory)
+        if known is None or address % 8:  # what is not aligned is read from a copy that is
+            return None
+        facts = [known[0]]
         for offset, pitch in known[1]:
             facts += (address + offset, 0, 0, pitch)
         return GatherColumns.of_facts(self._facts.pack(*facts), (memory, self._shard))
 
-    def _read_layout(
-        self, rows: int, raw_size: int, memory: Loan
-    ) -> tuple[bytes, list[tuple[int, int]]] | None:
-        view = np.asarray(memory).data
-        try:
-            body, places = fixed_places(view, self._shard.schema, rows, raw_size)
-        except FormatError:
-            return None  # `read_block` says so
-        if len(self._layouts) >= _MOST_LAYOUTS:
-            self._layouts.clear()
-        layout = [(body + places[name].offset, pitch) for name, pitch in self._pitches.items()]
-        found = self._layouts[rows, raw_size, memory.size] = bytes(view[:body]), layout
+    def _find(self, block: int, memory: Loan) -> tuple[int, list[tuple[int, int]]] | None:
+        span = self._shard.spans[block]
+        rows = span.end_row - span.first_row
+        known = self._layouts.get((rows, span.raw_size, memory.size))
+        if known is None or string_at(memory.address, len(known[0])) != known[0]:
+            view = np.asarray(memory).data
+            try:
+                body, places = fixed_places(view, self._shard.schema, rows, span.raw_size)
+            except FormatError:
+                return None  # `read_block` says so
+            layout = [(body + places[name].offset, pitch) for name, pitch in self._pitches.items()]
+            known = self._layouts[rows, span.raw_size, memory.size] = bytes(view[:body]), layout
+        found = self._known[block] = rows, known[1]
         return found
 
 
@@ -230,8 +230,9 @@ class TarPlacer:
             members.append((starts, ends, DECIMALS if kind.is_whole else 8))
         return cls(shard, members)
 
-    def place(self, span: BlockSpan, memory: Loan) -> GatherColumns | None:
+    def place(self, block: int, memory: Loan) -> GatherColumns | None:
         """Where the rows of a block lie; None where only `read_block` can tell."""
+        span = self._shard.spans[block]
         if memory.size != span.raw_size:
             return None
         first = 8 * span.first_row

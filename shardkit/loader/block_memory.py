@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -106,12 +107,18 @@ class BlockMemory:
             return Loan(small.__array_interface__["data"][0], size, small, None)
         capacity = _capacity(size)
         free = self._free.get(capacity)
-        piece = free.pop() if free else None
+        piece = free.pop() if free else self._larger(capacity)
         if piece is None:
             self._shrink(capacity)
             piece = _Piece(capacity)
             self._bytes += capacity
         return Loan(piece.address, size, piece, self._returned)
+
+    def _larger(self, capacity: int) -> _Piece | None:
+        """A free piece that holds up to twice as much: to touch new memory costs more than what it wastes."""
+        fitting = (more for more, some in self._free.items() if some and capacity < more <= 2 * capacity)
+        free = self._free.get(min(fitting, default=0))
+        return free.pop() if free else None
 
     def close(self) -> None:
         """Keep nothing; what is lent goes when nothing refers to it."""
@@ -131,6 +138,7 @@ class BlockMemory:
                 self._bytes -= capacity
 
 
+@lru_cache(maxsize=1 << 12)
 def _capacity(size: int) -> int:
     """At most an eighth more: blocks of one dataset differ a little, and take each other's places."""
     grain = max(mmap.PAGESIZE, 1 << (size.bit_length() - 4))

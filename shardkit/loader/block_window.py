@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,13 +36,13 @@ class BlockSource:
         load: reads and verifies some blocks; called on the window's threads.
         size_of: upper bound of the bytes that a block takes, known before it is loaded; of a near one, those bytes.
         loaded_size_of: the bytes that it does take, once it is loaded.
-        near: whether the block is read without waiting for a network: some are then loaded together.
+        near: whether all of some blocks are read without waiting for a network: some are then loaded together.
     """
 
     load: Callable[[Sequence[int]], list[GatherColumns]]
     size_of: Callable[[int], int]
     loaded_size_of: Callable[[int], int]
-    near: Callable[[int], bool]
+    near: Callable[[Sequence[int]], bool]
 
 
 class WindowCounts:
@@ -70,14 +71,20 @@ class WindowCounts:
 class _Task:
     """Some blocks that are loaded together; over once it has what it found, or an error."""
 
-    __slots__ = ("blocks", "error", "found", "future", "is_near", "sizes", "steps")
+    __slots__ = ("blocks", "error", "found", "has_begun", "is_near", "sizes", "slots", "steps")
 
     def __init__(self, blocks: list[int], sizes: list[int], steps: list[int], is_near: bool) -> None:
         self.blocks, self.sizes, self.is_near = blocks, sizes, is_near
         self.steps = steps  # the first that needs each
+        self.slots: list[int] = []
         self.found: list[GatherColumns | None] | None = None
         self.error: BaseException | None = None
-        self.future: Future[None] | None = None  # from when there is room
+        self.has_begun = False
+
+    def entries(self, slots: list[int]) -> list[_Entry]:
+        """Those of its blocks, in these slots."""
+        self.slots = slots
+        return [_Entry(self, position, slot) for position, slot in enumerate(slots)]
 
     def is_over(self) -> bool:
         """Whether it was loaded or has failed."""
@@ -85,7 +92,7 @@ class _Task:
 
     def give_up(self) -> bool:
         """Do not load it, if that has not begun; whether it will have no blocks."""
-        if self.found is None and self.error is None and (self.future is None or self.future.cancel()):
+        if not self.has_begun and self.error is None:
             self.error = UsageError(_CLOSED)
         return self.error is not None
 
@@ -127,16 +134,15 @@ class _Slots:
         self.block[taken] = blocks
         return taken
 
-    def give_back(self, slot: int) -> None:
-        """Its entry is gone."""
-        self.size[slot], self.last[slot] = 0, _FREE
-        self._free.append(slot)
+    def give_back(self, slots: list[int]) -> None:
+        """Their entries are gone."""
+        self.size[slots], self.last[slots] = 0, _FREE
+        self._free += slots
 
-    def over(self, now: int) -> list[int]:
+    def over(self, now: int) -> NDArray[np.int64]:
         """Slots of blocks that no step from `now` on needs, the longest unused first."""
         found = np.flatnonzero(self.last < now)
-        ordered: list[int] = found[np.argsort(self.last[found], kind="stable")].tolist()
-        return ordered
+        return found[np.argsort(self.last[found], kind="stable")]
 
     def room_at(self, wanted: int) -> int | None:
         """The step from which on so many bytes are not needed any more; None where there never are so many."""
@@ -172,34 +178,34 @@ class GroupBlocks:
         return len(self._entries)
 
     def wait(
-        self, step: int, timeout_s: float, on_stall: Callable[[float], None]
-    ) -> tuple[int, list[GatherColumns]]:
-        """What step number `step` of the group needs and no step before it: (place of the first in `blocks`, blocks).
+        self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]
+    ) -> tuple[range, int, list[GatherColumns]]:
+        """Once what a step needs is there: it and those after it that need nothing else, at most so many.
 
-        Raises what loading one of them raised.
+        Raises what loading a block of the step raised.
+
+        Returns:
+            The steps, and what they need and none before them: place of the first in `blocks`, blocks.
         """
-        first, end = self._needed[step], self._needed[step + 1]
-        loaded = []
-        for entry in self._entries[first:end]:
+        first, own = self._needed[step], self._needed[step + 1]
+        end = min(step + most, len(self.group.numbers))
+        loaded: list[GatherColumns] = []
+        for place, entry in enumerate(self._entries[first : self._needed[end]], first):
             if entry.task.found is None:
+                if place >= own:
+                    end = bisect_right(self._needed, place) - 1
+                    del loaded[self._needed[end] - first :]
+                    break
                 self._window.wait_for(entry, self._origin + step, timeout_s, on_stall, self.stopped)
             found = entry.task.found and entry.task.found[entry.position]
             assert found  # only a block that no step needs any more is taken out
             loaded.append(found)
-        return first, loaded
+        return range(step, end), first, loaded
 
-    def ready(self, step: int, most: int) -> int:
-        """How many steps from this one on, at most so many, need nothing that is not there."""
-        end = min(step + most, len(self.group.numbers))
-        for place in range(self._needed[step], self._needed[end]):
-            if self._entries[place].task.found is None:
-                return bisect_right(self._needed, place) - 1 - step
-        return max(0, end - step)
-
-    def done(self, step: int) -> list[int]:
-        """The rows of a step have been copied: places in `blocks` of those that no later step of the group needs."""
-        self._window.advance(self._origin + step + 1)
-        return self._by_last[self._done[step] : self._done[step + 1]]
+    def done(self, steps: range) -> list[int]:
+        """Rows of these steps have been copied: places in `blocks` of those that no later step of the group needs."""
+        self._window.advance(self._origin + steps.stop)
+        return self._by_last[self._done[steps.start] : self._done[steps.stop]]
 
 
 class BlockWindow:
@@ -234,6 +240,8 @@ class BlockWindow:
         self._bytes = 0
         self._closed = False
         self._loading: dict[_Task, float] = {}  # when each began
+        self._ready: deque[_Task] = deque()  # for which there is room
+        self._working = 0  # threads that load them
         self.counts = WindowCounts()
 
     @property
@@ -260,16 +268,13 @@ class BlockWindow:
 
     def sizes(self, blocks: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Bytes of these blocks, at most, and whether they are there or on their way."""
-        find, size_of = self._entries.get, self._source.size_of
-        held = [find(block) for block in blocks]
-        there = np.array([entry is not None for entry in held], np.bool_)
-        sizes = np.array(
-            [0 if entry else size_of(block) for block, entry in zip(blocks, held, strict=True)], np.int64
-        )
-        sizes[there] = self._slots.size[[entry.slot for entry in held if entry]]
-        for n in np.flatnonzero(there & (sizes == 0)).tolist():  # they wait for room
-            sizes[n] = size_of(blocks[n])
-        sizes = -(-sizes // self._page) * self._page
+        entries = map(self._entries.get, blocks)
+        slots = np.array([-1 if entry is None else entry.slot for entry in entries], np.int64)
+        there = slots >= 0
+        sizes = np.zeros(len(slots), np.int64)
+        sizes[there] = self._slots.size[slots[there]]
+        for n in np.flatnonzero(sizes == 0).tolist():  # they are not there, or wait for room
+            sizes[n] = self._whole_pages(self._source.size_of(blocks[n]))
         return sizes, there
 
     # ---- what steps need
@@ -283,16 +288,14 @@ class BlockWindow:
         """
         with self._changed:
             entries, loop, origin = self._entries, self._loop, self._planned
-            missing = [n for n, block in enumerate(group.blocks) if block not in entries]
+            found = list(map(entries.get, group.blocks))
+            missing = [n for n, entry in enumerate(found) if entry is None]
             new = [group.blocks[n] for n in missing]
-            first = (group.first[missing] + origin).tolist()
-            tasks = self._tasks(new, sizes[missing].tolist(), first)
-            slots = iter(self._slots.take(new))
+            tasks = self._tasks(new, sizes[missing].tolist(), (group.first[missing] + origin).tolist())
             for task in tasks:
-                for position, block in enumerate(task.blocks):
-                    entries[block] = _Entry(task, position, next(slots))
+                entries.update(zip(task.blocks, task.entries(self._slots.take(task.blocks)), strict=True))
             self._planned += len(group.numbers)
-            needed = [entries[block] for block in group.blocks]
+            needed = [entry or entries[block] for block, entry in zip(group.blocks, found, strict=True)]
             places = [entry.slot for entry in needed]
             self._slots.last[places] = group.last + origin
             self._slots.used_in[places] = loop
@@ -301,7 +304,7 @@ class BlockWindow:
             return GroupBlocks(self, group, needed, tasks, origin, stopped)
 
     def _tasks(self, blocks: list[int], sizes: list[int], steps: list[int]) -> list[_Task]:
-        near = all(map(self._source.near, blocks))
+        near = self._source.near(blocks)
         by_size = _BYTES_PER_TASK * len(blocks) // max(1, sum(sizes))
         each = max(1, min(_BLOCKS_PER_TASK, by_size, -(-len(blocks) // self._threads))) if near else 1
         parts = (slice(first, first + each) for first in range(0, len(blocks), each))
@@ -315,7 +318,7 @@ class BlockWindow:
         ]
         for one in single:
             entry = self._entries[one.blocks[0]]
-            entry.task, entry.position = one, 0
+            entry.task, entry.position, one.slots = one, 0, [entry.slot]
         return single
 
     def load(self, wanted: GroupBlocks) -> None:
@@ -340,7 +343,7 @@ class BlockWindow:
                         break  # one step needs more than there is
                     left = self._split(left[0]) + left[1:]
                     some, need = left[:1], left[0].sizes[0]
-                if self._closed:
+                if self._closed or left[0].error is not None:  # given up
                     return
                 self._begin(some, need)
             left = left[len(some) :]
@@ -358,8 +361,11 @@ class BlockWindow:
         self._bytes += need
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
         for task in tasks:
-            self._slots.size[[self._entries[block].slot for block in task.blocks]] = task.sizes
-            task.future = self._pool.submit(self._load, task)
+            self._slots.size[task.slots] = task.sizes
+        self._ready.extend(tasks)
+        for _ in range(min(len(tasks), self._threads - self._working)):
+            self._working += 1
+            self._pool.submit(self._load_tasks)
 
     def wait_for(
         self,
@@ -411,6 +417,20 @@ class BlockWindow:
         task = min(loading, key=loading.__getitem__, default=None)
         return None if task is None else (task.blocks[0], loading[task])
 
+    def _load_tasks(self) -> None:
+        """One task after the other, as long as there are any."""
+        while True:
+            with self._changed:
+                while self._ready and self._ready[0].error is not None:  # given up
+                    self._ready.popleft()
+                if self._closed or not self._ready:
+                    self._working -= 1
+                    return
+                task = self._ready.popleft()
+                task.has_begun = True
+            self._load(task)
+            del task  # whoever waits for another one keeps no blocks
+
     def _load(self, task: _Task) -> None:
         started = self._loading[task] = time.perf_counter()
         found: list[GatherColumns | None] | None = None
@@ -458,20 +478,21 @@ class BlockWindow:
         wanted, self._coming = self._bytes + need - self._budget, False
         if wanted <= 0:
             return True
-        slots = self._slots
-        for slot in slots.over(self._now):
+        over = self._slots.over(self._now)
+        columns = (one[over].tolist() for one in (self._slots.block, self._slots.size, self._slots.used_in))
+        gone = []
+        for block, size, loop in zip(*columns, strict=True):
             if wanted <= 0:
                 break
-            block = int(slots.block[slot])
-            entry = self._entries[block]
-            if not entry.task.is_over():
+            if not self._entries[block].task.is_over():
                 self._coming = True
                 continue
-            wanted -= int(slots.size[slot])
-            if slots.used_in[slot] == self._loop:
+            wanted -= size
+            if loop == self._loop:
                 self._dropped[block] = self._loop_bytes
-            self._remove(block, entry)
-            self.counts.evictions += 1
+            gone.append(block)
+        self._remove(gone)
+        self.counts.evictions += len(gone)
         return wanted <= 0
 
     def _room_at(self, need: int) -> int:
@@ -479,12 +500,14 @@ class BlockWindow:
         found = self._slots.room_at(self._bytes + need - self._budget)
         return self._planned if found is None else found
 
-    def _remove(self, block: int, entry: _Entry) -> None:
-        del self._entries[block]
-        self._bytes -= int(self._slots.size[entry.slot])
-        self._slots.give_back(entry.slot)
-        if entry.task.found is not None:
-            entry.task.found[entry.position] = None  # what its task loaded beside it may stay
+    def _remove(self, blocks: Sequence[int]) -> None:
+        entries = [self._entries.pop(block) for block in blocks]
+        slots = [entry.slot for entry in entries]
+        self._bytes -= int(self._slots.size[slots].sum())
+        self._slots.give_back(slots)
+        for entry in entries:
+            if entry.task.found is not None:
+                entry.task.found[entry.position] = None  # what its task loaded beside it may stay
 
     def count_anew(self) -> None:
         """From here on, what this loop asks for."""
@@ -527,9 +550,7 @@ class BlockWindow:
 
     def _end(self) -> None:
         self._now = self._planned
-        for block, entry in list(self._entries.items()):
-            if entry.task.give_up():
-                self._remove(block, entry)
+        self._remove([block for block, entry in self._entries.items() if entry.task.give_up()])
         self._changed.notify_all()
 
     def close(self) -> None:

@@ -319,21 +319,21 @@ class Pipeline:
             setup.sources.schema, setup.fields, len(needed), group.which, group.row, self._allocate
         )
         borders, stall_s, offset = group.borders.tolist(), setup.config.stall_s, 0
+
         while offset < len(group.numbers):
             started = time.perf_counter()
-            rows.add(*needed.wait(offset, stall_s, lambda waited: self._report(waited, "load")))
+            steps, first, blocks = needed.wait(
+                offset, self._together, stall_s, lambda waited: self._report(waited, "load")
+            )
+            rows.add(first, blocks)
             counts.load_wait_s += time.perf_counter() - started
-            steps = range(offset, offset + 1 + needed.ready(offset + 1, self._together - 1))
-            for more in steps[1:]:
-                rows.add(*needed.wait(more, stall_s, lambda waited: self._report(waited, "load")))
             lane_counts = group.lane_counts[offset : steps.stop].tolist()
             cells = lane_counts if setup.config.by_cell else [[sum(one)] for one in lane_counts]
             ends = list(accumulate(chain.from_iterable(cells), initial=borders[offset]))
             started = time.perf_counter()
             taken = zip(pairwise(ends), map(setup.missing.split, rows.take(ends)), strict=True)
             counts.gather_s += time.perf_counter() - started
-            for step in steps:
-                rows.drop(needed.done(step))
+            rows.drop(needed.done(steps))
             # those of the steps are kept by `rows`, those of other steps by their window alone
             for step, of_lanes, sizes in zip(steps, lane_counts, cells, strict=True):
                 parts, number, size = [], group.numbers[step], sum(sizes)

@@ -79,6 +79,10 @@ class LoaderResources:
                     return reader.raw_size(shard, inside)
             return sources.block_bytes(block)
 
+        def near(blocks: Sequence[int]) -> bool:
+            shards = np.searchsorted(rows.shard_first_block, blocks, side="right") - 1
+            return all(map(has_file, set(shards.tolist())))
+
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         if config.run is not None and config.telemetry is not None:
@@ -95,7 +99,7 @@ class LoaderResources:
                 load=load,
                 size_of=lru_cache(maxsize=1 << 16)(size_of),
                 loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
-                near=lru_cache(maxsize=1 << 16)(lambda block: has_file(rows.shard_of_block(block)[0])),
+                near=near,
             ),
             start,
             self._threads,

@@ -80,17 +80,30 @@ def group_rows(
     """Steps of which the rows and their places are known; see `StepGroup`."""
     borders = np.zeros(len(lane_counts) + 1, dtype=np.int64)
     np.cumsum(lane_counts.sum(axis=1), out=borders[1:])
-    blocks, first, which = np.unique(block_of, return_index=True, return_inverse=True)
+    blocks, first, last, which = _distinct(block_of)
     by_deadline = np.argsort(first)
     rank = np.empty_like(by_deadline)
     rank[by_deadline] = np.arange(len(by_deadline))
-    which = rank[which]
-    last = np.zeros(len(blocks), dtype=np.int64)
-    last[which] = np.arange(len(which))  # of equal indices the last assignment holds
-    first, last = (np.searchsorted(borders, one, side="right") - 1 for one in (first[by_deadline], last))
+    first, last = (np.searchsorted(borders, one[by_deadline], side="right") - 1 for one in (first, last))
     return StepGroup(
-        numbers, samples, slots, lane_counts, borders, block_of, row, blocks[by_deadline].tolist(), which, first, last
+        numbers, samples, slots, lane_counts, borders, block_of, row, blocks[by_deadline].tolist(), rank[which],
+        first, last,
     )  # fmt: skip
+
+
+def _distinct(values: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Distinct values ascending, where each comes first and last, and which of them is at each place.
+
+    As `np.unique` of values from 0 to 2**40, in a third of the time: sorting numbers is cheaper than an order of them.
+    """
+    bits = len(values).bit_length()
+    ordered = np.sort(values << bits | np.arange(len(values)))
+    place, ordered = ordered & ((1 << bits) - 1), ordered >> bits
+    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+    which = np.empty_like(place)
+    which[place] = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(place)))
+    ends = np.append(begins[1:], len(place))[: len(begins)] - 1
+    return ordered[begins], place[begins], place[ends], which
 
 
 def steps_that_fit(group: StepGroup, sizes: Int64s, held: NDArray[np.bool_], room: int) -> tuple[int, int]:

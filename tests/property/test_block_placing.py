@@ -63,7 +63,7 @@ class StoredBlock(NamedTuple):
             return None
         array = np.frombuffer(self.view, np.uint8)
         memory = Loan(array.ctypes.data, len(array), array, None)
-        return placer.place(self.shard.spans[self.block], memory)
+        return placer.place(self.block, memory)
 
 
 def _rows(

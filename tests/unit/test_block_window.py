@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError, UsageError
+from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockSource, BlockWindow
 from shardkit.loader.gather import GatherColumns
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
@@ -55,10 +56,10 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]]) -> Iterator[set[in
         loading.start()
         there: dict[int, GatherColumns] = {}
         for step in range(len(group.numbers)):
-            first, blocks = admitted.wait(step, 60, lambda waited: None)
+            _, first, blocks = admitted.wait(step, 1, 60, lambda waited: None)
             there |= dict(enumerate(blocks, first))
             yield {one.block for one in there.values() if isinstance(one, LoadedBlock)}
-            for place in admitted.done(step):
+            for place in admitted.done(range(step, step + 1)):
                 del there[place]
         loading.join()
 
@@ -141,7 +142,10 @@ def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since()
     window.end_loop(late)
     window.load(admitted)
     window.end_loop(late)
-    assert [len(admitted.wait(step, 60, lambda waited: None)[1]) for step in range(2)] == [1, 2]
+    assert [len(admitted.wait(step, 1, 60, lambda waited: None)[2]) for step in range(2)] == [
+        1,
+        2,
+    ]
     window.close()
 
 
@@ -157,7 +161,7 @@ def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
 
     threading.Timer(0.2, stop).start()
     with pytest.raises(UsageError, match="closed while this loop waited"):
-        admitted.wait(0, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
+        admitted.wait(0, 1, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
     window.load(admitted)
     assert not window.is_loaded(1), "nothing is loaded for it"
     window.close()
@@ -196,3 +200,18 @@ def test_only_what_the_same_loop_had_is_counted_as_loaded_again() -> None:
     assert use(range(10, 20)) == (24, 10)  # each takes the place of the next
     assert window.counts.block_reloads == 20
     window.close()
+
+
+def test_memory_of_longer_blocks_is_lent_for_shorter_ones() -> None:
+    memory = BlockMemory(1 << 21)
+    lent = memory.lend([1 << 18] * 8)
+    places = {one.address for one in lent}
+    del lent
+    for size in (1 << 18, (1 << 18) - 5, 200_000, 1 << 17):
+        again = memory.lend([size] * 8)
+        assert {one.address for one in again} == places
+        del again
+        assert memory.nbytes == 1 << 21
+    small = memory.lend([1 << 16])[0]  # below half: the rest would lie idle
+    assert small.address not in places
+    memory.close()
