@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
+from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import loads
 from shardkit.formats.digest import sha256_digest

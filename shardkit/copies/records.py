@@ -1,4 +1,4 @@
-"""Results of looking at copies, many to a document, append-only in ``attest/<location>/`` of a root (SPEC.md)."""
+"""What checks and repairs of copies find; its records, append-only in ``attest/<location>/`` of a root (SPEC.md)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,43 @@ _FOLDER: Final = "attest/"
 
 _WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
 """Of two results of the same second the heavier one holds: a read that met bad bytes, then who healed them."""
+
+
+class BadCopy(NamedTuple):
+    """A copy that is to be repaired."""
+
+    location: str
+    name: str
+    was: str
+    """"wrong" or "missing"."""
+
+
+class Healed(NamedTuple):
+    """A copy that is good again."""
+
+    location: str
+    name: str
+    was: str
+    source: str
+    """Name of the location with the good copy, or "parity"."""
+    num_bytes: int
+
+
+class Lost(NamedTuple):
+    """An object of which no good bytes are left anywhere."""
+
+    name: str
+    rows: int
+    """Samples lost with it; 0 for what is no shard."""
+    why: str
+
+
+class Unchecked(NamedTuple):
+    """A copy that could not be checked, or not be written."""
+
+    location: str
+    name: str
+    why: str
 
 
 class Look(NamedTuple):

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, NamedTuple
 
-from shardkit.copies.checking import BadCopy, Healed, Lost, Unchecked
 from shardkit.copies.documents import mirror_documents
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_set
-from shardkit.copies.records import Look, Records, merge_looks, read_looks
+from shardkit.copies.records import BadCopy, Healed, Look, Lost, Records, Unchecked, merge_looks, read_looks
 from shardkit.copies.survey import Survey, open_holders
 from shardkit.errors import (
     FormatError,

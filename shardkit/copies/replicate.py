@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from shardkit.copies.checking import Healed, Unchecked
 from shardkit.copies.documents import mirror_documents, mirror_log
 from shardkit.copies.facts import Facts, Missing, look, open_all
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.placement import Needed, add_needed, find_needed, live_versions
+from shardkit.copies.records import Healed, Unchecked
 from shardkit.copies.repair import CheckAll, repair_listed
 from shardkit.errors import (
     FormatError,

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.checking import BadCopy, Unchecked
 from shardkit.copies.pacing import RateLimiter
-from shardkit.copies.records import Look, read_looks
+from shardkit.copies.records import BadCopy, Look, Unchecked, read_looks
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.copies.checking import Healed
 from shardkit.copies.documents import Documents, check_documents
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.placement import Needed, add_needed, needed_of
+from shardkit.copies.records import Healed
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.located_store import LocatedStore, root_store

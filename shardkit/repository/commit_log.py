@@ -224,13 +224,17 @@ class CommitLog:
         self._seen = 0  # number of the newest entry met so far: a log never gets shorter
 
     def head(self) -> LogEntry | None:
-        """The newest entry, None before the first."""
+        """The newest commit, None before the first. Lists names and reads one entry."""
         number = self._last_number()
         return None if number == 0 else self._entry(number)[0]
 
-    def entries(self) -> list[LogEntry]:
-        """All entries, newest first, with the whole chain verified down to ``shardkit.json``."""
-        entries = list(self.newest_first())
+    def log(self) -> list[LogEntry]:
+        """All commits, newest first, with the whole chain verified down to ``shardkit.json``.
+
+        Raises:
+            IntegrityError: An entry is missing or damaged, or the chain is broken.
+        """
+        entries = list(self.newest_commits())
         if entries and entries[-1].previous != sha256_digest(self._identity.to_bytes()):
             raise IntegrityError(
                 f"log of {self._store.url}: entry 1 belongs to another {IDENTITY_NAME}; restore it from a copy of "
@@ -238,8 +242,12 @@ class CommitLog:
             )
         return entries
 
-    def newest_first(self) -> Iterator[LogEntry]:
-        """Entries one by one, each verified against its successor: for callers that only need recent ones."""
+    def newest_commits(self) -> Iterator[LogEntry]:
+        """Commits one by one, newest first, the chain verified as far as it is walked.
+
+        Raises:
+            IntegrityError: See `log`.
+        """
         later: LogEntry | None = None
         for number in range(self._last_number(), 0, -1):
             entry, data = self._entry(number)
@@ -248,7 +256,7 @@ class CommitLog:
             yield entry
             later = entry
 
-    def commit(
+    def _append(
         self, change: Change, head: LogEntry | None, message: str, author: str = ""
     ) -> LogEntry | None:
         """Append one entry after the newest.

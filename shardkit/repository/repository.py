@@ -38,17 +38,15 @@ DEFAULT_REF: Final = "main"
 """The ref that is meant where none is named."""
 
 
-class Repository:
+class Repository(CommitLog):
     """Objects and commits below one root; may be used from any thread, after a fork, and pickled.
 
     Made by `create` or `open`. `read_only` repositories never write, not even housekeeping.
     """
 
     def __init__(self, store: Store, identity: Identity, *, read_only: bool) -> None:
-        self._store = store
-        self._identity = identity
+        super().__init__(store, identity)
         self._read_only = read_only
-        self._log = CommitLog(store, identity)
         self._base: LogEntry | None = None  # the head before anything here could be relied on
 
     def __repr__(self) -> str:
@@ -193,26 +191,6 @@ class Repository:
 
     # Log
 
-    def head(self) -> LogEntry | None:
-        """The newest commit, None before the first. Lists names and reads one entry."""
-        return self._log.head()
-
-    def log(self) -> list[LogEntry]:
-        """All commits, newest first, with the whole chain verified down to ``shardkit.json``.
-
-        Raises:
-            IntegrityError: An entry is missing or damaged, or the chain is broken.
-        """
-        return self._log.entries()
-
-    def newest_commits(self) -> Iterator[LogEntry]:
-        """Commits one by one, newest first, the chain verified as far as it is walked.
-
-        Raises:
-            IntegrityError: See `log`.
-        """
-        return self._log.newest_first()
-
     def find_commit(self, txn: str) -> LogEntry | None:
         """The commit of a transaction, None where it did not land: the answer to a `CommitUnknown`."""
         return next((entry for entry in self.log() if entry.txn == txn), None)
@@ -303,7 +281,7 @@ class Repository:
             self._check_not_collected(head, changes.manifests)
             return tables
 
-        entry = self._log.commit(change, base, message, author)
+        entry = self._append(change, base, message, author)
         assert entry is not None
         for follow_up in follow_ups:
             follow_up()
@@ -326,7 +304,7 @@ class Repository:
         if head is None or not manifests or not (head.collected != began or head.collecting or under_way):
             return
         since = under_way
-        for entry in self._log.newest_first() if head.collected != began else ():
+        for entry in self.newest_commits() if head.collected != began else ():
             if self._base is not None and entry.n <= self._base.n:
                 break
             since |= set(entry.collecting.values())
@@ -358,7 +336,7 @@ class Repository:
             collecting = {**(head.collecting if head else {}), identity: digest}
             return {"collected": (head.collected if head else 0) + 1, "collecting": collecting}
 
-        return identity if self._log.commit(change, self.head(), "garbage: deleting") else None
+        return identity if self._append(change, self.head(), "garbage: deleting") else None
 
     def take_over_collection(self, identity: str) -> str | None:
         """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
@@ -391,7 +369,7 @@ class Repository:
             ids = ((new if one == old else one, digest) for one, digest in head.collecting.items())
             return {"collecting": {one: digest for one, digest in ids if one is not None}}
 
-        return self._log.commit(change, self.head(), message)
+        return self._append(change, self.head(), message)
 
     def _check_writable(self) -> None:
         if self._read_only:

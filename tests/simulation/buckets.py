@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.client import Buffer, Found
+from shardkit.stores.remote.clients import Buffer, Found
 from shardkit.stores.remote.failures import Failure, Kind
 from tests.simulation.scheduler import Scheduler
 
@@ -87,7 +87,7 @@ class Bucket:
 
 
 class BucketClient:
-    """Requests of programs to one bucket below a prefix; implements `shardkit.stores.remote.client.Client`."""
+    """Requests of programs to one bucket below a prefix; implements `shardkit.stores.remote.clients.Client`."""
 
     def __init__(self, bucket: Bucket, address: Address, scheduler: Scheduler, faults: Faults) -> None:
         self._bucket, self._scheduler, self._faults = bucket, scheduler, faults

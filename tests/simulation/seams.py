@@ -20,7 +20,7 @@ from shardkit.reading import blocks
 from shardkit.stores import file_operations, open_files, staging
 from shardkit.stores.remote import clients
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.client import Client
+from shardkit.stores.remote.clients import Client
 from shardkit.stores.remote.waiting import WAITS
 from tests.simulation.disk_operations import BlockFiles, DiskOperations
 from tests.simulation.scheduler import Scheduler

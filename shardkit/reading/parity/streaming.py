@@ -62,11 +62,7 @@ class _Source:
         name = self._wanted.name
         try:
             data = self.store.get_range(name, self._skip + offset, length)
-        except NotFoundError as error:
-            raise BadSource(self.position, self.store, str(error)) from error
-        except IntegrityError as error:
-            raise BadSource(self.position, self.store, str(error)) from error
-        except StoreError as error:
+        except (NotFoundError, IntegrityError, StoreError) as error:
             raise BadSource(self.position, self.store, str(error)) from error
         if self._hash is not None:
             self._hash.update(data)

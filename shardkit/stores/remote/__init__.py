@@ -11,7 +11,6 @@ from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_forei
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.probe import ProbeResult, check_writers, probe
-from shardkit.stores.remote.ranges import Range, RangeGroup, coalesce
 
 __all__ = [
     "OBJECT_SCHEMES",
@@ -21,11 +20,8 @@ __all__ = [
     "FsspecStore",
     "ObjectStore",
     "ProbeResult",
-    "Range",
-    "RangeGroup",
     "RetryPolicy",
     "check_writers",
-    "coalesce",
     "open_foreign",
     "parse_address",
     "pauses",

@@ -26,8 +26,7 @@ from shardkit.errors import (
 )
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.ranges import check_ranges
-from shardkit.stores.remote.remote_store import RemoteStore, is_object_name
+from shardkit.stores.remote.remote_store import RemoteStore, check_ranges, is_object_name
 from shardkit.stores.remote.waiting import WAITS
 from shardkit.stores.store import ObjectStat, check_prefix
 

@@ -11,16 +11,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.backoff import RetryPolicy, pauses
-from shardkit.stores.remote.client import Buffer, Client, Found
-from shardkit.stores.remote.clients import open_client
+from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
 from shardkit.stores.remote.failures import Failure
-from shardkit.stores.remote.ranges import Range, check_ranges, coalesce
-from shardkit.stores.remote.remote_store import MAX_PUT_BYTES, RemoteStore, is_object_name
+from shardkit.stores.remote.remote_store import MAX_PUT_BYTES, RemoteStore, check_ranges, is_object_name
 from shardkit.stores.remote.waiting import WAITS, Wait
 from shardkit.stores.store import ObjectStat, check_prefix
 
@@ -43,6 +41,22 @@ _S3_RIGHTS: Final = {
 _PARALLEL_RANGES: Final = 16
 _MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time that one more request takes
 _MAX_JOINED_BYTES: Final = 8 * 2**20
+
+
+class Range(NamedTuple):
+    """A run of bytes of an object."""
+
+    offset: int
+    length: int
+
+
+class RangeGroup(NamedTuple):
+    """Ranges that one request fetches."""
+
+    span: Range
+    """Covers all members and the gaps between them."""
+    members: tuple[int, ...]
+    """Positions in the list of ranges that was asked for."""
 
 
 class ObjectStore(RemoteStore):
@@ -322,3 +336,28 @@ class ObjectStore(RemoteStore):
 def _has_boto3() -> bool:
     """Asked with every look at an object, and slow to find out."""
     return importlib.util.find_spec("boto3") is not None
+
+
+def coalesce(ranges: Sequence[Range], *, max_gap: int, max_joined: int) -> list[RangeGroup]:
+    """Join ranges that lie near each other; empty ones are left out.
+
+    Args:
+        ranges: In any order; they may overlap.
+        max_gap: The most bytes fetched for nothing between two neighbours.
+        max_joined: The most bytes of a group of several ranges; a single longer range stays whole.
+
+    Returns:
+        Groups in the order of their offsets.
+    """
+    order = sorted((i for i, one in enumerate(ranges) if one.length), key=lambda i: ranges[i])
+    groups: list[RangeGroup] = []
+    for i in order:
+        one = ranges[i]
+        if groups:
+            span, members = groups[-1]
+            end = max(span.offset + span.length, one.offset + one.length)
+            if one.offset - (span.offset + span.length) <= max_gap and end - span.offset <= max_joined:
+                groups[-1] = RangeGroup(Range(span.offset, end - span.offset), (*members, i))
+                continue
+        groups.append(RangeGroup(one, (i,)))
+    return groups

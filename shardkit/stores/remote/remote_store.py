@@ -6,7 +6,7 @@ import abc
 import contextlib
 import mmap
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -140,3 +140,16 @@ def is_object_name(name: str) -> bool:
     except UsageError:
         return False
     return True
+
+
+def check_ranges(name: str, ranges: Sequence[tuple[int, int]]) -> None:
+    """Refuse negative offsets and lengths.
+
+    Raises:
+        UsageError: Names the first such range.
+    """
+    for offset, length in ranges:
+        if offset < 0 or length < 0:
+            raise UsageError(
+                f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more"
+            )

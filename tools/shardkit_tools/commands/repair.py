@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardkit.copies.checking import Lost, Unchecked
+from shardkit.copies.records import Lost, Unchecked
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
 from shardkit.repository.location_table import LocationRecord
