@@ -180,7 +180,7 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
     listed = put_list(store, 1, [f"objects/sha256/ab/{'ab' * 32}.tar"])
     garbage = store.get(f"gc/lists/{listed.removeprefix('sha256:')}.json", max_bytes=10**6)
     seen = store.get(next(iter(store.list_after("gc/seen/"))), max_bytes=10**6)
-    part = Location(digest, "web", "b7e2a8f0-0000-0000-0000-000000000000", ("a", "b"))
+    part = PartLocation(digest, "web", "b7e2a8f0-0000-0000-0000-000000000000", ("a", "b"))
     tar = dumps({"format": "shardkit-adopted/1", "digest": digest, "urls": ["/x.tar"]})
     attested = Attestation.now("root", digest, "tar", "good", level="read", by="scrub").to_bytes()
     plan = ErasurePlan("r", "why", "who", {("ab", "cd"): (1, 2)}, (), 1).to_bytes()
@@ -201,7 +201,7 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
             lambda data: VersionRecord.from_bytes(data, "here"),
         ),
         "manifest": (_found(base, "root/objects/sha256/*/*.manifest"), Manifest.from_bytes),
-        "part": (part.to_bytes(), lambda data: Location.from_bytes(data, "here")),
+        "part": (part.to_bytes(), lambda data: PartLocation.from_bytes(data, "here")),
         "adopted tar": (tar, lambda data: read_tar_place(_in_memory(location_name(digest), data), digest)),
         "attestation": (attested, lambda data: Attestation.from_bytes(data, "here")),
         "attestations": (
