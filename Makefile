@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 JOBS ?= auto
 STAMP := $(VENV)/.installed-dev
 DEMO_STAMP := $(VENV)/.installed-demo
+DOCS_STAMP := $(VENV)/.installed-docs
 COMPILED := hatch_build.py $(wildcard shardkit/*/*.c)
 
-.PHONY: demo test lint sanitize drills setup clean
+.PHONY: demo test lint docs sanitize drills setup clean
 
 setup: $(STAMP)
 
@@ -18,6 +19,10 @@ $(STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
 $(DEMO_STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh demo
 	@touch $(DEMO_STAMP)
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	@touch $(DOCS_STAMP)
 
 demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, heal, audit: in two minutes
 	@$(BIN)/shardkit demo
@@ -30,6 +35,10 @@ lint: $(STAMP)
 	$(BIN)/python tools/import_circles.py
 	$(BIN)/codespell
 	$(BIN)/python tools/draw_architecture.py --check
+	$(BIN)/python tools/make_docs.py --check
+
+docs: $(DOCS_STAMP)  ## the site, below build/docs/site; no network once its packages are there
+	$(BIN)/python tools/make_docs.py
 
 # Some tests drive clusters of real processes on a machine that may be busy with anything: what failed beside others is
 # run once more by itself. What fails twice has failed; both outcomes stay in the output.
@@ -45,4 +54,4 @@ drills: $(STAMP)  ## the long fault drills at their stated counts; results go to
 	SHARDKIT_DRILLS=full $(BIN)/pytest -n $(JOBS) -m drill
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build/docs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -84,14 +84,6 @@ def test_a_wrong_command_line_would_be_found() -> None:
     assert sum(len(list(command_lines(path.read_text()))) for path in DOCUMENTS) > 20
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_links_lead_somewhere(path: Path) -> None:
-    if path.suffix == ".md":
-        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-            if not link.startswith(("http://", "https://")):
-                assert (path.parent / link).exists(), link
-
-
 def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [(bytes([number % 251]) * 9, number % 3) for number in range(1100)]
     seen: list[int] = []
