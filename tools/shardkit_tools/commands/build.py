@@ -55,6 +55,20 @@ def build(
         ),
     ] = None,
     schema: Annotated[list[str] | None, options.SCHEMA] = None,
+    columns: Annotated[
+        str,
+        _SOURCE("--columns", metavar="FIELD,…", help="Take these fields of the source and no others."),
+    ] = "",
+    drop: Annotated[
+        list[str] | None,
+        _SOURCE("--drop", metavar="FIELD", help="Leave a field of the source out; may be repeated."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        _SOURCE(
+            "--rename", metavar="OLD=NEW", help="Give a field of the source another name; may be repeated."
+        ),
+    ] = None,
     per: Annotated[Per, _SOURCE("--per", help="Of text: one sample per file or per line.")] = Per.FILE,
     classes: Annotated[
         bool | None, _SOURCE("--classes/--no-classes", help="Whether the folders in SOURCE are classes.")
@@ -161,6 +175,9 @@ def build(
             classes=classes,
             split_folders=split_folders,
             skip_bad_rows=on_error is OnError.SKIP,
+            columns=tuple(filter(None, columns.split(","))),
+            drop=tuple(drop or ()),
+            rename=_renames(rename or []),
         ),
         "output_schema": parse_field_types(output_schema or [], "--output-schema"),
         "pack": _pack(pack),
@@ -176,6 +193,16 @@ def build(
     else:
         print_result(result, root, ref)
         print_copies(root, lag)
+
+
+def _renames(pairs: list[str]) -> dict[str, str]:
+    names = {}
+    for pair in pairs:
+        old, equals, new = pair.rpartition("=")
+        if not (old and equals and new):
+            raise UsageError(f"--rename {pair!r}: expected OLD=NEW, such as --rename 'First Name=first_name'")
+        names[old] = new
+    return names
 
 
 def _pack(text: str | None) -> dict[str, int] | None:

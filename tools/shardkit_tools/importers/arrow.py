@@ -99,10 +99,11 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
             first = reader.schema if first is None else first
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
+    kept = pa.schema([column for column in first if options.keeps(column.name)])
     types = column_types(
-        first, options.field_types, source.files[0].path, null_columns(_first_batches(source))
+        kept, options.field_types, source.files[0].path, null_columns(_first_batches(source))
     )
-    return ArrowImporter(source, options.schema(types, source.given), tuple(batches))
+    return ArrowImporter(source, options.schema(types, source.given, names=first.names), tuple(batches))
 
 
 def _first_batches(source: Source) -> Iterator[Any]:

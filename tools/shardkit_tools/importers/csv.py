@@ -14,7 +14,7 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
@@ -49,6 +49,8 @@ class CsvImporter:
 
     source: Source
     schema: Schema
+    names: tuple[str, ...]
+    """Of all columns, those included that are left out."""
     borders: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Name of a large file → (first byte, number of its first row) of the ranges it is cut into."""
     classes: tuple[str, ...] = ()
@@ -71,13 +73,14 @@ class CsvImporter:
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """The rows of one file or range; a row that does not fit costs its own sample only."""
         (file,) = task.files
-        types = {name: str(kind) for name, kind in self.schema.items()}
+        types = {name: str(kind) for name, kind in self.schema.items()}  # without what is left out
         first = dict(self.borders.get(file.name, ())).get(task.start, 0)
         for row, cells in enumerate(_rows(file, task.start, task.stop, first), first):
             where = f"{file.path} row {row + 1}"
             try:
-                _check_width(cells, types, where)
-                sample = {n: _value(cell, types[n], n, where) for n, cell in zip(types, cells, strict=True)}
+                _check_width(cells, self.names, where)
+                named = zip(self.names, cells, strict=True)
+                sample = {n: _value(cell, types[n], n, where) for n, cell in named if n in types}
             except SourceError as error:
                 yield SourceFailure(file.name, row, error)
                 continue
@@ -107,7 +110,10 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     types = _infer(source, first, options)
     borders = {file.name: cut_rows(file) for file in source.files}
     return CsvImporter(
-        source, options.schema(types, source.given), {name: cuts for name, cuts in borders.items() if cuts}
+        source,
+        options.schema(types, source.given),
+        tuple(first),
+        {name: cuts for name, cuts in borders.items() if cuts},
     )
 
 
@@ -173,7 +179,7 @@ def _value(cell: str, kind: str, name: str, where: str) -> object:
     )
 
 
-def _check_width(cells: list[str], names: Mapping[str, object], where: str) -> None:
+def _check_width(cells: list[str], names: Collection[str], where: str) -> None:
     if len(cells) != len(names):
         raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; mend the row")
 

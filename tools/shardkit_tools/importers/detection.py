@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable
 
 from shardkit.errors import SourceError, UsageError
+from shardkit_tools.importers.chosen_fields import ChosenFields
 from shardkit_tools.importers.protocol import Importer, ImportOptions
 from shardkit_tools.importers.source_files import Source, file_suffix, list_source
 
@@ -69,8 +70,9 @@ def open_source(source: str, kind: str | None = None, options: ImportOptions | N
     """
     if kind is not None and kind not in IMPORTERS:
         raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
-    listed = list_source(source)
-    return IMPORTERS[kind or detect(listed)](listed, options or ImportOptions())
+    listed, options = list_source(source), options or ImportOptions()
+    importer = IMPORTERS[kind or detect(listed)](listed, options)
+    return ChosenFields(importer, options) if options.chooses else importer
 
 
 def detect(source: Source) -> str:

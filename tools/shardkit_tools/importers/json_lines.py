@@ -42,6 +42,7 @@ class JsonLinesImporter:
     types: Mapping[str, str]
     given: Mapping[str, str]
     lines: LineTasks
+    options: ImportOptions
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -58,7 +59,7 @@ class JsonLinesImporter:
                 continue
             where = f"{file.path} line {number + 1}"
             try:
-                row = _object(line, where)
+                row = _kept(_object(line, where), self.options)
                 check_row(row, self.types, self.given, where)
             except SourceError as error:
                 yield SourceFailure(file.name, number, error)
@@ -76,14 +77,32 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         SourceError: a line is not an object, or a field's values have no common type.
     """
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
+    names: dict[str, None] = {}
     rows = itertools.islice(_rows(source, options.skip_bad_rows), SCAN_ROWS)
-    types = infer_types(rows, options.field_types, skip=options.skip_bad_rows)
-    if not types:
+    types = infer_types(
+        ((where, _kept(row, options, names)) for where, row in rows),
+        options.field_types,
+        skip=options.skip_bad_rows,
+    )
+    if not (types or names):
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
-    schema = options.schema(types, source.given)
-    return JsonLinesImporter(source, schema, types, dict(options.field_types), cut_lines(source.files))
+    schema = options.schema(types, source.given, names=names)
+    return JsonLinesImporter(
+        source, schema, types, dict(options.field_types), cut_lines(source.files), options
+    )
+
+
+def _kept(
+    row: dict[str, object], options: ImportOptions, names: dict[str, None] | None = None
+) -> dict[str, object]:
+    """A row without the fields that are left out; notes the names of all of them."""
+    if not options.chooses:
+        return row
+    if names is not None:
+        names |= dict.fromkeys(row)
+    return {name: value for name, value in row.items() if options.keeps(name)}
 
 
 def _rows(source: Source, skip: bool) -> Iterator[tuple[str, dict[str, object]]]:

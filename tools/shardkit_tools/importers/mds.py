@@ -83,6 +83,7 @@ class MdsImporter:
                 sample = {
                     name: value_of(encoding, data, f"{shard.file.path} row {row}, column {name!r}")
                     for (name, encoding, _), data in zip(self.encodings, fields, strict=True)
+                    if name in self.schema
                 }
             except SourceError as error:
                 yield SourceFailure(shard.file.name, row, error)
@@ -122,10 +123,13 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
         example = next(_rows(shards[0], encodings), None)
         if example is None:
             raise SourceError(f"{shards[0].file.path}: the first shard has no rows; write the dataset again")
+        if not options.keeps(name):
+            continue
         types[name] = options.field_types.get(name) or field_type(
             encoding, example[place], f"{where}, column {name!r}"
         )
-    return MdsImporter(tuple(shards), encodings, options.schema(types, source.given))
+    schema = options.schema(types, source.given, names=[name for name, _, _ in encodings])
+    return MdsImporter(tuple(shards), encodings, schema)
 
 
 def _entries(index: object, where: str) -> list[dict[str, Any]]:

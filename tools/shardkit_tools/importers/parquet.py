@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.arrow_values import (
+    KEY,
     batch_samples,
     check_same_fields,
     column_types,
@@ -75,7 +76,11 @@ class ParquetImporter:
             sizes = [parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)]
             firsts = [0, *accumulate(sizes)]
             row = firsts[task.start]
-            for batch in _batches(parquet, range(task.start, task.stop or 0), file):
+            left_out = set(parquet.schema_arrow.names) - {*types, KEY}
+            wanted = (
+                [name for name in parquet.schema_arrow.names if name not in left_out] if left_out else None
+            )
+            for batch in _batches(parquet, range(task.start, task.stop or 0), file, wanted):
                 yield from batch_samples(batch, types, file, row)
                 row += batch.num_rows
 
@@ -100,10 +105,12 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
+    names, first = first.names, pa.schema([column for column in first if options.keeps(column.name)])
     types = column_types(first, options.field_types, source.files[0].path)
     inferred = {name for name, kind in types.items() if name not in options.field_types and kind != "json"}
     types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred)}
-    return ParquetImporter(source, options.schema(types, source.given), tuple(groups))
+    schema = options.schema(types, source.given, names=names)
+    return ParquetImporter(source, schema, tuple(groups))
 
 
 def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:

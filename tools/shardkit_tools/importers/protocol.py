@@ -8,7 +8,8 @@ answers is a function of the source alone, whatever the number of jobs and the o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ __all__ = [
     "SourceFailure",
     "SourceFile",
     "SourceSample",
+    "SourceSchema",
     "SourceTask",
     "WholeFileImporter",
     "one_by_one",
@@ -235,6 +237,9 @@ class ImportOptions:
         split_folders: whether the folders directly below the source are splits, which become refs; None: yes where all
             are named train, val, valid, validation, test or dev.
         skip_bad_rows: infer the schema from the rows that can be read, and leave out the others.
+        columns: fields that are taken, by the names that the source has; empty: all.
+        drop: fields that are left out.
+        rename: field of the source → name that it gets.
     """
 
     field_types: Mapping[str, str] = field(default_factory=dict)
@@ -242,33 +247,93 @@ class ImportOptions:
     classes: bool | None = None
     split_folders: bool | None = None
     skip_bad_rows: bool = False
+    columns: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.per not in ("file", "line"):
             raise UsageError(f"--per is {self.per!r}; expected 'file' or 'line'")
 
-    def schema(self, inferred: Mapping[str, str], source: str) -> Schema:
-        """The inferred schema with the user's types in place of the inferred ones.
+    @property
+    def chooses(self) -> bool:
+        """Whether fields are left out or renamed."""
+        return bool(self.columns or self.drop or self.rename)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a field of the source is taken."""
+        return name not in self.drop and (not self.columns or name in self.columns)
+
+    def schema(self, inferred: Mapping[str, str], source: str, *, names: Iterable[str] = ()) -> Schema:
+        """The inferred schema with the user's types in place of the inferred ones, without what is left out.
 
         Args:
             inferred: field → type text, in storage order.
             source: the source as the user gave it, for messages.
+            names: of the source's other fields, which were left out already.
+
+        Returns:
+            The fields by the names that the source has; `ChosenFields` renames them.
 
         Raises:
-            SchemaError: a type is given for a field that the source does not have, or a field name cannot be
-            stored.
+            SchemaError: a field is named that the source does not have, or a field name cannot be stored.
         """
-        for name in self.field_types:
-            if name not in inferred:
-                near = difflib.get_close_matches(name, inferred, n=1)
-                raise SchemaError(
-                    f"{source}: --schema names the field {name!r}, which the source does not have; "
-                    + (f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(inferred)}")
-                )
+        known = list(dict.fromkeys([*inferred, *names]))
+        named = {
+            "--schema": self.field_types,
+            "--columns": self.columns,
+            "--drop": self.drop,
+            "--rename": self.rename,
+        }
+        for option, asked in named.items():
+            for name in asked:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1)
+                    raise SchemaError(
+                        f"{source}: {option} names the field {name!r}, which the source does not have; "
+                        + (f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(known)}")
+                    )
+        types = {
+            name: self.field_types.get(name, text) for name, text in inferred.items() if self.keeps(name)
+        }
+        if not types:
+            raise SchemaError(
+                f"{source}: --columns and --drop leave no field; its fields are {', '.join(known)}"
+            )
+        stored = {self.rename.get(name, name): text for name, text in types.items()}
+        if len(stored) < len(types):
+            names_of = [self.rename.get(name, name) for name in types]
+            twice = next(name for name in names_of if names_of.count(name) > 1)
+            raise SchemaError(
+                f"{source}: two fields would be called {twice!r}; --rename one of them otherwise"
+            )
         try:
-            return Schema.parse({name: self.field_types.get(name, text) for name, text in inferred.items()})
+            schema = Schema.parse(stored)
         except SchemaError as error:
-            raise SchemaError(f"{source}: {error}") from error
+            raise SchemaError(f"{source}: {error}{_other_name(stored)}") from error
+        return SourceSchema(dict(zip(types, schema.values(), strict=True))) if self.rename else schema
+
+
+class SourceSchema(Schema):
+    """Fields by the names that a source has, of which not all can be stored."""
+
+    def __init__(self, fields: Mapping[str, FieldType]) -> None:
+        self._fields = dict(fields)
+        self._ordered = tuple(fields.items())
+
+
+def _other_name(names: Iterable[str]) -> str:
+    """What to do about the first name that cannot be stored; nothing where all can."""
+    for name in names:
+        try:
+            Schema.parse({name: "int64"})
+        except SchemaError:
+            near = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower() or "field"
+            near = near if near[0].isalpha() else f"field_{near}"
+            return (
+                f"; give it another name, such as --rename '{name}={near}', or leave it out: --drop '{name}'"
+            )
+    return ""
 
 
 def parse_field_types(pairs: list[str], option: str = "--schema") -> dict[str, str]:

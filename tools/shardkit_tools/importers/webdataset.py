@@ -46,6 +46,7 @@ class WebDatasetImporter:
 
     source: Source
     schema: Schema
+    options: ImportOptions
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -62,11 +63,12 @@ class WebDatasetImporter:
         optional = {name for name, kind in self.schema.items() if kind.optional}
         for found in _samples(file):
             where = f"{file.path} sample {found.key!r}"
+            members = {name: member for name, member in found.members.items() if self.options.keeps(name)}
             try:
-                check_fields(found.members, types, where, optional)
+                check_fields(members, types, where, optional)
                 sample = {
                     name: value_of(extension, types[name], data, f"{where} .{extension}")
-                    for name, (extension, data) in found.members.items()
+                    for name, (extension, data) in members.items()
                 }
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
@@ -90,23 +92,26 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
         for found in _samples(file)
     )
     types: dict[str, str] = {}
+    left_out: dict[str, None] = {}
     counts: Counter[str] = Counter()
     scanned = 0
     for where, members in itertools.islice(samples, _SCAN_SAMPLES):
         scanned += 1
         counts.update(members.keys())
         for name, (extension, data) in members.items():
-            if name not in options.field_types:
+            if not options.keeps(name):
+                left_out[name] = None
+            elif name not in options.field_types:
                 found = field_type_of(extension, data, f"{where} .{extension}")
                 types[name] = _merged(types.get(name, found), found, f"{where} .{extension}")
             else:
                 types[name] = options.field_types[name]
-    if not types:
+    if not (types or left_out):
         raise SourceError(f"{source.given}: the tar holds no samples; give tars with samples in them")
     for name, count in counts.items():
-        if count < scanned and name not in options.field_types:
+        if count < scanned and name in types and name not in options.field_types:
             types[name] += "?"
-    return WebDatasetImporter(source, options.schema(types, source.given))
+    return WebDatasetImporter(source, options.schema(types, source.given, names=left_out), options)
 
 
 def _samples(file: SourceFile) -> Iterator[_TarSample]:
