@@ -81,9 +81,14 @@ def test_fields_are_taken_and_renamed(
 @pytest.mark.parametrize("write", WRITERS)
 def test_what_the_source_does_not_have_is_said(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     source = str(write(tmp_path))
-    for option, given in (("columns", ("agee",)), ("drop", ("left", "agee")), ("rename", {"agee": "x"})):
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("columns", {"columns": ("agee",), "drop": ("left",)}),
+        ("drop", {"drop": ("left", "agee")}),
+        ("rename", {"rename": {"agee": "x"}, "drop": ("left",)}),
+    ]
+    for option, given in wrong:
         with pytest.raises(SchemaError, match=rf"--{option} names the field 'agee'.*did you mean 'age'\?"):
-            open_source(source, options=ImportOptions(**({"drop": ("left",)} | {option: given})))
+            open_source(source, options=ImportOptions(**given))
     with pytest.raises(SchemaError, match="leave no field"):
         open_source(source, options=ImportOptions(columns=("age",), drop=("age",)))
     with pytest.raises(SchemaError, match="two fields would be called 'age'"):
