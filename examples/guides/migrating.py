@@ -1,4 +1,4 @@
-"""From WebDataset tars and MosaicML MDS shards to shardkit: what stays where it is, what is built, how loops change.
+"""From WebDataset tars and MosaicML MDS shards to shardkit: what stays where it is, what is built.
 
     python examples/guides/migrating.py
 
@@ -10,22 +10,7 @@ reads.
 **MDS.** ``shardkit build FOLDER ROOT`` reads ``index.json`` and its shards, plain or compressed, of every encoding
 but pickle.
 
-The loop, before and after:
-
-    # webdataset                                              # shardkit
-    data = wds.WebDataset(urls, shardshuffle=100)             ds = shardkit.open("data/cats@v1")
-    data = data.shuffle(1000).decode("rgb8")                  plan = ds.plan(global_batch=512, seed=0)
-    data = data.to_tuple("jpg", "cls").batched(64)            loader = ds.loader(plan, decode={"image": "rgb8"})
-    loader = wds.WebLoader(data, num_workers=8)               loader.load_state_dict(state)       # any world size
-    for image, label in loader: ...                           for batch in loader: batch["image"], batch["label"]
-
-    # MosaicML Streaming
-    data = StreamingDataset(local=…, remote=…, shuffle=True, batch_size=64, num_canonical_nodes=8)
-    loader = StreamingDataLoader(data, batch_size=64, num_workers=8)
-
-What has no counterpart: ``shuffle(1000)`` and ``num_canonical_nodes`` (the plan mixes over all shards, and its order
-does not depend on nodes or workers), ``drop_last`` (``remainder=``), ``local=`` (``cache=``, shared by all ranks of
-the node).
+How loops change, and what has no counterpart: docs/coming_from.md.
 """
 
 from __future__ import annotations
