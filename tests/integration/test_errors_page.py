@@ -83,4 +83,4 @@ def test_a_mistake_brings_the_message(heading: str, ds: shardkit.Dataset) -> Non
 
 
 def test_every_heading_is_a_message() -> None:
-    assert HEADINGS == list(MISTAKES)
+    assert list(MISTAKES) == HEADINGS
