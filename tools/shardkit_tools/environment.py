@@ -17,7 +17,7 @@ _COMPILED = {
 }
 _GET = "install a C compiler (apt install gcc), then: pip install --force-reinstall --no-binary shardkit shardkit"
 _EXTRA = re.compile(r"([A-Za-z0-9._-]+)[^;]*;.*extra\s*==\s*['\"](\w+)['\"]")
-_OWN = "dev"
+_OWN = ("dev", "docs")
 
 
 def show_environment(*, as_json: bool) -> None:
@@ -57,7 +57,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[str, str | None]] = {}
     for text in importlib.metadata.requires("shardkit") or []:
         match = _EXTRA.match(text)
-        if match is None or match[1] == "shardkit" or match[2] == _OWN:
+        if match is None or match[1] == "shardkit" or match[2] in _OWN:
             continue
         try:
             version: str | None = importlib.metadata.version(match[1])
