@@ -206,7 +206,11 @@ def place(
             copying.copy_missing(pace, report=report)
             _check_copied(repository, facts, placing.copies)
         if table is not base:
-            placing.table = _commit(repository, base, table, message, author)
+            told = message or _told(base, table.locations)
+            root = root_store(repository.store)
+            placing.table = commit_table(
+                root, repository.id, base, table.policy, table.locations, message=told, author=author
+            )
             placing.committed = True
     _delete_due(placing, facts, needed, pace, grace_s, clock, dry_run=dry_run)
     if not dry_run:
@@ -239,20 +243,6 @@ def _check_strata(repository: Repository, base: LocationTable | None, policy: Po
             raise ConfigurationError(
                 f"critical stratum {name!r}: no version of {repository.url} has it; {there_are(name, known)}"
             )
-
-
-def _commit(
-    repository: Repository, base: LocationTable | None, table: LocationTable, message: str, author: str
-) -> LocationTable:
-    return commit_table(
-        root_store(repository.store),
-        repository.id,
-        base,
-        table.policy,
-        table.locations,
-        message=message or _told(base, table.locations),
-        author=author,
-    )
 
 
 def undo(repository: Repository, **options: Any) -> Placing:

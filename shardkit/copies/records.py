@@ -6,10 +6,9 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Final, NamedTuple
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import TIME, Fields, read_document, utc_text
@@ -94,18 +93,6 @@ class Records:
         self._store, self._by = store, by
         self._waiting: dict[tuple[str, str], list[list[str]]] = {}
         self._written_at = time.monotonic()
-
-    def __enter__(self) -> Records:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.flush()
-        else:  # what was found is worth keeping, and what went wrong is worth telling
-            with contextlib.suppress(ShardkitError):
-                self.flush()
 
     def add(self, location: str, name: str, result: str, level: str) -> None:
         """Note what was found of an object just now.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -236,7 +237,9 @@ class Repairer:
         if error is not None:
             self._pace.stop()  # what the other threads are at ends soon
         self._pool.shutdown()
-        self.records.__exit__(kind, error, trace)
+        # what was found is worth keeping, and what went wrong is worth telling
+        with contextlib.suppress(*([] if error is None else [ShardkitError])):
+            self.records.flush()
 
     def placed(self) -> Iterator[Placed]:
         """Every copy that should be there, the smallest kinds of objects first."""

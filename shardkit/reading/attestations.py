@@ -6,9 +6,9 @@ has no right to write the root. Scrubs write the good ones, readers the bad ones
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import uuid
-from dataclasses import dataclass
 from typing import Final
 
 from shardkit.formats.canonical_json import dumps
@@ -27,7 +27,7 @@ RESULT: Final = re.compile(r"good|wrong|missing|healed")
 LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attestation:
     """One look at one copy."""
 
@@ -39,32 +39,17 @@ class Attestation:
     """"good", "wrong", "missing" or "healed"."""
     level: str
     """How closely it was looked at: the levels of ``shardkit verify``, or "block" for one block of it."""
-    time: str
-    """UTC, ``2026-11-20T19:00:00Z``."""
     by: str
     """What looked: "read", "scrub", "repair"."""
-
-    @classmethod
-    def now(
-        cls, location: str, digest: str, extension: str, result: str, *, level: str, by: str
-    ) -> Attestation:
-        return cls(
-            location=location,
-            digest=digest,
-            extension=extension,
-            result=result,
-            level=level,
-            time=utc_text(),
-            by=by,
-        )
+    time: str = dataclasses.field(default_factory=utc_text)
+    """UTC, ``2026-11-20T19:00:00Z``."""
 
     def new_name(self) -> str:
         """A name that no other attestation has."""
         return f"attest/{self.location}/{self.time[:10]}/{uuid.uuid4().hex}.json"
 
     def to_bytes(self) -> bytes:
-        fields = ("location", "digest", "extension", "result", "level", "time", "by")
-        return dumps({"format": _FORMAT, **{name: getattr(self, name) for name in fields}})
+        return dumps({"format": _FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Attestation:
@@ -73,7 +58,7 @@ class Attestation:
         Raises:
             FormatError: Not an attestation.
         """
-        names = ("location", "digest", "extension", "result", "level", "time", "by")
+        names = [one.name for one in dataclasses.fields(cls)]
         fields = read_document(data, where, _FORMAT, names, MAX_ATTESTATION_BYTES)
         digest = fields.digest("digest")
         parse_digest(digest)

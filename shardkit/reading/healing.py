@@ -96,7 +96,9 @@ class Healer:
 
     def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
         digest, extension = parse_object_name(name)
-        found = Attestation.now(location.name, digest, extension, result, level=level, by="read")
+        found = Attestation(
+            location=location.name, digest=digest, extension=extension, result=result, level=level, by="read"
+        )
         # attestations are soft state: a read does not fail for one
         with contextlib.suppress(ShardkitError, OSError):
             if self.attest is not None:

@@ -6,6 +6,7 @@ Beside the log and not in it, because it says nothing about the data; never with
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -102,13 +103,7 @@ class LocationRecord:
         )
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "url": self.url,
-            "domain": self.domain,
-            "rank": self.rank,
-            "weight": self.weight,
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: object, where: str) -> LocationRecord:

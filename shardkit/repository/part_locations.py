@@ -7,6 +7,7 @@ merged manifest as ever.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -46,15 +47,7 @@ class PartLocation:
     urls: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
-        return dumps(
-            {
-                "format": _FORMAT,
-                "manifest": self.manifest,
-                "part": self.part,
-                "repository": self.repository,
-                "urls": list(self.urls),
-            }
-        )
+        return dumps({"format": _FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> PartLocation:

@@ -179,7 +179,7 @@ class Policy:
         """As people write it."""
         return {
             "copies": self.copies,
-            "critical": [{"stratum": one.stratum, "copies": one.copies} for one in self.critical],
+            "critical": list(map(dataclasses.asdict, self.critical)),
             "parity": str(self.parity or "none"),
             "mode": self.mode,
             "max_scrub_age": duration_text(self.max_scrub_age_s),
@@ -190,10 +190,7 @@ class Policy:
     def to_json(self) -> dict[str, object]:
         return {
             "copies": self.copies,
-            "critical": [
-                {"stratum": one.stratum, "copies": one.copies}
-                for one in sorted(self.critical, key=lambda one: one.stratum)
-            ],
+            "critical": list(map(dataclasses.asdict, sorted(self.critical, key=lambda one: one.stratum))),
             "parity": str(self.parity or "none"),
             "mode": self.mode,
             "max_scrub_age_s": self.max_scrub_age_s,

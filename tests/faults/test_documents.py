@@ -182,7 +182,9 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
     seen = store.get(next(iter(store.list_after("gc/seen/"))), max_bytes=10**6)
     part = PartLocation(digest, "web", "b7e2a8f0-0000-0000-0000-000000000000", ("a", "b"))
     tar = dumps({"format": "shardkit-adopted/1", "digest": digest, "urls": ["/x.tar"]})
-    attested = Attestation.now("root", digest, "tar", "good", level="read", by="scrub").to_bytes()
+    attested = Attestation(
+        location="root", digest=digest, extension="tar", result="good", level="read", by="scrub"
+    ).to_bytes()
     plan = ErasurePlan("r", "why", "who", {("ab", "cd"): (1, 2)}, (), 1).to_bytes()
     return {
         "identity": (_found(base, "root/shardkit.json"), lambda data: Identity.from_bytes(data, "here")),

@@ -410,8 +410,9 @@ class TestScrub:
         assert verify(tmp_path, level="attested").exit_code == 3
         scrub(str(tmp_path))
         assert verify(tmp_path, level="attested").exit_code == 0
-        with Records(LocalStore(tmp_path), "read") as records:
-            records.add("root", str(shards(tmp_path)[0].relative_to(tmp_path)), "wrong", "read")
+        records = Records(LocalStore(tmp_path), "read")
+        records.add("root", str(shards(tmp_path)[0].relative_to(tmp_path)), "wrong", "read")
+        records.flush()
         found = verify(tmp_path, level="attested")
         assert (found.exit_code, len(found.damaged)) == (4, 1)
         assert repair(str(tmp_path), level="attested").exit_code == 0, "it is good"
