@@ -32,7 +32,7 @@ from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
 
 if TYPE_CHECKING:
-    from shardkit.reading.cache import SharedBlocks
+    from shardkit.reading.cache.shared_blocks import SharedBlocks
 
 __all__ = ["Loader"]
 

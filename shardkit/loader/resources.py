@@ -28,7 +28,7 @@ from shardkit.telemetry.slow_blocks import BlockTimes
 
 if TYPE_CHECKING:
     from shardkit.loader.remote_blocks import RemoteBlocks
-    from shardkit.reading.cache import SharedBlocks
+    from shardkit.reading.cache.shared_blocks import SharedBlocks
     from shardkit.telemetry.watching import RunWatch
 
 __all__ = ["LoaderResources"]

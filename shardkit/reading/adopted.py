@@ -15,7 +15,7 @@ from shardkit.reading.adopted_tars import Tar, TarFiles, read_tar_place
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
-from shardkit.stores.remote import RetryPolicy
+from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.store import ObjectStat, Stage, Store, StoreAround, parse_object_name
 
 _SHARDS: Final = ("objects/", ".tar")

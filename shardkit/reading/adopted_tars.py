@@ -21,8 +21,9 @@ from shardkit.reading.located_store import find_checked
 from shardkit.repository.part_locations import location_name, resolved
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
-from shardkit.stores.remote import ForeignStat, ForeignStore, RetryPolicy, open_foreign, split_url
 from shardkit.stores.remote.addresses import Address, scheme_of
+from shardkit.stores.remote.backoff import RetryPolicy
+from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_foreign, split_url
 from shardkit.stores.store import Store, put_over
 
 _FORMAT: Final = "shardkit-adopted/1"

@@ -37,7 +37,8 @@ from shardkit.repository.log import (
 from shardkit.repository.object_access import OpenedRoot
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
-from shardkit.stores.remote import ObjectStore, parse_address
+from shardkit.stores.remote.addresses import parse_address
+from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
 

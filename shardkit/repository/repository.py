@@ -30,7 +30,7 @@ from shardkit.repository.opening import (
 )
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
-from shardkit.stores.remote import check_writers
+from shardkit.stores.remote.probe import check_writers
 from shardkit.stores.store import EXTENSIONS, Descriptor, Store, object_name
 from shardkit.stores.urls import open_store
 

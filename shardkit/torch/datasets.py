@@ -20,7 +20,7 @@ from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, check_state
 from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
-from shardkit.reading.cache import SharedBlocks
+from shardkit.reading.cache.shared_blocks import SharedBlocks
 
 from .loop_log import Loop, LoopLog
 from .sent_batches import Outbox, Sent, SentBatch

@@ -24,8 +24,10 @@ import pytest
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.digest import xxh3
-from shardkit.reading.cache import NEVER, BlockCache, CacheServer, Future, choose_victims, parse_bind
+from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
 from shardkit.reading.cache.filesystems import filesystem_of, is_network
+from shardkit.reading.cache.serving import CacheServer, parse_bind
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadSettings
@@ -275,7 +277,7 @@ class TestFullAndFailingDisks:
 FILLER = """
 import sys, random, hashlib
 from shardkit.formats.digest import xxh3
-from shardkit.reading.cache import BlockCache
+from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.locations import BlockRequest
 cache = BlockCache(sys.argv[1], limit=1 << 20)
 seed = int(sys.argv[2])

@@ -236,7 +236,7 @@ def test_damaged_and_foreign_records_are_no_finished_work(place: Path) -> None:
 def test_a_builder_that_may_not_delete_is_done_all_the_same(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardkit.stores.remote import ObjectStore
+    from shardkit.stores.remote.object_store import ObjectStore
 
     def refused(self: ObjectStore, name: str) -> None:
         raise StoreError(f"{name}: access denied")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.reading.cache import BlockCache
+from shardkit.reading.cache.block_cache import BlockCache
 from shardkit_tools.benchmarks.results import Ratio, Result
 from shardkit_tools.main import COMMANDS, run
 

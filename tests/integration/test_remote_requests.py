@@ -15,7 +15,7 @@ import pytest
 import shardkit
 from shardkit.copies.place import Change, place
 from shardkit.copies.verify import verify
-from shardkit.reading.cache import BlockFetcher
+from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.reading.cache import FurthestFirst, decide
+from shardkit.reading.cache.eviction import FurthestFirst, decide
 
 traces = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 

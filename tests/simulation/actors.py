@@ -21,7 +21,8 @@ from shardkit.copies.scrub import scrub
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
-from shardkit.reading.cache import BlockCache, BlockFetcher
+from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
 from tests.simulation.buckets import Bucket

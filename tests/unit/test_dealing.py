@@ -18,7 +18,7 @@ from shardkit.ledger import Ledger, bound_assignment
 from shardkit.loader import Loader, Rebalancing
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
 from shardkit.plan.locality import lanes_of_blocks
-from shardkit.reading.cache import BlockCache
+from shardkit.reading.cache.block_cache import BlockCache
 
 dist = pytest.importorskip("torch.distributed")
 

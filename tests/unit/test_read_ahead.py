@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardkit.errors import IntegrityError
-from shardkit.reading.cache import BlockCache, BlockFetcher
+from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.joining import (
     GRAIN_BYTES,
     MAX_GAP_BYTES,
@@ -24,6 +24,7 @@ from shardkit.reading.cache.joining import (
     join,
     neighbours,
 )
+from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from shardkit.formats.digest import xxh3
-from shardkit.reading.cache import SharedBlocks
+from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.locations import BlockRequest
 
 pytestmark = pytest.mark.skipif(

@@ -32,7 +32,8 @@ import shardkit
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.stores.remote import ObjectStore, parse_address
+from shardkit.stores.remote.addresses import parse_address
+from shardkit.stores.remote.object_store import ObjectStore
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import localstack, s3_environment
 

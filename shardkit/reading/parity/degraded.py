@@ -19,8 +19,8 @@ from shardkit.reading.parity.catalogue import first_good, read_record, read_vers
 from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import ParitySet, SetRecord
 from shardkit.repository.inventory import Inventory
-from shardkit.stores.remote import ObjectStore
 from shardkit.stores.remote.backoff import RetryPolicy
+from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import Store, parse_object_name
 
 Bytes = NDArray[np.uint8]

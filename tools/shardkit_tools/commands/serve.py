@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardkit.reading.cache import CacheServer, parse_bind
+from shardkit.reading.cache.serving import CacheServer, parse_bind
 from shardkit_tools.console import print_line
 
 __all__ = ["serve"]

@@ -15,16 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
-from shardkit.stores.remote import (
-    OBJECT_SCHEMES,
-    Address,
-    ForeignStat,
-    ForeignStore,
-    open_foreign,
-    parse_address,
-    split_url,
-)
-from shardkit.stores.remote.foreign import ForeignBucket
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
+from shardkit.stores.remote.foreign import ForeignBucket, ForeignStat, ForeignStore, open_foreign, split_url
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = [

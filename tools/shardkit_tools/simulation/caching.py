@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.reading.cache import FurthestFirst
+from shardkit.reading.cache.eviction import FurthestFirst
 
 __all__ = ["Loads", "NodeReads", "count_requests", "least_recently_used", "through_cache"]
 
