@@ -10,8 +10,8 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import NotFoundError
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
-from shardkit.repository.catalog import Part
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Part
 
 __all__ = ["sample_lineage", "version_lineage"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.adopted import with_adopted
-from shardkit.reading.parity.catalogue import read_record, sets_of
 from shardkit.reading.parity.galois import MAX_MEMBERS
+from shardkit.reading.parity.records import read_record, sets_of
 from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import take_inventory

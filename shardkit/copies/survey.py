@@ -16,7 +16,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.reading.parity.catalogue import (
+from shardkit.reading.parity.records import (
     find_records,
     first_good,
     known_sets,

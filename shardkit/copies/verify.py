@@ -39,7 +39,6 @@ from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.manifest.json_fields import utc_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
 from shardkit.reading.located_store import root_store
-from shardkit.repository.catalog import load_shard_selection
 from shardkit.repository.inventory import Inventory, side_objects, take_inventory
 from shardkit.repository.log import (
     IDENTITY_NAME,
@@ -57,6 +56,7 @@ from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy, duration_text
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
+from shardkit.repository.versions import load_shard_selection
 from shardkit.stores.store import Store, object_name, parse_object_name
 
 Level = Literal["list", "attested", "stored", "read", "decode"]

@@ -19,8 +19,8 @@ from typing import Any, Final
 from shardkit.errors import ConfigurationError, SourceError
 from shardkit.formats import canonical_json
 from shardkit.manifest.json_fields import Fields, read_document
-from shardkit.repository.catalog import Version
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version
 
 __all__ = [
     "About",

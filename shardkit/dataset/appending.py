@@ -14,8 +14,8 @@ from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import UsageError
 from shardkit.formats import ShardIndex
 from shardkit.manifest import Manifest, Stratum
-from shardkit.repository.catalog import Version, load_manifest
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version, load_manifest
 
 __all__ = ["Base", "load_base", "pooling_of"]
 

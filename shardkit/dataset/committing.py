@@ -20,8 +20,8 @@ from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import UsageError
 from shardkit.manifest import Lookup, Manifest, PageRef, ShardRecord, ShardTable, check_against, paginate
 from shardkit.reading.blocks import BlockReader
-from shardkit.repository.catalog import put_manifest
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import put_manifest
 
 __all__ = ["Destination", "MadeVersion", "commit_version", "make_manifest", "write_version"]
 

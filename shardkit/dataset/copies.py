@@ -12,8 +12,8 @@ from shardkit.dataset.store_survey import StoreSurvey
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.blocks import BlockReader
-from shardkit.repository.catalog import Version
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version
 from shardkit.stores.store import parse_object_name
 
 __all__ = ["Copies", "find_copies"]

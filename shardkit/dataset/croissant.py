@@ -14,7 +14,7 @@ from typing import Any, Final
 from shardkit.dataset.about import About, Terms
 from shardkit.formats import FieldType, extension, parse_digest
 from shardkit.manifest import Manifest
-from shardkit.repository.catalog import Version
+from shardkit.repository.versions import Version
 from shardkit.stores.store import object_name
 
 __all__ = ["croissant_document"]

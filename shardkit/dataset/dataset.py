@@ -26,10 +26,10 @@ from shardkit.ranges import parse_size
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
-from shardkit.repository.catalog import Part, Version, load_manifest
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.opening import Locations
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Part, Version, load_manifest
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["Dataset", "open_dataset"]

@@ -13,9 +13,9 @@ from shardkit.dataset.lookups import parse_lookup, put_lookups
 from shardkit.dataset.ref_moves import Moved, move_refs, standing_refs
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
-from shardkit.repository.catalog import put_manifest
 from shardkit.repository.part_locations import put_location
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import put_manifest
 
 __all__ = ["merge_datasets", "relabel"]
 

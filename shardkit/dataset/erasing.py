@@ -25,9 +25,9 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.manifest import ADOPTED, Manifest, merge
-from shardkit.repository.catalog import Version, put_manifest
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version, put_manifest
 from shardkit.stores.file_operations import FOLDER
 
 __all__ = ["erase_rows", "finish_erasures", "plan_erasure"]

@@ -15,8 +15,8 @@ from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
-from shardkit.repository.catalog import load_manifest
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
 
 __all__ = ["commit_parts", "list_parts"]
 

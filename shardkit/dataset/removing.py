@@ -15,9 +15,9 @@ from shardkit.dataset.lookups import KEY, find_samples, hash_values
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import ShardIndex, canonical_json, sha256_digest
-from shardkit.repository.catalog import Version, load_manifest
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version, load_manifest
 
 __all__ = ["Removal", "erase", "remove", "resume_erasures"]
 

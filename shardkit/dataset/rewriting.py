@@ -28,8 +28,8 @@ from shardkit.manifest import (
     stratum_counts,
 )
 from shardkit.reading.blocks import BlockReader
-from shardkit.repository.catalog import load_selection, put_manifest, put_selection
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_selection, put_manifest, put_selection
 
 __all__ = ["Rewriter"]
 

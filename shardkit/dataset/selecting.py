@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.formats import parse_digest, sha256_digest
 from shardkit.manifest import Manifest, Selection, ShardTable, Stratum, paginate, stratum_counts
-from shardkit.repository.catalog import Version, put_manifest, put_selection
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version, put_manifest, put_selection
 
 __all__ = ["put_selected", "select_rows", "selected_rows"]
 

@@ -13,7 +13,11 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
-from shardkit.repository.catalog import (
+from shardkit.repository.log import LogEntry, parse_dataset_url
+from shardkit.repository.opening import Locations, locate
+from shardkit.repository.part_locations import find_part, put_location
+from shardkit.repository.repository import DEFAULT_REF, Repository
+from shardkit.repository.versions import (
     Part,
     Version,
     load_manifest,
@@ -21,10 +25,6 @@ from shardkit.repository.catalog import (
     put_manifest,
     put_selection,
 )
-from shardkit.repository.log import LogEntry, parse_dataset_url
-from shardkit.repository.opening import Locations, locate
-from shardkit.repository.part_locations import find_part, put_location
-from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.local import LocalStore
 from shardkit.stores.machine_memory import available_memory
 from shardkit.stores.store import Descriptor, ObjectStat, Stage, Store, object_name, parse_object_name

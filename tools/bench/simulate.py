@@ -32,8 +32,8 @@ from shardkit.dataset.dataset import Dataset
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.catalog import load_manifest
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
 from shardkit.stores.local import LocalStore
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.run import prepare, simulate_lanes

@@ -13,9 +13,9 @@ from shardkit.dataset.ref_moves import NOT_MOVED, Moved, block_size_for, move_re
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose
-from shardkit.repository.catalog import put_manifest
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import put_manifest
 from shardkit_tools.adopting.tar_places import find_tars, look_at, place_of
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
 from shardkit_tools.building.engines import Engine, open_engine
