@@ -21,10 +21,10 @@ from shardkit.reading.located_store import find_checked
 from shardkit.repository.part_locations import location_name, resolved
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
-from shardkit.stores.remote.addresses import Address, scheme_of
+from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_foreign, split_url
-from shardkit.stores.store import Store, put_over
+from shardkit.stores.store import Store, put_over, scheme_of
 
 _FORMAT: Final = "shardkit-adopted/1"
 _KEYS: Final = ("digest", "urls")

@@ -24,7 +24,8 @@ from shardkit.manifest.json_fields import (
 )
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.policy import Policy
-from shardkit.stores.remote.addresses import parse_address, scheme_of
+from shardkit.stores.remote.addresses import parse_address
+from shardkit.stores.store import scheme_of
 
 MAX_TABLE_BYTES: Final = 2**20
 

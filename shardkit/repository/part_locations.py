@@ -20,8 +20,7 @@ from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import find_checked
 from shardkit.repository.repository import Repository
-from shardkit.stores.remote.addresses import scheme_of
-from shardkit.stores.store import object_name, put_over
+from shardkit.stores.store import object_name, put_over, scheme_of
 
 _FORMAT: Final = "shardkit-location/1"
 _KEYS: Final = ("manifest", "part", "repository", "urls")

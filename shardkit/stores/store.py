@@ -25,6 +25,7 @@ MAX_NAME: Final = 512
 _COMPONENT: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME: Final = re.compile(rf"[a-z0-9][A-Za-z0-9._-]{{0,199}}(?:/{_COMPONENT})*")
 _PRIVATE: Final = "tmp/"
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class ObjectStat(NamedTuple):
@@ -254,3 +255,9 @@ def put_over(store: Store, name: str, data: bytes) -> None:
         is_same = False
     if not is_same:
         store.replace(name, data)
+
+
+def scheme_of(place: str) -> str | None:
+    """The scheme of a URL, in lower case; None for a local path."""
+    match = _SCHEME.match(place)
+    return match[1].lower() if match else None

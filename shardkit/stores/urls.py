@@ -7,10 +7,10 @@ from urllib.parse import unquote
 
 from shardkit.errors import UsageError
 from shardkit.stores.local import LocalStore
-from shardkit.stores.remote.addresses import OBJECT_SCHEMES, parse_address, scheme_of
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, parse_address
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, scheme_of
 
 
 def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:

@@ -20,15 +20,8 @@ OBJECT_SCHEMES: Final = {
 }
 """Schemes of object stores → the store's kind."""
 
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^\x00-\x20]*)")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_=+,.@-]+(?:/[A-Za-z0-9_=+,.@-]+)*")
-
-
-def scheme_of(place: str) -> str | None:
-    """The scheme of a URL, in lower case; None for a local path."""
-    match = _SCHEME.match(place)
-    return match[1].lower() if match else None
 
 
 @dataclass(frozen=True, slots=True)
