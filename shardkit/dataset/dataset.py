@@ -19,7 +19,7 @@ from shardkit.dataset.where import Where
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import FixedColumn, Schema, Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
-from shardkit.manifest import Selection, ShardTable, check_against, merge
+from shardkit.manifest import Selection, merge
 from shardkit.plan import Assignment, Plan, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
@@ -29,7 +29,7 @@ from shardkit.reading.row_map import RowMap
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.opening import Locations
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import Part, Version, load_manifest
+from shardkit.repository.versions import Version, load_manifest, merged_version
 from shardkit.telemetry import TelemetrySettings
 
 __all__ = ["Dataset", "open_dataset"]
@@ -395,16 +395,7 @@ def _open_version(
 def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Version:
     versions = {name: _open_version(url, None, settings) for name, url in urls.items()}
     manifest = merge([(name, version.manifest) for name, version in versions.items()])
-    parts: list[Part] = []
-    stratum_offsets: list[int] = []
-    first_shard = first_stratum = 0
     for name, version in versions.items():
         if len(version.parts) != 1:
             raise FormatError(f"part {name!r} is merged itself; name its parts instead")
-        parts.append(Part(name, version.parts[0].repository, version.manifest, first_shard))
-        stratum_offsets.append(first_stratum)
-        first_shard += version.manifest.shards
-        first_stratum += len(version.manifest.strata)
-    table = ShardTable.concatenate([v.table for v in versions.values()], stratum_offsets=stratum_offsets)
-    check_against(manifest, table)
-    return Version(manifest, table, tuple(parts))
+    return merged_version(manifest, list(versions.items()))

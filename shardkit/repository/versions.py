@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -27,14 +27,11 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.degraded import ParityReads
 from shardkit.reading.parity.sets import version_record_name
-from shardkit.repository.part_locations import find_part as find_located
+from shardkit.repository.part_locations import find_part
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 
 _READERS: Final = 8
-
-FindPart = Callable[[str, str], Repository]
-"""(part name, manifest id) → the repository that holds the part."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +68,8 @@ class Version:
         return load_shard_selection(self.part_of(shard).repository, self.table, shard)
 
 
-def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPart | None = None) -> Version:
-    """Load a manifest with its pages, verified down to the last column.
-
-    Args:
-        repository: Where the manifest lies.
-        manifest_id: ``sha256:<hex>``, as `Repository.resolve` gives it.
-        find_part: Finds the repositories of a merged manifest's parts; by default as `repository` remembers
-            (`storage.locations`).
+def load_manifest(repository: Repository, manifest_id: str) -> Version:
+    """Load a manifest with its pages, verified down to the last column; parts lie where `repository` remembers.
 
     Raises:
         NotFoundError: The manifest or one of its pages is not there.
@@ -87,27 +78,39 @@ def load_manifest(repository: Repository, manifest_id: str, *, find_part: FindPa
     """
     manifest = _read_root(repository, manifest_id)
     if not manifest.parts:
-        table = _read_table(repository, manifest)
-        reads = _reading(repository, manifest, table)
-        return Version(manifest, table, (Part("", reads, manifest, 0),))
-    parts: list[Part] = []
-    tables: list[ShardTable] = []
-    offsets: list[int] = []
-    first_shard = first_stratum = 0
+        return _load_pages(repository, manifest)
+    parts: list[tuple[str, Version]] = []
     for name, part_id in manifest.parts:
-        holder = find_located(repository, name, part_id) if find_part is None else find_part(name, part_id)
+        holder = find_part(repository, name, part_id)
         part = _read_root(holder, part_id)
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
-        tables.append(_read_table(holder, part))
-        reads = _reading(holder, part, tables[-1])
-        parts.append(Part(name, reads, part, first_shard))
+        parts.append((name, _load_pages(holder, part)))
+    return merged_version(manifest, parts)
+
+
+def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:
+    """The version that consists of others, which were not merged themselves.
+
+    Raises:
+        FormatError: The manifest says something else of them.
+    """
+    held: list[Part] = []
+    offsets: list[int] = []
+    first_shard = first_stratum = 0
+    for name, version in parts:
+        held.append(Part(name, version.parts[0].repository, version.manifest, first_shard))
         offsets.append(first_stratum)
-        first_shard += part.shards
-        first_stratum += len(part.strata)
-    table = ShardTable.concatenate(tables, stratum_offsets=offsets)
+        first_shard += version.manifest.shards
+        first_stratum += len(version.manifest.strata)
+    table = ShardTable.concatenate([version.table for _, version in parts], stratum_offsets=offsets)
     check_against(manifest, table)
-    return Version(manifest, table, tuple(parts))
+    return Version(manifest, table, tuple(held))
+
+
+def _load_pages(repository: Repository, manifest: Manifest) -> Version:
+    table = _read_table(repository, manifest)
+    return Version(manifest, table, (Part("", _reading(repository, manifest, table), manifest, 0),))
 
 
 def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:
