@@ -173,11 +173,11 @@ def _rounds(
     """First round: remember what is seen unreferenced. Second: what was remembered long enough ago is due."""
     first: dict[str, int] = {}
     for seen in list_seen(store):
-        # A clock that was ahead must not keep garbage for ever: what it wrote is remembered anew.
+        # A clock that was ahead must not keep garbage for ever: what it wrote is remembered again.
         still = {name for name in seen.names & garbage if seen.time <= now}
         for name in still:
             first[name] = min(first.get(name, seen.time), seen.time)
-        if write and still != seen.names:  # what is needed again begins anew when it is not
+        if write and still != seen.names:  # what is needed again starts over when it is not
             put_seen(store, seen.time, still)
             store.delete(seen.document)
     new = garbage - first.keys()

@@ -1,4 +1,4 @@
-"""How far copies are below the policy, looked at now and then while a run goes on (DESIGN §4.5)."""
+"""How far copies are below the policy, checked now and then while a run goes on (DESIGN §4.5)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Change:
     Attributes:
         locations: added, or given other properties by their name.
         empty: names of locations that shall give away what they have.
-        forget: names of locations that are gone, or shall not be looked at any more.
+        forget: names of locations that are gone, or shall not be asked any more.
         refill: names of locations that are empty, because their disk was replaced, and shall be filled again.
         policy: makes the new policy of the old one.
         is_undo: it goes back to what was there: strata that have gone since are no mistake.

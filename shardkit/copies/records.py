@@ -75,7 +75,7 @@ class Look(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether the copy was wrong or missing when it was last looked at."""
+        """Whether the copy was wrong or missing when it was last checked."""
         return self.result in ("wrong", "missing")
 
 
@@ -134,7 +134,7 @@ def read_looks(store: Store) -> dict[str, dict[str, Look]]:
     """Location → object name → the latest look, from all documents of a root or run directory.
 
     Documents that are damaged, or of something else, are passed over: they are soft state, and nothing is believed
-    because of them; a copy that one calls bad is looked at again.
+    because of them; a copy that one calls bad is checked again.
 
     Raises:
         StoreError: the store does not answer.

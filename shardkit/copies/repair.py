@@ -194,7 +194,7 @@ class Repairer:
     Args:
         url: see `repair`, as are the others.
         by: who attests what is found; None: nobody does.
-        mend: False: nothing is repaired.
+        heal: False: nothing is repaired.
 
     Attributes:
         holders: the root and its locations.
@@ -214,11 +214,11 @@ class Repairer:
         check_all: CheckAll | None,
         report: Report | None = None,
         *,
-        mend: bool = True,
+        heal: bool = True,
     ) -> None:
         self._pace, self._check_all, self._report = pace or RateLimiter(), check_all, report
-        self.holders = open_holders(url, locations, mend=mend)
-        self.found = Survey(self.holders, self._pace, mend=mend)
+        self.holders = open_holders(url, locations, heal=heal)
+        self.found = Survey(self.holders, self._pace, heal=heal)
         self.done = Repair(self.holders.repository.url, level, self.found.versions)
         self.done.unchecked += [Unchecked(name, "", why) for name, why in self.holders.absent.items()]
         self.done.healed += self.holders.healed
@@ -396,7 +396,7 @@ class Repairer:
 
     def finish(self, *, is_lag_left: bool = False) -> None:
         """What comes after the objects: documents of parity, then all documents of the copies."""
-        self._mend_parity()
+        self._heal_parity()
         done, documents = self.done, self.holders.documents
         done.healed += documents.heal_copies(is_lag_left=is_lag_left)
         for name, location in self.holders.locations.items():
@@ -412,7 +412,7 @@ class Repairer:
         done.lost += documents.lost
         done.unchecked += documents.unchecked
 
-    def _mend_parity(self) -> None:
+    def _heal_parity(self) -> None:
         """Sets whose document is gone get it again; those whose parity is known of nowhere are encoded again."""
         root, done = self.holders.root, self.done
         lost = {one.name for one in done.lost}

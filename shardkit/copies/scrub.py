@@ -136,7 +136,7 @@ def scrub(
         StoreError: the root does not answer, or cannot be written.
     """
     started = clock()
-    with Repairer(url, "scrub", depth, locations, pace, jobs, check_all, report, mend=heal) as work:
+    with Repairer(url, "scrub", depth, locations, pace, jobs, check_all, report, heal=heal) as work:
         holders, fixed = work.holders, work.done
         unknown = sorted(set(only) - holders.locations.keys() - holders.absent.keys())
         if unknown:

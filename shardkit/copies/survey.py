@@ -71,20 +71,20 @@ class Holders:
         return [one.store for one in self.locations.values()]
 
 
-def open_holders(url: str, more: Sequence[LocationRecord] = (), *, mend: bool) -> Holders:
+def open_holders(url: str, more: Sequence[LocationRecord] = (), *, heal: bool) -> Holders:
     """Open a root with the locations of its table, and others that are named.
 
     Args:
         url: of the root.
         more: locations beside those of the table.
-        mend: repair documents that the root has wrong, without which it cannot be opened.
+        heal: repair documents that the root has wrong, without which it cannot be opened.
 
     Raises:
         NotFoundError: there is no repository.
         StoreError: the root does not answer.
     """
     documents = check_documents(open_store(url), more)
-    healed = documents.heal_root() if mend else []
+    healed = documents.heal_root() if heal else []
     repository = Repository.open(url)
     plain = root_store(repository.store)
     table = read_table(plain, repository.id)
@@ -104,7 +104,7 @@ class Survey:
     Args:
         holders: of the root.
         pace: how fast.
-        mend: make what is good nowhere again from parity, in the root.
+        heal: make what is good nowhere again from parity, in the root.
 
     Attributes:
         versions: manifest ids that refs and tags name.
@@ -119,8 +119,8 @@ class Survey:
         StoreError: the root does not answer.
     """
 
-    def __init__(self, holders: Holders, pace: RateLimiter, *, mend: bool) -> None:
-        self._holders, self._pace, self._mend = holders, pace, mend
+    def __init__(self, holders: Holders, pace: RateLimiter, *, heal: bool) -> None:
+        self._holders, self._pace, self._heals = holders, pace, heal
         self._scanned: dict[str, SetRecord] | None = None
         self.needed: dict[str, Needed] = {}
         self.sets: dict[str, ParitySet] = {}
@@ -148,12 +148,12 @@ class Survey:
         return self._scanned.get(digest)
 
     def _add(self, version: str) -> None:
-        documents_left = self._mend
+        documents_left = self._heals
         stores: list[Store] | None = None
         while True:
             try:
                 if documents_left and self._lacks_its_document(version):
-                    self._mend_documents(version)
+                    self._heal_documents(version)
                     # not before: without its manifest a version's documents are unknown
                     documents_left = False
                 for inventory in walk_versions(self._holders.reader, [version]):
@@ -163,10 +163,10 @@ class Survey:
                 wanted = self._first_damaged(version)
                 if documents_left and wanted is None:
                     documents_left = False
-                    self._mend_documents(version)
+                    self._heal_documents(version)
                 elif wanted is None and stores is None:
                     stores = self._holders.stores  # what is lost is done without, so that the rest is checked
-                elif not self._mend or wanted is None or not self._restore(wanted):
+                elif not self._heals or wanted is None or not self._restore(wanted):
                     self.lost[wanted or object_name(version, "manifest")] = str(error)
                     return
             except ShardkitError as error:
@@ -193,7 +193,7 @@ class Survey:
             return first_good([root], lambda store: read_version_record(store, version)) is None
         return next(iter(root.list_after("parity/sets/")), None) is not None
 
-    def _mend_documents(self, version: str) -> None:
+    def _heal_documents(self, version: str) -> None:
         """Documents of parity that are damaged in the root: from other locations, or from the parity objects' headers.
 
         What cannot be made again is taken away: it can be encoded again.

@@ -38,7 +38,7 @@ class Attestation:
     result: str
     """"good", "wrong", "missing" or "healed"."""
     level: str
-    """How closely it was looked at: the levels of ``shardkit verify``, or "block" for one block of it."""
+    """How closely it was checked: the levels of ``shardkit verify``, or "block" for one block of it."""
     by: str
     """What looked: "read", "scrub", "repair"."""
     time: str = dataclasses.field(default_factory=utc_text)

@@ -106,7 +106,7 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
     """The repository that holds a part of a merged dataset: this one, or the one that the root remembers.
 
     Raises:
-        NotFoundError: it is not where it was; the message names all places that were looked at.
+        NotFoundError: it is not where it was; the message names all places that were tried.
     """
     if repository.store.head(object_name(manifest_id, "manifest")) is not None:
         return repository

@@ -111,7 +111,7 @@ class Policy:
         parity: sets of shards that survive the loss of two members; None for none.
         mode: what a commit waits for. "sync": all copies; "async": the first, in the root; "hybrid": all copies of
             metadata and of shards with critical strata, the first of the others.
-        max_scrub_age_s: seconds after which a copy that nobody has looked at is due.
+        max_scrub_age_s: seconds after which a copy that nobody has checked is due.
     """
 
     copies: int = 1

@@ -70,7 +70,7 @@ class Catalogue:
         self._append(_RECORD.pack(digest, 0, 0, time.time(), _REMOVED))
 
     def rewrite(self, entries: dict[bytes, Entry]) -> None:
-        """Begin anew with what the directory holds."""
+        """Start over with what the directory holds."""
         operations = active()
         name = f"{NAME}.new"
         with contextlib.suppress(FileNotFoundError):

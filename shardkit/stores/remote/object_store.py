@@ -259,7 +259,7 @@ class ObjectStore(RemoteStore):
         return found  # type: ignore[no-any-return]
 
     def _renew(self, failure: Failure) -> None:
-        """Drop clients whose credentials the store no longer takes; the next ones read them anew."""
+        """Drop clients whose credentials the store no longer takes; the next ones read them again."""
         if failure.kind in ("expired", "denied"):
             self._clients.clear()
 
