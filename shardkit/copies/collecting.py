@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardkit.copies.documents import mirror_log
-from shardkit.copies.facts import Facts, open_recorded
+from shardkit.copies.facts import Facts, fill_held, open_recorded
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
@@ -138,7 +138,9 @@ def collect(
     reading = Repository.open(repository.url, read_only=True)
     since = clock() - history_s
     live = mark_live(reading, repository.newest_commits(), since)
-    listed = _list(facts, done)
+    fill_held(facts)
+    done.unreachable |= facts.problems
+    listed = set().union(*facts.held.values())
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
     due = _rounds(store, garbage, int(clock()), grace_s, done, write=delete)
@@ -293,21 +295,6 @@ def _sweep(
             if report is not None:
                 report(gone, total)
     return True
-
-
-def _list(facts: Facts, done: Collection) -> set[str]:
-    found: set[str] = set()
-    for name, location in list(facts.stores.items()):
-        try:
-            facts.held[name] = set(location.store.list_after(_OBJECTS))
-        except ShardkitError as error:
-            if name == ROOT_NAME:
-                raise
-            done.unreachable[name] = str(error)
-            del facts.stores[name]
-            continue
-        found |= facts.held[name]
-    return found
 
 
 def _is_ours(name: str) -> bool:

@@ -24,14 +24,13 @@ from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG_PREFIX,
     MAX_ENTRY_BYTES,
-    MAX_IDENTITY_BYTES,
     Identity,
     LogEntry,
     entry_name,
     entry_number,
     identity_named_by,
 )
-from shardkit.repository.opening import COPY_NAME, CopyMark, location_of, read_mark
+from shardkit.repository.opening import COPY_NAME, CopyMark, identity_in, location_of, read_mark
 from shardkit.repository.table_commits import (
     SPARES,
     TABLES,
@@ -221,17 +220,13 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
 def _repository_id(root: Store) -> str:
     """By the identity, else by the first good document that names it; "" where there is none."""
     with contextlib.suppress(*_DAMAGED):
-        return _identity(root).id
+        return identity_in(root).id
     for row in (_LOG, _TABLES, _SPARES):
         for name in root.list_after(row.prefix):
             if row.number_of(name) is not None:
                 with contextlib.suppress(*_DAMAGED):
                     return read_checked(root, name, row.parse, max_bytes=row.max_bytes).repository
     return ""
-
-
-def _identity(store: Store) -> Identity:
-    return read_checked(store, IDENTITY_NAME, Identity.from_bytes, max_bytes=MAX_IDENTITY_BYTES)
 
 
 def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
@@ -313,7 +308,7 @@ def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = Fa
         is_marked: it bears the mark of a copy, so that an identity that is damaged or gone is put there again.
     """
     try:
-        if _identity(store).id == repository:
+        if identity_in(store).id == repository:
             return True, ""
     except _DAMAGED as error:
         if is_marked:
@@ -362,7 +357,7 @@ def _identities(
     known: dict[str, Identity] = {}
     for name, store in places.items():
         with contextlib.suppress(ShardkitError):
-            known[name] = _identity(store)
+            known[name] = identity_in(store)
     source = next((name for name, one in known.items() if one.id == repository), None)
     entry = first.said if first is not None else None
     proven = identity_named_by(entry) if isinstance(entry, LogEntry) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -99,17 +99,8 @@ def look(
         StoreError: the root does not answer.
     """
     facts = open_all(repository, table.locations)
-    ask = _list if listing else functools.partial(_ask, names=list(needed))
-    with ThreadPoolExecutor(max(1, len(facts.stores)), thread_name_prefix="shardkit-list") as pool:
-        listings = dict(zip(facts.stores, pool.map(ask, list(facts.stores.values())), strict=True))
-    for name, found in listings.items():
-        if isinstance(found, ShardkitError):
-            if name == ROOT_NAME:
-                raise found
-            facts.states[name], facts.problems[name] = "unreachable", str(found)
-            del facts.stores[name]
-        else:
-            facts.held[name] = found
+    ask = None if listing else functools.partial(_ask, names=list(needed))
+    fill_held(facts, ask)
     root = repository.store
     for one in needed.values():
         lacking = [name for name in one.where if one.name not in facts.held.get(name, ())]
@@ -119,6 +110,24 @@ def look(
             elsewhere = [name for name in lacking if name != ROOT_NAME or _is_lost(repository, one.name)]
             facts.missing += [Missing(one, name, size) for name in elsewhere]
     return facts
+
+
+def fill_held(facts: Facts, ask: Callable[[Location], set[str] | ShardkitError] | None = None) -> None:
+    """Find out what each location holds, by listing it or by `ask`; one that does not answer is set aside.
+
+    Raises:
+        StoreError: the root does not answer.
+    """
+    with ThreadPoolExecutor(max(1, len(facts.stores)), thread_name_prefix="shardkit-list") as pool:
+        listings = dict(zip(facts.stores, pool.map(ask or _list, list(facts.stores.values())), strict=True))
+    for name, found in listings.items():
+        if isinstance(found, ShardkitError):
+            if name == ROOT_NAME:
+                raise found
+            facts.states[name], facts.problems[name] = "unreachable", str(found)
+            del facts.stores[name]
+        else:
+            facts.held[name] = found
 
 
 def _is_lost(repository: Repository, name: str) -> bool:

@@ -18,9 +18,8 @@ from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.location_table import LocationRecord, LocationTable, absolute_url
-from shardkit.repository.log import IDENTITY_NAME, MAX_IDENTITY_BYTES, Identity
 from shardkit.repository.object_access import check_object
-from shardkit.repository.opening import COPY_NAME, location_of, prepare_copy, read_mark
+from shardkit.repository.opening import COPY_NAME, identity_in, location_of, prepare_copy, read_mark
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import commit_table, draft_table, first_root, read_table, read_tables
@@ -392,7 +391,7 @@ def promote(
     """
     store = open_store(url)
     mark = read_mark(store)
-    identity = Identity.from_bytes(store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES), store.url)
+    identity = identity_in(store)
     table = read_table(store, identity.id)
     if mark is None or table is None:
         raise UsageError(f"{store.url} is no copy of a root; there is nothing to promote")

@@ -222,7 +222,7 @@ def read_identity(store: Store, *, alone: bool = False) -> Identity:
         FormatError, IntegrityError: it is damaged, or of a newer version.
     """
     try:
-        return _identity_in(store)
+        return identity_in(store)
     except (NotFoundError, IntegrityError) as error:
         found = None if alone else _identity_elsewhere(store)
         if found is not None:
@@ -234,7 +234,13 @@ def read_identity(store: Store, *, alone: bool = False) -> Identity:
         ) from None
 
 
-def _identity_in(store: Store) -> Identity:
+def identity_in(store: Store) -> Identity:
+    """``shardkit.json`` of one place.
+
+    Raises:
+        NotFoundError, FormatError, IntegrityError: see `read_identity`.
+    """
+
     def parse(data: bytes, _where: str) -> Identity:
         return Identity.from_bytes(data, store.url)
 
@@ -247,7 +253,7 @@ def _identity_elsewhere(store: Store) -> Identity | None:
         table = read_table(store, None)
         for location in others_of(table, ROOT_NAME, heal=False):
             with contextlib.suppress(ShardkitError):
-                found = _identity_in(location.store)
+                found = identity_in(location.store)
                 if table is not None and found.id == table.repository:
                     return found
     return None
