@@ -22,7 +22,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageE
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.reading.parity.records import parity_names
+from shardkit.reading.parity.sets import parity_names
 from shardkit.repository.garbage_lists import (
     MAX_NAMES,
     forget_lists,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.adopted import with_adopted
 from shardkit.reading.parity.galois import MAX_MEMBERS
-from shardkit.reading.parity.records import read_record, sets_of
-from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord
+from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord, read_record, sets_of
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import take_inventory
 from shardkit.repository.opening import open_locations

@@ -27,7 +27,7 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.reading.parity.records import read_record
+from shardkit.reading.parity.sets import read_record
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.object_access import DEPTHS, CheckResult, Depth, check_object, copy_object
 from shardkit.stores.local import LocalStore

@@ -16,15 +16,18 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.reading.parity.records import (
+from shardkit.reading.parity.sets import (
+    ParitySet,
+    SetRecord,
+    VersionRecord,
     find_records,
     first_good,
     known_sets,
     read_record,
     read_version_record,
     sets_of,
+    version_record_name,
 )
-from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord, version_record_name
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import Inventory, take_inventory, walk_versions
 from shardkit.repository.location_table import LocationRecord, LocationTable

@@ -8,8 +8,7 @@ from shardkit.copies.facts import open_recorded
 from shardkit.copies.placement import live_versions
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
-from shardkit.reading.parity.records import sets_that_hold
-from shardkit.reading.parity.sets import SetRecord
+from shardkit.reading.parity.sets import SetRecord, sets_that_hold
 from shardkit.repository.inventory import walk_versions
 from shardkit.repository.object_access import check_object
 from shardkit.repository.repository import Repository

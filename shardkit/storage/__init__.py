@@ -6,8 +6,7 @@ packages of its own: `shardkit.repository`, `shardkit.reading` and `shardkit.cop
 only gathers their public names.
 """
 
-from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
-from shardkit.reading.adopted_tars import put_adopted
+from shardkit.reading.adopted import AdoptedStore, adopted_place, put_adopted, with_adopted
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import Location

@@ -29,8 +29,14 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageErr
 from shardkit.formats.canonical_json import dumps
 from shardkit.reading.parity.degraded import rebuild_range
 from shardkit.reading.parity.galois import recover, sums
-from shardkit.reading.parity.records import find_records, parity_names
-from shardkit.reading.parity.sets import ParitySet, SetRecord, form_sets, parse_header
+from shardkit.reading.parity.sets import (
+    ParitySet,
+    SetRecord,
+    find_records,
+    form_sets,
+    parity_names,
+    parse_header,
+)
 from shardkit.reading.parity.streaming import restore
 from shardkit.repository.inventory import take_inventory
 from shardkit.storage import LocalStore, Repository, load_manifest
@@ -474,7 +480,7 @@ def test_hostile_frames() -> None:
 LIMITED = """
 import sys, resource
 from shardkit.storage import LocalStore, Repository
-from shardkit.reading.parity.records import find_records
+from shardkit.reading.parity.sets import find_records
 import shardkit
 store = LocalStore(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -517,7 +523,7 @@ BOUNDED = """
 import sys, resource
 from concurrent.futures import ThreadPoolExecutor
 from shardkit.storage import LocalStore
-from shardkit.reading.parity.records import find_records
+from shardkit.reading.parity.sets import find_records
 from shardkit.reading.parity.streaming import restore
 from shardkit.copies.parity_encoding import encode_set
 from shardkit.reading.parity.sets import ParitySet

@@ -18,7 +18,7 @@ from shardkit.copies.records import read_looks
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
 from shardkit.errors import FormatError
-from shardkit.reading.parity.records import find_records
+from shardkit.reading.parity.sets import find_records
 from shardkit.storage import Repository, parse_object_name
 from tests.drills import drill_count
 

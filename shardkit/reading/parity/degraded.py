@@ -16,8 +16,14 @@ from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.locations import BlockRequest
 from shardkit.reading.parity.galois import recover
-from shardkit.reading.parity.records import first_good, read_record, read_version_record, sets_of
-from shardkit.reading.parity.sets import ParitySet, SetRecord
+from shardkit.reading.parity.sets import (
+    ParitySet,
+    SetRecord,
+    first_good,
+    read_record,
+    read_version_record,
+    sets_of,
+)
 from shardkit.repository.inventory import Inventory
 from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.object_store import ObjectStore

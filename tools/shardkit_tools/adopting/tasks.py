@@ -9,7 +9,7 @@ from typing import Any
 from shardkit.errors import FormatError
 from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ShardRecord
-from shardkit.reading.adopted_tars import put_adopted
+from shardkit.reading.adopted import put_adopted
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
