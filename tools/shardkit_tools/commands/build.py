@@ -69,6 +69,10 @@ def build(
             "--rename", metavar="OLD=NEW", help="Give a field of the source another name; may be repeated."
         ),
     ] = None,
+    encoding: Annotated[
+        str,
+        _SOURCE("--encoding", metavar="NAME", help="Of CSV that is not UTF-8, such as latin-1 or cp1252."),
+    ] = "",
     per: Annotated[Per, _SOURCE("--per", help="Of text: one sample per file or per line.")] = Per.FILE,
     classes: Annotated[
         bool | None, _SOURCE("--classes/--no-classes", help="Whether the folders in SOURCE are classes.")
@@ -178,6 +182,7 @@ def build(
             columns=tuple(filter(None, columns.split(","))),
             drop=tuple(drop or ()),
             rename=_renames(rename or []),
+            encoding=encoding,
         ),
         "output_schema": parse_field_types(output_schema or [], "--output-schema"),
         "pack": _pack(pack),

@@ -9,6 +9,7 @@ text without characters; in a column of numbers or truths it has no value, and t
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import io
@@ -19,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
-from shardkit.errors import SourceError
+from shardkit.errors import SourceError, UsageError
 from shardkit.formats import Schema
 from shardkit_tools.importers.line_ranges import cut_rows
 from shardkit_tools.importers.protocol import (
@@ -41,6 +42,7 @@ _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 _TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT64 = range(-(2**63), 2**63)
+_UTF8 = "utf-8-sig"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class CsvImporter:
     schema: Schema
     names: tuple[str, ...]
     """Of all columns, those included that are left out."""
+    encoding: str = _UTF8
     borders: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Name of a large file → (first byte, number of its first row) of the ranges it is cut into."""
     classes: tuple[str, ...] = ()
@@ -75,7 +78,7 @@ class CsvImporter:
         (file,) = task.files
         types = {name: str(kind) for name, kind in self.schema.items()}  # without what is left out
         first = dict(self.borders.get(file.name, ())).get(task.start, 0)
-        for row, cells in enumerate(_rows(file, task.start, task.stop, first), first):
+        for row, cells in enumerate(_rows(file, self.encoding, task.start, task.stop, first), first):
             where = f"{file.path} row {row + 1}"
             try:
                 _check_width(cells, self.names, where)
@@ -87,7 +90,8 @@ class CsvImporter:
             yield SourceSample(sample, None, file.name, row)
 
     def describe(self) -> dict[str, object]:
-        return {"importer": "csv"}
+        said: dict[str, object] = {"importer": "csv"}
+        return said if self.encoding == _UTF8 else said | {"encoding": self.encoding}
 
 
 def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
@@ -98,8 +102,9 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     """
     source.keep(("csv", "tsv"), "a CSV file")
     first: list[str] | None = None
+    encoding = _encoding(source.files[0], options)
     for file in source.files:
-        header = _header(file)
+        header = _header(file, encoding)
         first = header if first is None else first
         if header != first:
             raise SourceError(
@@ -107,19 +112,35 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
                 f"({', '.join(first)[:80]}); make the files alike"
             )
     assert first is not None
-    types = _infer(source, first, options)
-    borders = {file.name: cut_rows(file) for file in source.files}
+    types = _infer(source, first, encoding, options)
+    is_cut = b"\n".decode(encoding, "replace") == "\n"  # line ends are those bytes, as they are not in UTF-16
+    borders = {file.name: cut_rows(file) for file in source.files if is_cut}
     return CsvImporter(
         source,
         options.schema(types, source.given),
         tuple(first),
+        encoding,
         {name: cuts for name, cuts in borders.items() if cuts},
     )
 
 
-def _infer(source: Source, names: list[str], options: ImportOptions) -> dict[str, str]:
+def _encoding(file: SourceFile, options: ImportOptions) -> str:
+    if options.encoding:
+        try:
+            "a".encode(options.encoding)  # of text, as hex and zip are not
+            return codecs.lookup(options.encoding).name
+        except LookupError:
+            raise UsageError(
+                f"--encoding {options.encoding!r}: no such encoding; expected one such as latin-1, cp1252 or shift_jis"
+            ) from None
+    with open_plain(file) as stream:
+        is_wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if is_wide else _UTF8
+
+
+def _infer(source: Source, names: list[str], encoding: str, options: ImportOptions) -> dict[str, str]:
     kinds: dict[str, set[str]] = {name: set() for name in names}
-    rows = ((file, row, cells) for file in source.files for row, cells in enumerate(_rows(file)))
+    rows = ((file, row, cells) for file in source.files for row, cells in enumerate(_rows(file, encoding)))
     seen = 0
     for file, row, cells in itertools.islice(rows, _SCAN_ROWS):
         try:
@@ -184,8 +205,8 @@ def _check_width(cells: list[str], names: Collection[str], where: str) -> None:
         raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; mend the row")
 
 
-def _header(file: SourceFile) -> list[str]:
-    with open_plain(file) as stream, closing(_cells(stream, file)) as cells:
+def _header(file: SourceFile, encoding: str) -> list[str]:
+    with open_plain(file) as stream, closing(_cells(stream, file, encoding)) as cells:
         header = next(cells, [])
     if not header or not all(header):
         raise SourceError(
@@ -198,35 +219,35 @@ def _header(file: SourceFile) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _delimiter(file: SourceFile) -> str:
+def _delimiter(file: SourceFile, encoding: str) -> str:
     if file_suffix(file.name) == "tsv":
         return "\t"
     with open_plain(file) as stream:
-        header = re.split(rb"[\r\n]", stream.read(_HEADER_BYTES), maxsplit=1)[0]
-    found = max(b",;\t|", key=header.count) if b"," not in header else ord(",")
-    return chr(found)
+        header = re.split(r"[\r\n]", stream.read(_HEADER_BYTES).decode(encoding, "replace"), maxsplit=1)[0]
+    return max(",;\t|", key=header.count) if "," not in header else ","
 
 
-def _rows(file: SourceFile, start: int = 0, stop: int | None = None, first: int = 0) -> Iterator[list[str]]:
+def _rows(
+    file: SourceFile, encoding: str, start: int = 0, stop: int | None = None, first: int = 0
+) -> Iterator[list[str]]:
     """The rows below the header, without empty lines; or those of a range, whose first row has that number."""
     if start:
         with open_file(file) as stream:
             stream.seek(start)
             part = io.BytesIO(stream.read((file.size if stop is None else stop) - start))
         # A range begins with a row and holds no empty lines: its lines are those of the rows, below the header's.
-        with closing(_cells(part, file, encoding="utf-8", line=first + 1)) as cells:
+        plain = "utf-8" if encoding == _UTF8 else encoding
+        with closing(_cells(part, file, plain, line=first + 1)) as cells:
             yield from cells
         return
     with open_plain(file) as stream:
         whole = stream if stop is None else cast(BinaryIO, io.BytesIO(stream.read(stop)))
-        with closing(_cells(whole, file)) as cells:
+        with closing(_cells(whole, file, encoding)) as cells:
             next(cells, None)
             yield from (row for row in cells if row)
 
 
-def _cells(
-    stream: BinaryIO, file: SourceFile, *, encoding: str = "utf-8-sig", line: int = 0
-) -> Generator[list[str]]:
+def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) -> Generator[list[str]]:
     """The cells of every row.
 
     Args:
@@ -237,12 +258,16 @@ def _cells(
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(stream, encoding=encoding, newline="")
-    reader = csv.reader(text, delimiter=_delimiter(file), strict=True)
+    reader = csv.reader(text, delimiter=_delimiter(file, encoding), strict=True)
     try:
         yield from reader
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         where = f"{file.path} near line {line + reader.line_num + 1}"
-        raise SourceError(f"{where}: not UTF-8; convert the file to UTF-8") from error
+        if encoding in (_UTF8, "utf-8"):
+            raise SourceError(
+                f"{where}: not UTF-8; convert the file, or name its encoding, such as --encoding latin-1"
+            ) from error
+        raise SourceError(f"{where}: not {encoding} ({error}); name another --encoding") from error
     except csv.Error as error:
         raise SourceError(
             f"{file.path} line {line + reader.line_num}: not CSV ({error}); mend the line"

@@ -48,6 +48,7 @@ MEDIA = {
 # Extensions that belong to one importer: files of records, never samples by themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
 _RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
+# A .json file beside others describes them; where there is nothing else it is an array, or lines.
 _RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "mds": "mds"}
 _TEXTS = frozenset((
     "txt", "text", "md", "rst", "tex", "html", "htm", "xml", "log", "py", "pyi", "c", "h", "cc", "cpp", "hpp",
@@ -92,6 +93,8 @@ def detect(source: Source) -> str:
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
+    if suffixes.keys() == {"json"}:
+        return "jsonl"
     if len(records) == 1 and not others:
         return next(iter(records))
     if records:

@@ -10,7 +10,8 @@ rows: what to do about it is a decision for whoever knows the data, and ``--sche
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardkit.errors import SourceError
@@ -23,8 +24,8 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source
-from shardkit_tools.importers.strict_json import parse_json
+from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
+from shardkit_tools.importers.strict_json import parse_json, read_array
 
 __all__ = ["SCAN_ROWS", "JsonLinesImporter", "check_row", "infer_types", "open_json_lines"]
 
@@ -43,6 +44,8 @@ class JsonLinesImporter:
     given: Mapping[str, str]
     lines: LineTasks
     options: ImportOptions
+    arrays: frozenset[str] = frozenset()
+    """Names of files that hold one JSON array of objects."""
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -54,17 +57,16 @@ class JsonLinesImporter:
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """One sample per line; a line that does not parse or fit costs its own sample only."""
-        for file, number, line in self.lines.read(task):
-            if not line.strip():
-                continue
-            where = f"{file.path} line {number + 1}"
-            try:
-                row = _kept(_object(line, where), self.options)
-                check_row(row, self.types, self.given, where)
-            except SourceError as error:
-                yield SourceFailure(file.name, number, error)
-                continue
-            yield SourceSample(row, None, file.name, number)
+        for file in task.files:
+            lines = None if file.name in self.arrays else self.lines.read_file(file, task)
+            for number, where, found in _values(file, lines):
+                try:
+                    row = _kept(_object(found, where), self.options)
+                    check_row(row, self.types, self.given, where)
+                except SourceError as error:
+                    yield SourceFailure(file.name, number, error)
+                    continue
+                yield SourceSample(row, None, file.name, number)
 
     def describe(self) -> dict[str, object]:
         return {"importer": "jsonl", "given": dict(self.given)}
@@ -78,7 +80,8 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     """
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
     names: dict[str, None] = {}
-    rows = itertools.islice(_rows(source, options.skip_bad_rows), SCAN_ROWS)
+    arrays = frozenset(file.name for file in source.files if _is_array(file))
+    rows = itertools.islice(_rows(source, arrays, options.skip_bad_rows), SCAN_ROWS)
     types = infer_types(
         ((where, _kept(row, options, names)) for where, row in rows),
         options.field_types,
@@ -89,9 +92,8 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
     schema = options.schema(types, source.given, names=names)
-    return JsonLinesImporter(
-        source, schema, types, dict(options.field_types), cut_lines(source.files), options
-    )
+    given, lines = dict(options.field_types), cut_lines(source.files, arrays)
+    return JsonLinesImporter(source, schema, types, given, lines, options, arrays)
 
 
 def _kept(
@@ -105,14 +107,33 @@ def _kept(
     return {name: value for name, value in row.items() if options.keeps(name)}
 
 
-def _rows(source: Source, skip: bool) -> Iterator[tuple[str, dict[str, object]]]:
+def _is_array(file: SourceFile) -> bool:
+    """Whether a file holds one array instead of lines, of which each would be an object."""
+    if file_suffix(file.name) != "json":
+        return False
+    with open_plain(file) as stream:
+        return stream.read(_LOOKED_AT).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _values(
+    file: SourceFile, lines: Iterator[tuple[SourceFile, int, bytes]] | None
+) -> Iterator[tuple[int, str, object]]:
+    """(number from 0, what messages call it, bytes of a line or item of the file's array)."""
+    if lines is None:
+        for number, item in enumerate(read_array(file)):
+            yield number, f"{file.path} item {number + 1}", item
+        return
+    for _, number, line in lines:
+        if line.strip():
+            yield number, f"{file.path} line {number + 1}", line
+
+
+def _rows(source: Source, arrays: Collection[str], skip: bool) -> Iterator[tuple[str, dict[str, object]]]:
     for file in source.files:
-        for number, line in enumerate(read_lines(file), 1):
-            if not line.strip():
-                continue
-            where = f"{file.path} line {number}"
+        lines = None if file.name in arrays else ((file, n, line) for n, line in enumerate(read_lines(file)))
+        for _, where, found in _values(file, lines):
             try:
-                row = _object(line, where)
+                row = _object(found, where)
             except SourceError:
                 if not skip:
                     raise
@@ -120,11 +141,13 @@ def _rows(source: Source, skip: bool) -> Iterator[tuple[str, dict[str, object]]]
             yield where, row
 
 
-def _object(line: bytes, where: str) -> dict[str, object]:
-    value = parse_json(line, where)
+def _object(found: object, where: str) -> dict[str, object]:
+    """What a line holds, or an item as it is."""
+    value = parse_json(found, where) if isinstance(found, bytes) else found
     if not isinstance(value, dict):
         raise SourceError(
-            f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object"
+            f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object, or the file "
+            "one array of them (.json)"
         )
     return value
 
@@ -138,6 +161,7 @@ _WORDS = {
     list: "a list",
 }
 _KINDS = {bool: "bool", int: "int64", float: "float64", str: "str", dict: "json", list: "json"}
+_LOOKED_AT = 4096
 _INT64 = range(-(2**63), 2**63)
 _UINT64 = range(2**64)
 _EXACT = 2**53  # float64 holds every integer up to here

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
-from shardkit_tools.importers.source_files import group_files, open_file, open_plain
+from shardkit_tools.importers.source_files import group_files, is_compressed, open_file, open_plain
 
 __all__ = ["LineTasks", "cut_lines", "cut_rows", "read_lines"]
 
@@ -32,19 +32,22 @@ class LineTasks:
     def read(self, task: SourceTask) -> Iterator[tuple[SourceFile, int, bytes]]:
         """(file, line number from 0, line without its end) of a task's lines."""
         for file in task.files:
-            first = self.first_lines.get((file.name, task.start), 0)
-            for number, line in enumerate(read_lines(file, task.start, task.stop), first):
-                yield file, number, line
+            yield from self.read_file(file, task)
+
+    def read_file(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[SourceFile, int, bytes]]:
+        """`read` of one file of the task."""
+        first = self.first_lines.get((file.name, task.start), 0)
+        for number, line in enumerate(read_lines(file, task.start, task.stop), first):
+            yield file, number, line
 
 
-def cut_lines(files: tuple[SourceFile, ...]) -> LineTasks:
-    """Cut files into tasks. Large files are read once to count their lines."""
+def cut_lines(files: tuple[SourceFile, ...], whole: Collection[str] = ()) -> LineTasks:
+    """Cut files into tasks, but not those of the names ``whole``. Large files are read once to count their lines."""
     tasks: list[SourceTask] = []
     first_lines: dict[tuple[str, int], int] = {}
     small: list[SourceFile] = []
     for file in files:
-        packed = file.name.lower().endswith((".gz", ".zst"))
-        if packed or file.size <= 2 * _RANGE_BYTES:
+        if file.name in whole or is_compressed(file) or file.size <= 2 * _RANGE_BYTES:
             small.append(file)
             continue
         tasks += group_files(small)
@@ -90,7 +93,7 @@ def cut_rows(file: SourceFile) -> tuple[tuple[int, int], ...]:
     Raises:
         SourceError: it cannot be read.
     """
-    if file.size <= 2 * _RANGE_BYTES or file.name.lower().endswith((".gz", ".tgz", ".zst")):
+    if file.size <= 2 * _RANGE_BYTES or is_compressed(file):
         return ()
     return tuple((start, max(0, line - 1)) for start, line in _borders(file, _is_plain))
 

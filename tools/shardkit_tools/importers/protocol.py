@@ -240,6 +240,7 @@ class ImportOptions:
         columns: fields that are taken, by the names that the source has; empty: all.
         drop: fields that are left out.
         rename: field of the source → name that it gets.
+        encoding: of CSV; "": UTF-8, or UTF-16 where the file begins with its mark.
     """
 
     field_types: Mapping[str, str] = field(default_factory=dict)
@@ -250,6 +251,7 @@ class ImportOptions:
     columns: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
+    encoding: str = ""
 
     def __post_init__(self) -> None:
         if self.per not in ("file", "line"):

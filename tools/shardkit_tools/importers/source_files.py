@@ -11,10 +11,11 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import lzma
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -29,12 +30,15 @@ __all__ = [
     "file_stem",
     "file_suffix",
     "group_files",
+    "is_compressed",
     "list_source",
     "open_file",
     "open_plain",
     "read_file",
 ]
 
+_PACKED = (".gz", ".zst", ".xz")
+_XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _WILDCARDS = frozenset("*?[")
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
@@ -72,11 +76,16 @@ class Source:
 
 
 def file_suffix(name: str) -> str:
-    """The last extension in lower case without its dot, or ""; that before it for ``.gz`` and ``.zst``."""
+    """The last extension in lower case without its dot, or ""; that before it where the file is compressed."""
     base = name.rsplit("/", 1)[-1].lower()
-    for packed in (".gz", ".zst"):
+    for packed in _PACKED:
         base = base.removesuffix(packed)
     return base.rpartition(".")[2] if "." in base[1:] else ""
+
+
+def is_compressed(file: SourceFile) -> bool:
+    """Whether `open_plain` decompresses a file."""
+    return file.name.lower().endswith((*_PACKED, ".tgz"))
 
 
 def file_stem(name: str) -> str:
@@ -174,16 +183,19 @@ def _read_local(file: SourceFile) -> bytes:
 
 
 def open_plain(file: SourceFile) -> BinaryIO:
-    """Open a file, decompressed on the way (and not seekable) if it ends in ``.gz``, ``.tgz`` or ``.zst``."""
+    """Open a file, decompressed on the way (and not seekable) if it ends in ``.gz``, ``.tgz``, ``.zst`` or ``.xz``."""
     stream = open_file(file)
-    if file.name.lower().endswith((".gz", ".tgz")):
-        return cast(
-            BinaryIO, io.BufferedReader(_Guarded(gzip.GzipFile(fileobj=stream), stream, file.path), 1 << 18)
-        )
+    if not is_compressed(file):
+        return stream
+    reader: gzip.GzipFile | zstandard.ZstdDecompressionReader | _XzReader
     if file.name.lower().endswith(".zst"):
-        reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-        return cast(BinaryIO, io.BufferedReader(_Guarded(reader, stream, file.path), 1 << 18))
-    return stream
+        frames = cast(BinaryIO, _WholeFrames(stream))
+        reader = zstandard.ZstdDecompressor().stream_reader(frames, read_across_frames=True)
+    elif file.name.lower().endswith(".xz"):
+        reader = _XzReader(stream)
+    else:
+        reader = gzip.GzipFile(fileobj=stream)
+    return cast(BinaryIO, io.BufferedReader(_Guarded(reader, stream, file.path), 1 << 18))
 
 
 def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
@@ -206,7 +218,10 @@ class _Guarded(io.RawIOBase):
     """A decompressor whose errors name the file."""
 
     def __init__(
-        self, inner: gzip.GzipFile | zstandard.ZstdDecompressionReader, packed: BinaryIO, path: str
+        self,
+        inner: gzip.GzipFile | zstandard.ZstdDecompressionReader | _XzReader,
+        packed: BinaryIO,
+        path: str,
     ) -> None:
         self._inner = inner
         self._packed = packed
@@ -218,7 +233,7 @@ class _Guarded(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:
             data = self._inner.read(len(buffer))
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError) as error:
             raise SourceError(
                 f"{self._path}: cannot be decompressed ({error}); fetch or write it again"
             ) from error
@@ -229,6 +244,96 @@ class _Guarded(io.RawIOBase):
         self._inner.close()
         self._packed.close()  # neither decompressor closes what it reads from
         super().close()
+
+
+class _WholeFrames:
+    """A file of zstd frames that must not end within one: the decompressor takes such an end for the text's.
+
+    Source: RFC 8878, sections 3.1.1 (frames and blocks) and 3.1.2 (skippable frames).
+    """
+
+    def __init__(self, packed: BinaryIO) -> None:
+        self._packed = packed
+        self._skip = 0  # bytes of the frame that tell nothing of its borders
+        self._checksum = 0
+        self._part = b""  # of the field that is read now
+        self._wanted = 4
+        self._read: Callable[[bytes], None] = self._magic
+
+    def read(self, size: int = -1) -> bytes:
+        """What the file has; raises EOFError where it ends too soon."""
+        data = self._packed.read(size)
+        if not data and size and (self._skip or self._part or self._read != self._magic):
+            raise EOFError("the file ends before its zstd frame does")
+        at = 0
+        while at < len(data):
+            passed = min(self._skip, len(data) - at)
+            self._skip, at = self._skip - passed, at + passed
+            more = data[at : at + self._wanted - len(self._part)] if not self._skip else b""
+            self._part, at = self._part + more, at + len(more)
+            if not self._skip and len(self._part) == self._wanted:
+                field, self._part = self._part, b""
+                self._read(field)
+        return data
+
+    def _expect(self, wanted: int, read: Callable[[bytes], None]) -> None:
+        self._wanted, self._read = wanted, read
+
+    def _magic(self, field: bytes) -> None:
+        is_skippable = int.from_bytes(field, "little") & ~0xF == 0x184D2A50
+        self._expect(4, self._skippable) if is_skippable else self._expect(1, self._header)
+
+    def _skippable(self, field: bytes) -> None:
+        self._skip = int.from_bytes(field, "little")
+        self._expect(4, self._magic)
+
+    def _header(self, field: bytes) -> None:
+        flags = field[0]
+        is_single = bool(flags & 0x20)
+        self._checksum = 4 if flags & 0x04 else 0
+        self._skip = (not is_single) + (0, 1, 2, 4)[flags & 3] + (int(is_single), 2, 4, 8)[flags >> 6]
+        self._expect(3, self._block)
+
+    def _block(self, field: bytes) -> None:
+        header = int.from_bytes(field, "little")
+        is_last, is_repeated = bool(header & 1), header >> 1 & 3 == 1
+        self._skip = 1 if is_repeated else header >> 3
+        if is_last:
+            self._skip += self._checksum
+            self._expect(4, self._magic)
+
+
+class _XzReader:
+    """xz streams one behind another, in bounded memory: `lzma.LZMAFile` takes what the file asks for."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        self._packed = packed
+        self._decoder = self._new()
+
+    def _new(self) -> lzma.LZMADecompressor:
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
+
+    def read(self, size: int) -> bytes:
+        """Up to so many bytes; none at the end."""
+        while True:
+            given = b""
+            if self._decoder.eof:
+                # zeros may stand between streams
+                given = (self._decoder.unused_data or self._packed.read(1 << 18)).lstrip(b"\0")
+                if given:
+                    self._decoder = self._new()
+                elif not (given := self._packed.read(1 << 18)):
+                    return b""
+                else:
+                    given = given.lstrip(b"\0")
+                    self._decoder = self._new()
+            elif self._decoder.needs_input and not (given := self._packed.read(1 << 18)):
+                raise EOFError("the file ends before its xz stream does")
+            if data := self._decoder.decompress(given, size):
+                return data
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
 
 def _by_name(file: SourceFile) -> str:

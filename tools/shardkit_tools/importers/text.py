@@ -16,9 +16,11 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source, group_files, read_file
+from shardkit_tools.importers.source_files import Source, group_files, is_compressed, open_plain, read_file
 
 __all__ = ["TextImporter", "open_text"]
+
+_MAX_TEXT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class TextImporter:
         if self.lines is None:
             for file in task.files:
                 try:
-                    sample = self._sample(file, read_file(file), file.path)
+                    sample = self._sample(file, _whole_text(file), file.path)
                 except SourceError as error:
                     yield SourceFailure(file.name, 0, error)
                     continue
@@ -83,6 +85,18 @@ class TextImporter:
             "classes": bool(self.layout.classes),
             **self.layout.describe(),
         }
+
+
+def _whole_text(file: SourceFile) -> bytes:
+    if not is_compressed(file):
+        return read_file(file)
+    with open_plain(file) as stream:
+        data = stream.read(_MAX_TEXT_BYTES)
+    if len(data) == _MAX_TEXT_BYTES:
+        raise SourceError(
+            f"{file.path}: {_MAX_TEXT_BYTES} bytes of text or more; read its lines with --per line"
+        )
+    return data
 
 
 def open_text(source: Source, options: ImportOptions) -> TextImporter:
