@@ -15,8 +15,8 @@ import shardkit_tools
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
 from shardkit.storage import Repository
-from shardkit_tools.building import build_run, engines, free_space, passes, reading, source_digests
-from shardkit_tools.building.free_space import fits_page_cache
+from shardkit_tools.building import build_run, engines, outcome, passes, reading, source_digests
+from shardkit_tools.building.outcome import fits_page_cache
 from shardkit_tools.importers import folder, numpy_rows, source_files
 from shardkit_tools.importers.protocol import SourceFile
 
@@ -59,7 +59,7 @@ SOURCES = {"arrays": arrays, "files": files}
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_space, "available_memory", lambda: 0)
+    monkeypatch.setattr(outcome, "available_memory", lambda: 0)
 
 
 @pytest.mark.parametrize("format", ["arrow", "tar"])

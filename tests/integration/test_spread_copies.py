@@ -16,9 +16,9 @@ from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
 from shardkit.errors import ConfigurationError
 from shardkit.storage import Repository
+from shardkit_tools.copies import copying, spread_checks, spread_copies
 from shardkit_tools.main import run
 from shardkit_tools.options import EngineName
-from shardkit_tools.spread_copies import copying, spread_checks, spread_copies
 
 
 class Elsewhere:

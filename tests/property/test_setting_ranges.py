@@ -26,7 +26,7 @@ from shardkit.repository.policy import Policy
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.control import Knob, parse_control
 from shardkit_tools.main import run as shardkit_command
-from shardkit_tools.simulation.quantities import (
+from shardkit_tools.simulation.cluster import (
     parse_bytes,
     parse_count,
     parse_duration,

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit_tools.benchmarks import suite
-from shardkit_tools.benchmarks.comparing import compare
-from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
+from shardkit_tools.benchmarks.results import Ratio, Result, compare, ratios_of
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Round, hold
 from shardkit_tools.main import run
 

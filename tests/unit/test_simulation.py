@@ -10,16 +10,29 @@ import pytest
 
 from shardkit.errors import ConfigurationError, NotFoundError
 from shardkit.plan import assign, make_plan
-from shardkit_tools.simulation.caching import Loads, count_requests, least_recently_used, through_cache
-from shardkit_tools.simulation.cluster import Cluster, Data, changed, load_cluster
-from shardkit_tools.simulation.demand import Groups, group_steps, rank_needs
-from shardkit_tools.simulation.faults import Draws, arrivals, recovery
+from shardkit_tools.simulation.cluster import (
+    Cluster,
+    Data,
+    changed,
+    load_cluster,
+    parse_count,
+    parse_duration,
+    parse_rate,
+)
+from shardkit_tools.simulation.demand import (
+    Groups,
+    Loads,
+    count_requests,
+    group_steps,
+    least_recently_used,
+    rank_needs,
+    through_cache,
+)
+from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery
 from shardkit_tools.simulation.fetching import Items, RankFlow
-from shardkit_tools.simulation.moves import Moves
 from shardkit_tools.simulation.populations import BlockMap, synthetic_population
-from shardkit_tools.simulation.quantities import parse_count, parse_duration, parse_rate
+from shardkit_tools.simulation.reading import choose_sample
 from shardkit_tools.simulation.run import costs, prepare, simulate_lanes
-from shardkit_tools.simulation.sampling import choose_sample
 from shardkit_tools.simulation.timing import (
     exposed_seconds,
     hierarchical_seconds,

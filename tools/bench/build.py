@@ -29,9 +29,9 @@ import xxhash
 
 import shardkit
 from shardkit.errors import RunError
-from shardkit_tools.benchmarks.building import build_round, make_blobs, make_tokens, write_limit
-from shardkit_tools.benchmarks.machine import machine_facts, versions
+from shardkit_tools.benchmarks.contests import build_round, make_blobs, make_tokens, write_limit
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Held, Round, hold, timed
+from shardkit_tools.benchmarks.suite import machine_facts, versions
 
 PEERS = {
     "mds": "MosaicML MDSWriter (no hash, order of the source)",

@@ -30,7 +30,7 @@ from bench.reading.contest import Entrant, first_batches, take_turns
 from bench.reading.figures import of, rates, spread
 from bench.reading.processes import Job, build_data
 from bench.reading.samples import IMAGES
-from shardkit_tools.benchmarks.machine import machine_facts, versions
+from shardkit_tools.benchmarks.suite import machine_facts, versions
 
 PHOTOGRAPHS = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),

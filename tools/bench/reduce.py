@@ -13,10 +13,10 @@ import json
 import statistics
 from pathlib import Path
 
-from shardkit_tools.benchmarks.machine import machine_facts
 from shardkit_tools.benchmarks.reducing import reduce_contest
 from shardkit_tools.benchmarks.results import Result, ratios_of
 from shardkit_tools.benchmarks.rounds import Held, hold
+from shardkit_tools.benchmarks.suite import machine_facts
 
 
 def table(held: Held) -> str:

@@ -7,20 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardkit.manifest import Manifest
+from shardkit_tools import console
 from shardkit_tools.building import BuildResult, Progress
-from shardkit_tools.console import (
-    bytes_text,
-    clean,
-    count_text,
-    duration_text,
-    print_facts,
-    print_heading,
-    print_line,
-    print_more,
-    print_table,
-    share_text,
-    short_id,
-)
+from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts
 
 __all__ = ["document", "print_result", "print_strata", "progress_text"]
@@ -92,7 +81,9 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
 def print_result(result: BuildResult, root: str, ref: str) -> None:
     """Print what a build did, or would do."""
     manifest = result.manifest
-    print_line(f"{root}@{ref}" if manifest else f"would build {root}@{ref}; nothing was written", "bold")
+    console.print_line(
+        f"{root}@{ref}" if manifest else f"would build {root}@{ref}; nothing was written", "bold"
+    )
     strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
     strata += f", {result.pooled} of them pooled: too rare for every shard" if result.pooled else ""
     rate = bytes_text(int(result.source_bytes / result.seconds)) if result.seconds else "–"
@@ -134,32 +125,32 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
         facts.append(
             ("reused", f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run")
         )
-    print_facts(facts)
+    console.print_facts(facts)
     for note in result.notes:
-        print_line(f"note: {clean(note)}", "yellow")
+        console.print_line(f"note: {clean(note)}", "yellow")
     if not manifest:
         print_strata(result.strata, result.rows)
     if result.skipped:
-        print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
+        console.print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
         for row in result.skipped[:5]:
-            print_line(f"  {clean(row.message)}")
+            console.print_line(f"  {clean(row.message)}")
         if result.skipped_file:
-            print_line(f"all of them: {result.skipped_file}")
+            console.print_line(f"all of them: {result.skipped_file}")
     if manifest:
-        print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+        console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
 
 
 def print_strata(strata: Mapping[str, int], rows: int) -> None:
     """The largest strata and their shares; nothing where there is only one."""
     if len(strata) < 2:
         return
-    print_heading("Strata")
+    console.print_heading("Strata")
     largest = sorted(strata.items(), key=lambda item: (-item[1], item[0]))
-    print_table(
+    console.print_table(
         ["*stratum", ">samples", ">share"],
         [(clean(name), count_text(n), share_text(n, rows)) for name, n in largest[:_STRATA_SHOWN]],
     )
-    print_more(len(largest) - _STRATA_SHOWN, "")
+    console.print_more(len(largest) - _STRATA_SHOWN, "")
 
 
 def _classes(counts: Mapping[str, int]) -> str:

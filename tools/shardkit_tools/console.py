@@ -1,8 +1,7 @@
 """How commands print: pages and tables for people on a terminal, plain lines elsewhere, one JSON document on demand.
 
 Terminal: ids are shortened, tables fit the window. Elsewhere: everything is whole, columns are separated by
-two spaces or more, so that `awk` and `grep` find what they look for. What comes out of a dataset (keys,
-class names, text) may hold control characters; they are shown escaped, never sent to the terminal.
+two spaces or more, so that `awk` and `grep` find what they look for.
 """
 
 from __future__ import annotations
@@ -11,56 +10,21 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.exit_codes import ExitCode
+from shardkit_tools.texts import clean, count_text, is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = [
-    "JsonFlag",
-    "LogHandler",
-    "StatusLine",
-    "bytes_text",
-    "clean",
-    "count_text",
-    "duration_text",
-    "is_terminal",
-    "long_work",
-    "new_file",
-    "present",
-    "print_facts",
-    "print_heading",
-    "print_json",
-    "print_line",
-    "print_more",
-    "print_table",
-    "pyplot",
-    "share_text",
-    "short_id",
-    "short_ids",
-]
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-_ID_DIGITS = 12
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-
-
-def is_terminal() -> bool:
-    """Whether a person looks at standard output (TTY_COMPATIBLE=1 says yes where it cannot be seen)."""
-    return _console().is_terminal
 
 
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -163,56 +127,6 @@ def print_more(left_out: int, where: str = " (--json lists all)") -> None:
         print_line(f"… and {count_text(left_out)} more{where}")
 
 
-def clean(text: str) -> str:
-    """Text on one line, with what is not printable as a backslash escape."""
-    return "".join(character if _is_printable(character) else _escaped(character) for character in text)
-
-
-def short_ids(text: str) -> str:
-    """Text with the digests in it shortened on a terminal."""
-    return _DIGEST.sub(lambda found: short_id(found[0]), text)
-
-
-def short_id(digest: str) -> str:
-    """A digest as people read it on a terminal; the whole elsewhere."""
-    kind, colon, digits = digest.partition(":")
-    return f"{kind}{colon}{digits[:_ID_DIGITS]}…" if is_terminal() and len(digits) > _ID_DIGITS else digest
-
-
-def bytes_text(size: int) -> str:
-    """A size with its unit: 812 bytes, 1.46 MiB, 12.3 GiB, 256 MiB."""
-    value, unit = float(size), 0
-    while value >= 1024 and unit + 1 < len(_UNITS):
-        value, unit = value / 1024, unit + 1
-    if not unit:
-        return f"{size} byte{'s' if size != 1 else ''}"
-    digits = f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
-    return f"{digits.removesuffix('.00').removesuffix('.0')} {_UNITS[unit]}"
-
-
-def count_text(count: int, noun: str = "", nouns: str = "") -> str:
-    """A number with its thousands set apart, and the noun in its number; ``nouns``: where s is not enough."""
-    if not noun:
-        return f"{count:,}"
-    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
-
-
-def duration_text(seconds: float) -> str:
-    """A time for people: 0.8 s, 42 s, 3:07 min, 5:20 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = int(seconds) // 60
-    return (
-        f"{minutes}:{int(seconds) % 60:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
-    )
-
-
-def share_text(part: int, whole: int) -> str:
-    """A share in per cent, with more digits where it is small."""
-    share = 100 * part / whole if whole else 0.0
-    return f"{share:.{1 if share >= 0.95 or not part else 2 if share >= 0.095 else 3}f} %"
-
-
 def pyplot(command: str) -> Any:
     """`matplotlib.pyplot`, for pictures in files.
 
@@ -289,11 +203,3 @@ def _console() -> Console:
 
 def _cells(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
-
-
-def _is_printable(character: str) -> bool:
-    return character.isprintable() and unicodedata.category(character) not in ("Cf", "Co")
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

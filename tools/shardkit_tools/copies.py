@@ -1,24 +1,50 @@
-"""What commands say about copies: the policy that comes with a version, how far it is met, what each location has."""
+"""Copies in commands: the policy, what each location has, and work on copies by threads of this process or an engine.
+
+On a cluster many small objects go into one task, so that handing a task over costs little beside the work. Where a
+machine does not see a location (a directory that it has not mounted), that is said: it never counts as missing copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from shardkit.copies.pacing import RateLimiter
+from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
-from shardkit.copies.replicate import Replication, encode_parity, replicate
-from shardkit.errors import UsageError
+from shardkit.copies.repair import CheckAll, CopyCheck
+from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, encode_parity, replicate
+from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.located_store import root_store
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.log import IDENTITY_NAME
+from shardkit.repository.object_access import CheckResult, check_object
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
-from shardkit_tools.console import bytes_text, clean, count_text, print_line, print_table
+from shardkit.stores.store import Store
+from shardkit_tools import console
+from shardkit_tools.building.engines import Engine, Report, open_engine
+from shardkit_tools.options import EngineName
+from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
 
-__all__ = ["begin_copies", "finish_copies", "print_copies", "print_lag", "print_locations"]
+__all__ = [
+    "Work",
+    "begin_copies",
+    "copying",
+    "finish_copies",
+    "print_copies",
+    "print_lag",
+    "print_locations",
+    "running",
+    "spread_checks",
+    "spread_copies",
+]
 
 
 def begin_copies(
@@ -78,13 +104,13 @@ def print_copies(root: str, lag: int | None) -> None:
     if lag is None:
         return
     if lag:
-        print_line(f"copies: {bytes_text(lag)} below policy; run: shardkit replicate {root}")
+        console.print_line(f"copies: {bytes_text(lag)} below policy; run: shardkit replicate {root}")
     else:
-        print_line("copies: the policy is met")
+        console.print_line("copies: the policy is met")
     repository = Repository.open(root, read_only=True)
     table = read_table(root_store(repository.store), repository.id)
     for name, hint in (unknown_strata(repository, table) if table else {}).items():
-        print_line(
+        console.print_line(
             f"critical stratum {name!r} is in no version; {hint}; to name another: shardkit place {root} "
             "--critical NAME=N",
             "yellow",
@@ -93,7 +119,7 @@ def print_copies(root: str, lag: int | None) -> None:
 
 def print_locations(done: Replication) -> None:
     """A table of locations, and what they said."""
-    print_table(
+    console.print_table(
         [
             "location",
             "domain",
@@ -122,19 +148,245 @@ def print_locations(done: Replication) -> None:
     )
     for one in done.locations:
         if one.problem:
-            print_line(f"{one.name}: {clean(one.problem)}", "yellow")
+            console.print_line(f"{one.name}: {clean(one.problem)}", "yellow")
 
 
 def print_lag(done: Replication, *, dry_run: bool = False) -> None:
     """The lag before and after."""
     if dry_run:
-        print_line(
+        console.print_line(
             f"lag: {bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies",
             "bold",
         )
         return
     state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
-    print_line(
+    console.print_line(
         f"lag: {bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after: {state}",
         "bold",
     )
+
+
+_LINE_EVERY_S = 30.0
+
+
+class Work:
+    """What a command hands to the library; made by `running`."""
+
+    def __init__(self, bandwidth: str | None, between: str | None) -> None:
+        self._status = console.StatusLine()
+        self._began = self._told = time.monotonic()
+        self.pace = RateLimiter(
+            parse_bandwidth(bandwidth) if bandwidth else None,
+            Hours.parse(between) if between else None,
+            waiting=self._waiting,
+        )
+
+    def report(self, objects: int, all_objects: int, done_bytes: int, all_bytes: int) -> None:
+        """Progress of copying: a line that is kept up to date on a terminal, one now and then elsewhere."""
+        passed = time.monotonic() - self._began
+        rate = f", {bytes_text(int(done_bytes / passed))}/s" if passed > 1 else ""
+        self._say(
+            f"copied {objects:,} of {count_text(all_objects, 'object')}, {bytes_text(done_bytes)} of "
+            f"{bytes_text(all_bytes)}{rate}"
+        )
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Progress of looking at copies, likewise."""
+        self._say(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
+
+    def clear(self) -> None:
+        """Take the line away."""
+        self._status.clear()
+
+    def _waiting(self, seconds: int) -> None:
+        self._say(f"waiting {duration_text(seconds)} for the hours of --between; Ctrl-C ends")
+
+    def _say(self, text: str) -> None:
+        self._status.show(text)
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - self._told >= _LINE_EVERY_S:
+            self._told = now
+            sys.stderr.write(f"{text}\n")
+
+
+@contextlib.contextmanager
+def running(bandwidth: str | None = None, between: str | None = None) -> Iterator[Work]:
+    """Work that can be seen and interrupted.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, and says how to go on.
+    """
+    work = Work(bandwidth, between)
+    try:
+        yield work
+    except KeyboardInterrupt:
+        work.pace.stop()
+        work.clear()
+        raise KeyboardInterrupt("interrupted; the same command goes on where it stood") from None
+    finally:
+        work.clear()
+
+
+_TASK_BYTES = 64 * 2**20
+_TASK_OBJECTS = 64
+_UNKNOWN_BYTES = 2**20
+
+
+class _Checks(NamedTuple):
+    first: int
+    checks: tuple[CopyCheck, ...]
+
+    def __str__(self) -> str:
+        return f"copies from {self.checks[0].name} on"
+
+
+class _Copies(NamedTuple):
+    tasks: tuple[tuple[int, CopyTask], ...]
+
+    def __str__(self) -> str:
+        return f"copies of {self.tasks[0][1].name} and {len(self.tasks) - 1} more"
+
+
+class _Locations:
+    """Which locations this machine sees."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}
+
+    def problem(self, store: Store) -> str:
+        """Why nothing can be said of a location from here; empty where it is seen."""
+        if store.url not in self._seen:
+            try:
+                found = store.head(IDENTITY_NAME)
+                self._seen[store.url] = "" if found is not None else "there is no repository"
+            except ShardkitError as error:
+                self._seen[store.url] = str(error)
+        why = self._seen[store.url]
+        return why and f"{store.url} is not seen from node {platform.node()}: {why}; mount it there"
+
+
+class CheckWorker:
+    """Looks at copies; see `building.engines.Worker`."""
+
+    def __init__(self) -> None:
+        self._locations = _Locations()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def work(self, item: _Checks, report: Report) -> tuple[int, list[CheckResult]]:
+        """What was found, in order, and the number of the first."""
+        found = []
+        for check in item.checks:
+            problem = self._locations.problem(check.store)
+            if problem:
+                found.append(CheckResult("unreadable", "list", got=problem))
+            else:
+                found.append(check_object(*check))
+            report(1, found[-1].num_bytes)
+        return item.first, found
+
+
+class CopyWorker:
+    """Makes copies; see `building.engines.Worker`."""
+
+    def __init__(self) -> None:
+        self._locations = _Locations()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def work(self, item: _Copies, report: Report) -> list[tuple[int, int | IntegrityError | StoreError]]:
+        """What came of each."""
+        return [(number, self._copy(task, report)) for number, task in item.tasks]
+
+    def _copy(self, task: CopyTask, report: Report) -> int | IntegrityError | StoreError:
+        for location in (task.target, *task.sources):
+            if problem := self._locations.problem(location.store):
+                return StoreError(problem)
+        outcome = copy_task(task, RateLimiter())
+        report(1, outcome if isinstance(outcome, int) else 0)
+        return outcome
+
+
+def spread_checks(engine: Engine | None) -> CheckAll | None:
+    """Looks at copies on an engine that has been entered; None without one."""
+    if engine is None:
+        return None
+
+    def check_all(checks: Sequence[CopyCheck]) -> Iterator[CheckResult]:
+        waiting: dict[int, list[CheckResult]] = {}
+        wanted = 0
+        for first, found in engine.run(CheckWorker, _check_tasks(checks), _ignore):
+            waiting[first] = found
+            while wanted in waiting:  # results come as they come; the caller wants them in order
+                ready = waiting.pop(wanted)
+                wanted += len(ready)
+                yield from ready
+
+    return check_all
+
+
+def spread_copies(engine: Engine | None) -> CopyAll | None:
+    """Makes copies on an engine that has been entered; None without one."""
+    if engine is None:
+        return None
+
+    def copy_all(
+        tasks: Iterable[tuple[int, CopyTask]],
+    ) -> Iterator[tuple[int, int | IntegrityError | StoreError]]:
+        for outcomes in engine.run(CopyWorker, _copy_tasks(tasks), _ignore):
+            yield from outcomes
+
+    return copy_all
+
+
+@contextlib.contextmanager
+def copying(
+    engine: EngineName, address: str | None, jobs: int | None, bandwidth: str | None, between: str | None
+) -> Iterator[tuple[Work, Engine | None]]:
+    """Work on copies that can be seen and interrupted, and the engine for it; None where threads of this process do it.
+
+    Raises:
+        ConfigurationError: a rate or hours were given, which hold for the threads of one process; or an address
+            without Ray.
+        KeyboardInterrupt: after Ctrl-C, and says how to go on.
+    """
+    with running(bandwidth, between) as work, contextlib.ExitStack() as stack:
+        opened = None
+        if engine is EngineName.LOCAL:
+            if address is not None:
+                open_engine("local", None, address)  # says what is wrong with it
+        elif bandwidth is not None or between is not None:
+            raise ConfigurationError(
+                "--bandwidth and --between hold for the threads of one machine; leave them out with --engine ray, or "
+                "use --engine local"
+            )
+        else:
+            opened = stack.enter_context(open_engine(engine.value, jobs, address))
+        yield work, opened
+
+
+def _check_tasks(checks: Sequence[CopyCheck]) -> Iterator[_Checks]:
+    first, size = 0, 0
+    for number, check in enumerate(checks):
+        size += _UNKNOWN_BYTES if check.size is None else check.size
+        if size >= _TASK_BYTES or number + 1 - first >= _TASK_OBJECTS or number + 1 == len(checks):
+            yield _Checks(first, tuple(checks[first : number + 1]))
+            first, size = number + 1, 0
+
+
+def _copy_tasks(tasks: Iterable[tuple[int, CopyTask]]) -> Iterator[_Copies]:
+    group: list[tuple[int, CopyTask]] = []
+    for task in tasks:
+        group.append(task)
+        # Sizes are not known here: a copy of a shard is worth a task, metadata are many and small.
+        if len(group) == _TASK_OBJECTS or task[1].name.endswith((".tar", ".tar.zst", ".arrow", ".parity")):
+            yield _Copies(tuple(group))
+            group = []
+    if group:
+        yield _Copies(tuple(group))
+
+
+def _ignore(_rows: int, _size: int) -> None:
+    """Progress is told by the one who asks, copy by copy."""

@@ -7,15 +7,8 @@ from typing import Any
 from shardkit.audit import resolve_samples, sample_lineage, version_lineage
 from shardkit.dataset import Dataset
 from shardkit.errors import NotFoundError
-from shardkit_tools.console import (
-    bytes_text,
-    clean,
-    count_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-)
+from shardkit_tools import console
+from shardkit_tools.texts import bytes_text, clean, count_text
 from shardkit_tools.versions import time_text
 
 __all__ = ["show_lineage"]
@@ -39,13 +32,13 @@ def show_lineage(dataset: Dataset, sample: str | None, *, as_json: bool) -> None
     else:
         document = sample_lineage(dataset, int(sample) if sample.isdecimal() else _number(dataset, sample))
     if as_json:
-        print_json(document)
+        console.print_json(document)
         return
     if sample is not None:
         _print_sample(document)
         document = document["version"]
-    print_line()
-    print_line(f"version {document['id']}", "bold")
+    console.print_line()
+    console.print_line(f"version {document['id']}", "bold")
     for part in document["parts"]:
         _print_part(part)
 
@@ -59,7 +52,7 @@ def _number(dataset: Dataset, key: str) -> int:
 
 def _print_sample(document: dict[str, Any]) -> None:
     shard, source = document["shard"], document["source"]
-    print_line(f"sample {document['sample']}: {clean(document['key'])}", "bold")
+    console.print_line(f"sample {document['sample']}: {clean(document['key'])}", "bold")
     facts = [
         ("shard", shard["name"]),
         (
@@ -73,12 +66,12 @@ def _print_sample(document: dict[str, Any]) -> None:
         facts.append(("source", clean(f"{source['name']}, row {source['row']}")))
         if source["sha256"]:
             facts.append(("source file", f"sha256:{source['sha256']}"))
-    print_facts(facts)
+    console.print_facts(facts)
 
 
 def _print_part(part: dict[str, Any]) -> None:
     if part["name"]:
-        print_heading(f"Part {clean(part['name'])}: {part['id']}")
+        console.print_heading(f"Part {clean(part['name'])}: {part['id']}")
     commit, sources = part["commit"], part["sources"]
     facts = []
     if commit is not None:
@@ -102,15 +95,15 @@ def _print_part(part: dict[str, Any]) -> None:
             )
         )
     if facts:
-        print_facts(facts)
+        console.print_facts(facts)
     for file in (sources or {"files": ()})["files"][:_FILES_SHOWN]:
-        print_line(f"  {file['sha256']}  {bytes_text(file['size'])}  {clean(file['name'])}")
+        console.print_line(f"  {file['sha256']}  {bytes_text(file['size'])}  {clean(file['name'])}")
     if sources is not None and len(sources["files"]) > _FILES_SHOWN:
-        print_line(f"  … and {len(sources['files']) - _FILES_SHOWN} more (--json lists all)")
+        console.print_line(f"  … and {len(sources['files']) - _FILES_SHOWN} more (--json lists all)")
     for ancestor in part["ancestors"]:
         what = (
             "not in this repository any more"
             if "missing" in ancestor
             else count_text(ancestor["samples"], "sample")
         )
-        print_line(f"made from {ancestor['id']}: {what}")
+        console.print_line(f"made from {ancestor['id']}: {what}")

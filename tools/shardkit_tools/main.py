@@ -21,7 +21,7 @@ import typer
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.exit_codes import ExitCode, exit_code
-from shardkit_tools.console import LogHandler
+from shardkit_tools import console
 from shardkit_tools.help_pages import CommandPage, GroupPage
 
 __all__ = ["CHECKS", "COMMANDS", "make_app", "run"]
@@ -139,8 +139,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
     command = typed[0] if typed and typed[0] in known else None
     log = logging.getLogger("shardkit")
-    if not any(isinstance(one, LogHandler) for one in log.handlers):
-        log.addHandler(LogHandler())
+    if not any(isinstance(one, console.LogHandler) for one in log.handlers):
+        log.addHandler(console.LogHandler())
     try:
         # Without a command it is the page of all commands that is asked for; a wrong one is told those that there are.
         is_overview = command is None and (not given or given[0].startswith("-"))

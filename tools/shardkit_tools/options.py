@@ -17,6 +17,9 @@ _COPIES = functools.partial(typer.Option, rich_help_panel="Copies")
 _RUNNING = functools.partial(typer.Option, rich_help_panel="Running")
 
 
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
 class EngineName(StrEnum):
     """Who does the work."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
-from shardkit_tools.console import clean, short_id
+from shardkit_tools.texts import clean, short_id
 
 __all__ = [
     "NamedVersion",

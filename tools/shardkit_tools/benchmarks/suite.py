@@ -1,27 +1,29 @@
-"""All benchmarks of `shardkit bench`, one after the other, at one scale."""
+"""All benchmarks of `shardkit bench`, one after the other, at one scale; and on what machine they ran."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from shardkit.errors import ShardkitError, UsageError
-from shardkit_tools.benchmarks.building import build_contest
-from shardkit_tools.benchmarks.machine import machine_facts
-from shardkit_tools.benchmarks.planning import plan_contest
-from shardkit_tools.benchmarks.reading import read_contest
+from shardkit_tools.benchmarks.contests import build_contest, plan_contest, read_contest
 from shardkit_tools.benchmarks.reducing import reduce_contest
 from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
 from shardkit_tools.benchmarks.rounds import Contest, hold
 from shardkit_tools.benchmarks.workloads import WORKLOADS
 
-__all__ = ["PARTS", "SCALE", "measure"]
+__all__ = ["PARTS", "SCALE", "machine_facts", "measure", "versions"]
 
 PARTS = ("read", "build", "plan", "reduce")
 """Of the suite."""
@@ -131,3 +133,51 @@ def _scratch(given: str | None) -> tempfile.TemporaryDirectory[str]:
         raise UsageError(
             f"--scratch {given}: {error.strerror}; expected a folder on the disk to be measured"
         ) from None
+
+
+_PACKAGES = ("shardkit", "torch", "numpy", "pyarrow", "zstandard", "mosaicml-streaming", "litdata", "webdataset",
+             "datasets", "grain", "array-record", "pylance", "megatron-energon", "spdl", "ffcv", "torchvision",
+             "pillow")  # fmt: skip
+_PROGRAM = """
+import importlib.metadata as m, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def versions(python: str) -> dict[str, str]:
+    """Installed versions of what may be measured, in the environment of an interpreter.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: it is not a Python interpreter.
+    """
+    done = subprocess.run([python, "-c", _PROGRAM, *_PACKAGES], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": versions(sys.executable),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -29,9 +29,17 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
 from shardkit_tools.building.engines import Engine
-from shardkit_tools.building.free_space import check_space, fits_page_cache, least_bytes, space_needs
 from shardkit_tools.building.job import NO_FOLDER, Job, clear_temporaries, open_job
-from shardkit_tools.building.outcome import BuildResult, BuildSettings, ProgressCallback, ProgressMeter
+from shardkit_tools.building.outcome import (
+    BuildResult,
+    BuildSettings,
+    ProgressCallback,
+    ProgressMeter,
+    check_space,
+    fits_page_cache,
+    least_bytes,
+    space_needs,
+)
 from shardkit_tools.building.passes import BuildPlan, Passes
 from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows, finished_tasks
 from shardkit_tools.building.row_marks import first_of_equals

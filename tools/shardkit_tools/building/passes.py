@@ -1,24 +1,30 @@
-"""The passes of a build: work lists for an engine, results in the order of the source or of the shards."""
+"""The passes of a build: work lists for an engine, results in the order of the source or of the shards.
+
+A shard is journaled when it is durable.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.extents import changed_source, file_state
+from shardkit.dataset.extents import ExtentReader, changed_source, file_state
 from shardkit.dataset.row_table import AllRows, RowColumns, ShardRows, join_parts
 from shardkit.dataset.scratch import sized_run
-from shardkit.dataset.shard_writing import WrittenShard
+from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.shard_writing import WrittenShard, write_shard
 from shardkit.dataset.splits import split_of
 from shardkit.dataset.version_plan import VersionPlan
 from shardkit.dataset.version_settings import NewVersion
-from shardkit.errors import IntegrityError, SourceError
+from shardkit.errors import FormatError, IntegrityError, SourceError
+from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
-from shardkit_tools.building.engines import Engine, LocalEngine
-from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder
+from shardkit.stores.store import Descriptor
+from shardkit_tools.building.engines import Engine, LocalEngine, Report
+from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, write_record
 from shardkit_tools.building.outcome import BuildSettings, ProgressMeter
 from shardkit_tools.building.packing import (
     Documents,
@@ -30,10 +36,9 @@ from shardkit_tools.building.packing import (
 )
 from shardkit_tools.building.reading import ReadTask, ReadWorker, TaskFacts, TaskRows, finished_rows
 from shardkit_tools.building.row_marks import ITEMS
-from shardkit_tools.building.writing import WriteWorker, finished_shard
 from shardkit_tools.importers.protocol import Importer, SourceTask
 
-__all__ = ["SMALL_BYTES", "BuildPlan", "Passes"]
+__all__ = ["SMALL_BYTES", "BuildPlan", "Passes", "WriteWorker", "finished_shard"]
 
 SMALL_BYTES = 8 * 2**20
 """Below this a process costs more to start than it saves."""
@@ -245,3 +250,100 @@ def _check_watched(parts: Sequence[TaskFacts], tasks: Sequence[SourceTask]) -> N
                 now[file.path] = file_state(file.path)
             if now[file.path] != state:
                 raise changed_source(file.path)
+
+
+_MAX_RECORD_BYTES = 10_000
+
+
+class WriteWorker:
+    """Writes shards; one per process.
+
+    Args:
+        repository: where to.
+        version: schema, format and compression.
+        folder: the job directory.
+        parts: names of the scratch files, by number of the part.
+        files: number of a part whose payloads are in the source → paths of its task's files.
+        gather_bytes: of `write_shard`.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        version: NewVersion,
+        folder: JobFolder,
+        parts: Sequence[str],
+        files: Mapping[int, Sequence[str]],
+        gather_bytes: int,
+    ) -> None:
+        self._repository = repository
+        self._version = version
+        self._folder = folder
+        self._parts = folder.parts(parts)
+        self._extents = ExtentReader(files)
+        self._reader = ScratchReader(self._parts, version.schema.stored, self._extents)
+        self._gather_bytes = gather_bytes
+
+    def close(self) -> None:
+        """Close the files."""
+        self._parts.close()
+        self._extents.close()
+
+    def work(self, item: ShardRows, report: Report) -> WrittenShard:
+        """Write a shard and leave a record of it.
+
+        Raises:
+            StoreError: the store or the scratch disk fails.
+            IntegrityError: a scratch record changed.
+            SourceError: the source did.
+        """
+        written = write_shard(
+            self._repository,
+            self._reader,
+            item,
+            self._version,
+            gather_bytes=self._gather_bytes,
+            on_block=report,
+        )
+        record = {
+            "fingerprint": item.fingerprint(),
+            "shard": [written.shard.digest, written.shard.size, written.shard.extension],
+            "index": [written.index.digest, written.index.size, written.index.extension],
+            "largest_block": written.largest_block,
+            "raw_bytes": written.raw_bytes,
+        }
+        write_record(self._folder, _record_name(item), canonical_json.dumps(record))
+        return written
+
+
+def finished_shard(job: Job, repository: Repository, item: ShardRows) -> WrittenShard | None:
+    """The shard that an earlier, killed run wrote of the same rows; None where it has to be written."""
+    data = job.read(_record_name(item))
+    if data is None:
+        return None
+    try:
+        record = canonical_json.loads(data, _MAX_RECORD_BYTES)
+        shard, index = Descriptor(*record["shard"]), Descriptor(*record["index"])
+        if record["fingerprint"] != item.fingerprint():
+            return None
+        for descriptor in (shard, index):
+            found = repository.store.head(descriptor.name)
+            if found is None or found.size != descriptor.size:
+                return None
+        return WrittenShard(
+            number=item.number,
+            shard=shard,
+            index=index,
+            rows=len(item.ordinal),
+            block_rows=item.block_rows,
+            largest_block=int(record["largest_block"]),
+            raw_bytes=int(record["raw_bytes"]),
+            segment_stratum=item.segment_stratum,
+            segment_rows=item.segment_rows,
+        )
+    except (FormatError, KeyError, TypeError):
+        return None  # a record of another release
+
+
+def _record_name(item: ShardRows) -> str:
+    return f"shard-{item.number:08d}.done"

@@ -8,24 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from shardkit.errors import UsageError
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_tars
 from shardkit_tools.build_report import print_strata, progress_text
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    count_text,
-    duration_text,
-    long_work,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-)
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.protocol import parse_field_types
 from shardkit_tools.options import EngineName
+from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import moved_document, moved_facts
 
 __all__ = ["adopt"]
@@ -64,7 +54,7 @@ def adopt(
         Path | None, typer.Option("--scratch", metavar="FOLDER", help="Folder for the journal.")
     ] = None,
     dry_run: options.DryRunOption = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Index and hash WebDataset tars where they lie; nothing of them is copied.
 
@@ -82,11 +72,11 @@ def adopt(
     settings = options.settings_for(adopt_tars, locals() | {"tars": given})
     settings["field_types"] = parse_field_types(schema or [])
     begin_copies(root, location, {"copies": copies, "parity": parity, "mode": mode}, dry_run=dry_run)
-    with long_work() as status:
+    with console.long_work() as status:
         result = adopt_tars(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
     lag = None if dry_run else finish_copies(root)
     if as_json:
-        print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
+        console.print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
     else:
         _print(result, root, ref)
         print_copies(root, lag)
@@ -113,7 +103,9 @@ def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
 
 def _print(result: Adoption, root: str, ref: str) -> None:
     manifest = result.manifest
-    print_line(f"{root}@{ref}" if manifest else f"would adopt into {root}@{ref}; nothing was written", "bold")
+    console.print_line(
+        f"{root}@{ref}" if manifest else f"would adopt into {root}@{ref}; nothing was written", "bold"
+    )
     strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
     rate = bytes_text(int(result.read_bytes / result.seconds)) if result.seconds else "–"
     facts = [("id", manifest.id)] if manifest else []
@@ -128,9 +120,9 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     facts += moved_facts(result.moved)
     if result.reused:
         facts.append(("reused", f"{count_text(result.reused, 'tar')} of an interrupted run"))
-    print_facts(facts)
+    console.print_facts(facts)
     print_strata(result.strata, result.rows)
-    print_heading("What does not hold for adopted data")
-    print_facts([(promise.name, promise.text) for promise in result.promises], indent=2)
+    console.print_heading("What does not hold for adopted data")
+    console.print_facts([(promise.name, promise.text) for promise in result.promises], indent=2)
     if manifest:
-        print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+        console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")

@@ -34,23 +34,11 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.commands.verify import LevelName, parse_share
-from shardkit_tools.console import (
-    JsonFlag,
-    clean,
-    count_text,
-    long_work,
-    present,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_table,
-    short_id,
-)
 from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.row_lists import read_lines
+from shardkit_tools.texts import clean, count_text, short_id
 
 __all__ = ["group"]
 
@@ -150,7 +138,7 @@ def run_command(
             "--lock", metavar="FILE", help="State the digest of this lock file in the signed result."
         ),
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Check a run: ledger, every step against the plan, coverage, checkpoints, data.
 
@@ -158,7 +146,7 @@ def run_command(
     """
     signed = statement or run / _STATEMENT
     claim = _claim(signed, verify_key) if verify_key is not None else None
-    with long_work() as status:
+    with console.long_work() as status:
         result = audit_run(
             run,
             dataset=dataset,
@@ -173,7 +161,9 @@ def run_command(
     if sign is not None:
         _write(signed, sign_statement(make_statement(result, lock=lock), sign))
     written = [path for path, asked in ((html, html), (signed, sign)) if asked is not None]
-    present(as_json, lambda: _document(result), lambda: _print_audit(result, written), result.exit_code)
+    console.present(
+        as_json, lambda: _document(result), lambda: _print_audit(result, written), result.exit_code
+    )
 
 
 def _claim(signed: Path, key: Path) -> dict[str, Any]:
@@ -209,11 +199,11 @@ def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
     for severity, heading, style in groups:
         found = [one for one in result.findings if one.severity == severity]
         if found:
-            print_heading(f"{heading}: {len(found)}")
+            console.print_heading(f"{heading}: {len(found)}")
             _print_findings(found, style)
     if result.findings:
-        print_line()
-    print_line(f"{result.run}: {result.verdict}", "bold")
+        console.print_line()
+    console.print_line(f"{result.run}: {result.verdict}", "bold")
     facts = [
         (
             "steps",
@@ -248,9 +238,9 @@ def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
                 f"{seen['shards_seen']:,} of {count_text(seen['shards'], 'shard')} checked, level {seen['level']}",
             )
         )
-    print_facts(facts)
+    console.print_facts(facts)
     for path in written:
-        print_line(f"written: {path}")
+        console.print_line(f"written: {path}")
 
 
 def _coverage_text(one: Any) -> str:
@@ -263,10 +253,10 @@ def _coverage_text(one: Any) -> str:
 
 def _print_findings(found: list[Finding], style: str) -> None:
     for one in found[:_SHOWN]:
-        print_line(f"{one.kind}: {clean(one.subject)}", style)
-        print_line(f"  {clean(one.text)}")
+        console.print_line(f"{one.kind}: {clean(one.subject)}", style)
+        console.print_line(f"  {clean(one.text)}")
     if len(found) > _SHOWN:
-        print_line(f"  and {len(found) - _SHOWN} more (--json lists all)")
+        console.print_line(f"  and {len(found) - _SHOWN} more (--json lists all)")
 
 
 # ---- audit diff A B
@@ -276,7 +266,7 @@ def _print_findings(found: list[Finding], style: str) -> None:
 def diff_command(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Say at which step two runs diverge first, and why.
 
@@ -290,7 +280,7 @@ def diff_command(
         finding for record in (one, other) for finding in record.findings if finding.severity == "violated"
     ]
     sides = {"a": str(first), "b": str(second)}
-    present(
+    console.present(
         as_json,
         lambda: sides | asdict(result) | {"violated": [asdict(one) for one in troubles]},
         lambda: _print_comparison(first, second, result, troubles),
@@ -299,27 +289,29 @@ def diff_command(
 
 
 def _print_comparison(first: Path, second: Path, result: Comparison, troubles: list[Finding]) -> None:
-    print_facts(
+    console.print_facts(
         [
             ("A", f"{first}, {count_text(result.steps[0], 'step')}"),
             ("B", f"{second}, {count_text(result.steps[1], 'step')}"),
         ]
     )
     if result.diverges is None:
-        print_line(f"the same samples at all {count_text(result.compared, 'step')} that both have", "bold")
+        console.print_line(
+            f"the same samples at all {count_text(result.compared, 'step')} that both have", "bold"
+        )
     else:
-        print_line(f"they diverge at step {result.diverges}", "bold")
+        console.print_line(f"they diverge at step {result.diverges}", "bold")
     for reason in result.reasons:
-        print_line(f"  {clean(reason)}")
+        console.print_line(f"  {clean(reason)}")
     for name, only in (("A", "examples_a"), ("B", "examples_b")):
         for digest in result.manifests.get(only, ()):
-            print_line(f"  shard in {name} alone: {digest}")
+            console.print_line(f"  shard in {name} alone: {digest}")
     if result.cells:
-        print_heading(f"Step {result.diverges}")
+        console.print_heading(f"Step {result.diverges}")
         rows = [tuple(map(str, cell)) for cell in result.cells]
-        print_table([">lane", ">slot", ">sample of A", ">sample of B"], rows)
+        console.print_table([">lane", ">slot", ">sample of A", ">sample of B"], rows)
     if troubles:
-        print_heading(f"The records of these runs are not sound: {len(troubles)}")
+        console.print_heading(f"The records of these runs are not sound: {len(troubles)}")
         _print_findings(troubles, "red")
 
 
@@ -354,7 +346,7 @@ def trace_command(
     ] = None,
     dataset: DatasetOption = None,
     jobs: options.JobsOption = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Trace a sample, a step, or a list of samples that must not have been used.
 
@@ -370,7 +362,9 @@ def trace_command(
     plans = find_plans(record, dataset)
     violated = [one for one in record.findings if one.severity == "violated"]
     if violated and not as_json:
-        print_line(f"the record of this run is not sound ({violated[0].subject}: {violated[0].text})", "red")
+        console.print_line(
+            f"the record of this run is not sound ({violated[0].subject}: {violated[0].text})", "red"
+        )
     if not plans:
         raise NotFoundError(
             f"{run}: the plan cannot be made again: " + "; ".join(one.text for one in record.findings)[:500]
@@ -391,9 +385,9 @@ def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_js
     number = int(text) if text.isdecimal() else _number_of_key(plans, text)
     uses = uses_of(record, plans, number)
     if as_json:
-        print_json({"sample": number, "uses": [asdict(use) for use in uses]})
+        console.print_json({"sample": number, "uses": [asdict(use) for use in uses]})
         return
-    print_line(f"sample {number} was consumed {count_text(len(uses), 'time')}", "bold")
+    console.print_line(f"sample {number} was consumed {count_text(len(uses), 'time')}", "bold")
     _print_uses(uses)
 
 
@@ -412,7 +406,7 @@ def _print_uses(uses: list[Use]) -> None:
         for use in uses
     ]  # fmt: skip
     if rows:
-        print_table(
+        console.print_table(
             [">sample", ">epoch", ">step", ">lane", ">slot", ">ranks", "first checkpoint after", ""], rows
         )
 
@@ -420,10 +414,10 @@ def _print_uses(uses: list[Use]) -> None:
 def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json: bool) -> None:
     samples = samples_of_step(record, plans, step)
     if as_json:
-        print_json({"step": step, "samples": [asdict(one) for one in samples]})
+        console.print_json({"step": step, "samples": [asdict(one) for one in samples]})
         return
-    print_line(f"step {step}: {count_text(len(samples), 'sample')}", "bold")
-    print_table(
+    console.print_line(f"step {step}: {count_text(len(samples), 'sample')}", "bold")
+    console.print_table(
         [">lane", ">slot", ">sample", "key", "shard", ">row", ">block", "*source", ""],
         [_step_row(one) for one in samples],
     )
@@ -453,16 +447,16 @@ def _trace_list(
     if not samples:
         answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
     if as_json:
-        print_json(
+        console.print_json(
             {"listed": len(values), "field": taken, "absent": sorted(absent), "in_dataset": sorted(samples),
              "used": sorted(used), "answer": answer, "uses": [asdict(use) for use in uses]}
         )  # fmt: skip
     else:
-        print_facts(
+        console.print_facts(
             [("listed", f"{count_text(len(values), 'value')}, taken as {taken}"),
              ("not in the dataset", count_text(len(absent))),
              ("samples of the dataset", count_text(len(samples))), ("of these consumed", count_text(len(used)))]
         )  # fmt: skip
-        print_line(answer, "bold")
+        console.print_line(answer, "bold")
         _print_uses(uses)
     return ExitCode.NO if uses or not samples else ExitCode.DONE

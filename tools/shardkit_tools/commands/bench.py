@@ -13,18 +13,18 @@ import typer
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.stores.file_operations import explained
-from shardkit_tools.benchmarks.comparing import LEAST_ROUNDS, MOST_MARGIN, Comparison, Finding, compare
-from shardkit_tools.benchmarks.results import Ratio, Result, load_result
-from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
-from shardkit_tools.console import (
-    JsonFlag,
-    long_work,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_table,
+from shardkit_tools import console, options
+from shardkit_tools.benchmarks.results import (
+    LEAST_ROUNDS,
+    MOST_MARGIN,
+    Comparison,
+    Finding,
+    Ratio,
+    Result,
+    compare,
+    load_result,
 )
+from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
 
 __all__ = ["bench"]
 
@@ -62,7 +62,7 @@ def bench(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Record the result here.")] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Measure reading, building, planning and reducing here, as ratios to this machine's limits.
 
@@ -86,7 +86,7 @@ def bench(
             out.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     comparison = compare(result, recorded) if recorded is not None else None
     if as_json:
-        print_json(_document(result, comparison))
+        console.print_json(_document(result, comparison))
     elif comparison is not None:
         _print_comparison(comparison)
     else:
@@ -110,7 +110,7 @@ def _measured(
     share = scale if scale is not None else float(facts.get("scale", SCALE))
     if not math.isfinite(share) or not 0 < share <= 10:
         raise UsageError(f"--scale {share}: expected a share above 0, such as {SCALE}; 1 takes hours")
-    with long_work() as status:
+    with console.long_work() as status:
         return measure(
             parts,
             scale=share,
@@ -131,7 +131,7 @@ def _parts(text: str) -> list[str]:
 def _print_result(result: Result) -> None:
     by_name = {ratio.key: ratio for ratio in result.ratios}
     for contest in dict.fromkeys(ratio.contest for ratio in result.ratios):
-        print_heading(contest)
+        console.print_heading(contest)
         rows = []
         for ratio in result.ratios:
             if ratio.contest == contest and ratio.clock == "wall":
@@ -139,10 +139,10 @@ def _print_result(result: Result) -> None:
                 rows.append(
                     [ratio.of, _told(ratio), _told(by_cpu) if by_cpu else "–", f"{ratio.kind}: {ratio.to}"]
                 )
-        print_table(["", ">of it (range)", ">by CPU (range)", "*of what"], rows)
+        console.print_table(["", ">of it (range)", ">by CPU (range)", "*of what"], rows)
     _print_failures(result)
-    print_line()
-    print_facts(
+    console.print_line()
+    console.print_facts(
         [
             ("figures", "shardkit's rate over the other's in the same round; 1 is as fast, larger is better"),
             ("rounds", f"{result.facts['repeats']} of each, in turn, at scale {result.facts['scale']}"),
@@ -154,18 +154,18 @@ def _print_result(result: Result) -> None:
 
 def _print_failures(result: Result) -> None:
     if result.failures:
-        print_heading("Could not be measured")
+        console.print_heading("Could not be measured")
         for name, reason in result.failures.items():
-            print_line(f"{name}: {_first_line(reason)}")
+            console.print_line(f"{name}: {_first_line(reason)}")
 
 
 def _print_comparison(comparison: Comparison) -> None:
     for note in comparison.notes:
-        print_line(f"note: {note}")
+        console.print_line(f"note: {note}")
     compared = comparison.of("worse", "same", "better")
     if compared:
         order = {"worse": 0, "better": 1, "same": 2}
-        print_table(
+        console.print_table(
             ["", "ratio", ">recorded", ">now (range)", ">change", ">noise"],
             [
                 [f.verdict, f.name, _short(f.recorded), _told(f.now), f"{f.change:+.0%}", f"±{f.margin:.0%}"]
@@ -175,9 +175,9 @@ def _print_comparison(comparison: Comparison) -> None:
         )
     for verdict in ("failed", "other conditions"):
         for finding in comparison.of(verdict):
-            print_line(f"{verdict}: {finding.name}: {_first_line(finding.reason)}")
+            console.print_line(f"{verdict}: {finding.name}: {_first_line(finding.reason)}")
     if found := comparison.of("too noisy"):
-        print_line(
+        console.print_line(
             f"too noisy to tell: {len(found)} ratios whose recorded rounds are fewer than {LEAST_ROUNDS} or more than "
             f"{MOST_MARGIN:.0%} apart; "
             "record anew on a quieter machine"
@@ -187,9 +187,11 @@ def _print_comparison(comparison: Comparison) -> None:
         ("new", "measured, not recorded"),
     ):
         if found := comparison.of(verdict):
-            print_line(f"{meaning}: {len(found)} ratios ({found[0].name}{', …' if len(found) > 1 else ''})")
-    print_line()
-    print_line(_summary(comparison))
+            console.print_line(
+                f"{meaning}: {len(found)} ratios ({found[0].name}{', …' if len(found) > 1 else ''})"
+            )
+    console.print_line()
+    console.print_line(_summary(comparison))
 
 
 def _summary(comparison: Comparison) -> str:

@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from shardkit.errors import UsageError
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building import build as build_dataset
-from shardkit_tools.console import JsonFlag, long_work, print_json
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
 from shardkit_tools.options import EngineName, ShardFormat
@@ -163,7 +162,7 @@ def build(
     address: options.AddressOption = None,
     scratch: options.ScratchOption = None,
     dry_run: options.DryRunOption = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Build a version of a dataset from files.
 
@@ -190,11 +189,11 @@ def build(
     }
     policy = {"copies": copies, "critical": critical, "parity": parity, "mode": mode}
     begin_copies(root, location, policy, single_writer=single_writer, dry_run=dry_run)
-    with long_work() as status:
+    with console.long_work() as status:
         result = build_dataset(**settings, progress=lambda now: status.show(progress_text(now)))
     lag = None if dry_run else finish_copies(root)
     if as_json:
-        print_json(document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
+        console.print_json(document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
     else:
         print_result(result, root, ref)
         print_copies(root, lag)

@@ -16,18 +16,8 @@ import shardkit
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats.tar_members import sniff_extension
 from shardkit.stores.file_operations import explained
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    is_terminal,
-    new_file,
-    print_heading,
-    print_json,
-    print_line,
-)
+from shardkit_tools import console, options
+from shardkit_tools.texts import bytes_text, clean, count_text, is_terminal
 
 __all__ = ["cat"]
 
@@ -53,7 +43,7 @@ def cat(
             help="Write the field's bytes to this new file; arrays as NumPy if it ends in .npy.",
         ),
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Print one sample, verified on the way.
 
@@ -73,14 +63,16 @@ def cat(
     if as_json:
         names = [field] if field is not None else list(sample)
         document = {"sample": row, "key": dataset.key(row), "fields": {n: _plain(sample[n]) for n in names}}
-        print_json({**document, "source": dataset.source(row)})
+        console.print_json({**document, "source": dataset.source(row)})
         return
     if field is not None:
         _print_whole(sample[field])
         return
     source = dataset.source(row)
     came = f", from {clean(source[0])} row {source[1]}" if source is not None else ""
-    print_line(f"sample {row} of {count_text(len(dataset))}, key {clean(dataset.key(row))}{came}", "bold")
+    console.print_line(
+        f"sample {row} of {count_text(len(dataset))}, key {clean(dataset.key(row))}{came}", "bold"
+    )
     for name, value in sample.items():
         label = (
             dataset.classes[value] if name == "label" and dataset.classes and isinstance(value, int) else None
@@ -91,25 +83,25 @@ def cat(
 def _print_field(name: str, kind: str, value: Any, label: str | None) -> None:
     text = _as_text(value) if isinstance(value, bytes) else None
     if text is not None:
-        print_heading(f"{name}: {kind}, {bytes_text(len(value))}, UTF-8 text")
+        console.print_heading(f"{name}: {kind}, {bytes_text(len(value))}, UTF-8 text")
         _print_text(text)
     elif isinstance(value, bytes):
-        print_heading(f"{name}: {kind}, {bytes_text(len(value))}, {sniff_extension(value)}")
+        console.print_heading(f"{name}: {kind}, {bytes_text(len(value))}, {sniff_extension(value)}")
         _print_dump(value[:_DUMP_BYTES], len(value))
     elif isinstance(value, str):
-        print_heading(f"{name}: {kind}, {count_text(len(value), 'character')}")
+        console.print_heading(f"{name}: {kind}, {count_text(len(value), 'character')}")
         _print_text(value)
     elif isinstance(value, np.ndarray):
-        print_heading(f"{name}: {kind}, shape {list(value.shape)}{_range(value)}")
-        print_line(np.array2string(value, threshold=40, edgeitems=3, max_line_width=90, precision=6))
+        console.print_heading(f"{name}: {kind}, shape {list(value.shape)}{_range(value)}")
+        console.print_line(np.array2string(value, threshold=40, edgeitems=3, max_line_width=90, precision=6))
     elif isinstance(value, (dict, list)):
-        print_heading(f"{name}: {kind}")
+        console.print_heading(f"{name}: {kind}")
         _print_text(json.dumps(value, indent=2, ensure_ascii=False))
     elif value is None:
-        print_heading(f"{name}: {kind}, no value")
+        console.print_heading(f"{name}: {kind}, no value")
     else:
-        print_heading(f"{name}: {kind}")
-        print_line(f"{value} ({clean(label)})" if label is not None else str(value))
+        console.print_heading(f"{name}: {kind}")
+        console.print_line(f"{value} ({clean(label)})" if label is not None else str(value))
 
 
 def _as_text(data: bytes) -> str | None:
@@ -124,19 +116,19 @@ def _as_text(data: bytes) -> str | None:
 def _print_text(text: str) -> None:
     lines = text[:_TEXT_CHARACTERS].splitlines()[:_TEXT_LINES]
     for line in lines:
-        print_line(clean(line.expandtabs(4)))
+        console.print_line(clean(line.expandtabs(4)))
     shown = len("\n".join(lines))
     if shown + 1 < len(text):
-        print_line(f"… {count_text(len(text) - shown, 'character')} more", "dim")
+        console.print_line(f"… {count_text(len(text) - shown, 'character')} more", "dim")
 
 
 def _print_dump(data: bytes, size: int) -> None:
     for start in range(0, len(data), 16):
         part = data[start : start + 16]
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
-        print_line(f"{start:08x}  {part.hex(' '):<47}  {text}")
+        console.print_line(f"{start:08x}  {part.hex(' '):<47}  {text}")
     if size > len(data):
-        print_line(f"… {count_text(size - len(data), 'byte')} more", "dim")
+        console.print_line(f"… {count_text(size - len(data), 'byte')} more", "dim")
 
 
 def _print_whole(value: Any) -> None:
@@ -164,9 +156,9 @@ def _payload(value: Any, *, npy: bool = False) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with new_file(path) as stream, explained(f"write {path}", writing=True):
+    with console.new_file(path) as stream, explained(f"write {path}", writing=True):
         stream.write(data)
-    print_line(f"{path}: {bytes_text(len(data))}")
+    console.print_line(f"{path}: {bytes_text(len(data))}")
 
 
 def _plain(value: Any) -> Any:

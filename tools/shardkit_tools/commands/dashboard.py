@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardkit.errors import StoreError
-from shardkit_tools.console import print_line
+from shardkit_tools import console
 from shardkit_tools.observing.web import make_app, require_server
 
 __all__ = ["dashboard"]
@@ -45,8 +45,8 @@ def dashboard(
                 f"port {port} cannot be listened on: {error.strerror}; name another --port"
             ) from error
         address = f"http://{_HOST}:{listener.getsockname()[1]}/{token}/"
-        print_line(f"{run} is shown at {address}")
-        print_line("Ctrl-C ends it")
+        console.print_line(f"{run} is shown at {address}")
+        console.print_line("Ctrl-C ends it")
         if open_browser:
             typer.launch(address)
         config = uvicorn.Config(

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from shardkit.errors import UsageError
-from shardkit_tools.demonstration.chapters import tell
-from shardkit_tools.demonstration.narration import Narration
+from shardkit_tools.demonstration import Narration, tell
 
 __all__ = ["demo"]
 

@@ -12,20 +12,8 @@ from numpy.typing import NDArray
 
 import shardkit
 from shardkit.dataset import Dataset
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_more,
-    print_table,
-    share_text,
-    short_id,
-)
+from shardkit_tools import console, options
+from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
 from shardkit_tools.versions import parse_url, stratum_label
 
 __all__ = ["diff"]
@@ -39,7 +27,7 @@ def diff(
     all_strata: Annotated[
         bool, typer.Option("--all", help="Show every stratum, also those that did not change.")
     ] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Compare two versions: schema, samples, drift of strata, shards shared, added and removed.
 
@@ -48,18 +36,18 @@ def diff(
     second = _second(first, second)
     document = compare(shardkit.open(first), shardkit.open(second))
     if as_json:
-        print_json(
+        console.print_json(
             {"a": {"url": first, **document.pop("a")}, "b": {"url": second, **document.pop("b")}, **document}
         )
         return
-    print_facts(
+    console.print_facts(
         [
             ("A", f"{first}  {short_id(document['a']['id'])}"),
             ("B", f"{second}  {short_id(document['b']['id'])}"),
         ]
     )
     if document["a"]["id"] == document["b"]["id"]:
-        print_line("the same version: equal to the last byte")
+        console.print_line("the same version: equal to the last byte")
         return
     _print_samples(document)
     _print_schema(document)
@@ -156,7 +144,7 @@ def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 def _print_samples(document: Mapping[str, Any]) -> None:
     a, b, shards = document["a"], document["b"], document["shards"]
     change = b["samples"] - a["samples"]
-    print_heading("Samples and shards")
+    console.print_heading("Samples and shards")
     facts = [
         ("samples", f"{a['samples']:,} → {b['samples']:,} ({change:+,})"),
         ("size", f"{bytes_text(a['stored_bytes'])} → {bytes_text(b['stored_bytes'])}"),
@@ -166,7 +154,7 @@ def _print_samples(document: Mapping[str, Any]) -> None:
         ),
     ]
     facts += [(what, f"{a[what]} → {b[what]}") for what in ("format", "compression") if a[what] != b[what]]
-    print_facts(facts)
+    console.print_facts(facts)
 
 
 def _print_schema(document: Mapping[str, Any]) -> None:
@@ -176,9 +164,9 @@ def _print_schema(document: Mapping[str, Any]) -> None:
     lines += [f"~ {name}: {kinds['a']} → {kinds['b']}" for name, kinds in schema["changed"].items()]
     if not lines and not schema["same_order"]:
         lines = ["the same fields in another order"]
-    print_heading("Fields" if lines else "Fields: the same")
+    console.print_heading("Fields" if lines else "Fields: the same")
     for line in lines:
-        print_line(line)
+        console.print_line(line)
 
 
 def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
@@ -189,14 +177,14 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
         if all_strata
         else [row for row in document["strata"] if row["drift"] or row["a"] != row["b"]]
     )
-    print_heading(
+    console.print_heading(
         f"Strata: {100 * moved:.2f} % of the samples would have to change stratum to undo the drift"
     )
     if not rows:
-        print_line("all counts are the same")
+        console.print_line("all counts are the same")
         return
     shown = rows if all_strata else rows[:_STRATA_SHOWN]
-    print_table(
+    console.print_table(
         ["*stratum", ">A", ">B", ">share A", ">share B", ">drift in %"],
         [
             (
@@ -210,4 +198,4 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
             for row in shown
         ],
     )
-    print_more(len(rows) - len(shown), " (--all)")
+    console.print_more(len(rows) - len(shown), " (--all)")

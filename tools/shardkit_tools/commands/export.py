@@ -24,8 +24,9 @@ from shardkit.manifest import ADOPTED
 from shardkit.ranges import parse_size
 from shardkit.repository.inventory import side_objects
 from shardkit.storage import Repository, adopted_place, object_name, with_adopted
-from shardkit_tools.console import bytes_text, count_text, new_file, print_line
+from shardkit_tools import console
 from shardkit_tools.exporting import Form, export_samples
+from shardkit_tools.texts import bytes_text, count_text
 
 __all__ = ["export"]
 
@@ -98,7 +99,7 @@ def export(
     with contextlib.ExitStack() as stack:
         stream: TextIO = sys.stdout
         if out is not None:
-            stream = stack.enter_context(io.TextIOWrapper(new_file(out), encoding="utf-8"))
+            stream = stack.enter_context(io.TextIOWrapper(console.new_file(out), encoding="utf-8"))
         stream.writelines(f"{line}\n" for line in lines)
 
 
@@ -122,7 +123,7 @@ def _export_samples(
     written = export_samples(
         view, form, out, schema=schema, file_bytes=parse_size(file_size), replace=replace
     )
-    print_line(
+    console.print_line(
         f"{out}: {count_text(written.samples, 'sample')} in {count_text(written.files, 'file')}, "
         f"{bytes_text(written.nbytes)}"
     )

@@ -12,9 +12,9 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit_tools import options
-from shardkit_tools.console import JsonFlag, clean, count_text, present, print_line, print_table
+from shardkit_tools import console, options
 from shardkit_tools.row_lists import read_lines
+from shardkit_tools.texts import clean, count_text
 
 __all__ = ["find"]
 
@@ -40,7 +40,7 @@ def find(
     scan: Annotated[
         bool, typer.Option("--scan", help="Read all samples where there is no look-up of the field.")
     ] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Find samples by key, by the value of a field, or by the SHA-256 of its bytes.
 
@@ -60,7 +60,7 @@ def find(
         hit = set(matches.value.tolist())
         missing += [(name, value) for place, value in enumerate(values) if place not in hit]
     listed_missing = [{"field": name, "value": value} for name, value in missing]
-    present(
+    console.present(
         as_json,
         lambda: {"root": root, "found": found, "missing": listed_missing},
         lambda: _print(found, missing),
@@ -110,7 +110,7 @@ def _rows(dataset: Dataset, name: str, values: list[str], matches: Matches) -> l
 
 def _print(found: list[dict[str, Any]], missing: list[tuple[str, str]]) -> None:
     if found:
-        print_table(
+        console.print_table(
             [">sample", "key", "field", "*value", "*source"],
             [
                 (
@@ -124,8 +124,8 @@ def _print(found: list[dict[str, Any]], missing: list[tuple[str, str]]) -> None:
             ],
         )
     if missing:
-        print_line(f"not found: {count_text(len(missing), 'value')}")
+        console.print_line(f"not found: {count_text(len(missing), 'value')}")
         for name, value in missing[:_SHOWN_MISSING]:
-            print_line(f"  {name}={clean(value)}")
+            console.print_line(f"  {name}={clean(value)}")
         if len(missing) > _SHOWN_MISSING:
-            print_line(f"  … and {count_text(len(missing) - _SHOWN_MISSING)} more (--json lists all)")
+            console.print_line(f"  … and {count_text(len(missing) - _SHOWN_MISSING)} more (--json lists all)")

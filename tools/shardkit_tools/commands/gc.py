@@ -11,18 +11,9 @@ from shardkit.reading.located_store import root_store
 from shardkit.repository.policy import duration_text as short_duration
 from shardkit.repository.policy import parse_duration
 from shardkit.repository.repository import Repository
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    long_work,
-    print_facts,
-    print_json,
-    print_line,
-)
+from shardkit_tools.texts import bytes_text, clean, count_text
 from shardkit_tools.versions import parse_url
 
 __all__ = ["gc"]
@@ -43,7 +34,7 @@ def gc(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Finish a collection that was killed less than an hour ago.")
     ] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Find objects that no version needs, in all locations; with --delete take them away, in two rounds.
 
@@ -54,7 +45,7 @@ def gc(
 
     Example: shardkit gc data/cats --delete
     """
-    with long_work() as status:
+    with console.long_work() as status:
         repository, grace_s = Repository.open(parse_url(root)[0]), parse_duration(grace, "--grace")
         store = root_store(repository.store)
         builds = abandoned_jobs(store, grace_s)
@@ -69,36 +60,38 @@ def gc(
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
         )
     if as_json:
-        print_json(done.to_json() | {"abandoned_builds": builds})
+        console.print_json(done.to_json() | {"abandoned_builds": builds})
     else:
         _print(done, root, delete=delete, grace=grace)
         if builds:
             gone = "removed" if delete else "found"
-            print_line(
+            console.print_line(
                 f"{gone} the scratch of {count_text(len(builds), 'build')} that nobody went on with", "dim"
             )
 
 
 def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
     if done.finished:
-        print_line(f"finished {count_text(done.finished, 'collection')} that was cut short", "yellow")
+        console.print_line(f"finished {count_text(done.finished, 'collection')} that was cut short", "yellow")
     size = "" if delete else f", {bytes_text(done.garbage_bytes)} in the root"
-    print_line(
+    console.print_line(
         f"{root}: {count_text(done.live, 'object')} needed, {done.garbage:,} that nothing names{size}", "bold"
     )
     if not delete:
         due = f"{done.due:,} ({bytes_text(done.due_bytes)})"
-        print_facts(
+        console.print_facts(
             [("not marked yet", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("due", due)]
         )
         if done.garbage:
-            print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
+            console.print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
     else:
         gone = ", ".join(f"{name} {count:,}" for name, count in sorted(done.deleted.items())) or "none"
-        print_facts(
+        console.print_facts(
             [("marked now", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("deleted", gone)]
         )
         if done.marked or done.waiting:
-            print_line(f"what stays unneeded is deleted by a round {grace} after it was marked", "dim")
+            console.print_line(
+                f"what stays unneeded is deleted by a round {grace} after it was marked", "dim"
+            )
     for name, said in done.unreachable.items():
-        print_line(f"{name}: {clean(said)}; its garbage stays until the next round", "yellow")
+        console.print_line(f"{name}: {clean(said)}; its garbage stays until the next round", "yellow")

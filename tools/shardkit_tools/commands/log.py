@@ -9,7 +9,8 @@ import typer
 
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit_tools.console import JsonFlag, clean, print_json, print_line, print_table, short_id
+from shardkit_tools import console, options
+from shardkit_tools.texts import clean, short_id
 from shardkit_tools.versions import time_text
 
 __all__ = ["log"]
@@ -20,7 +21,7 @@ def log(
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, metavar="N", help="Show only the newest N.")
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """List the commits of a dataset, newest first, once their chain has been verified.
 
@@ -29,11 +30,11 @@ def log(
     document = list_commits(root)
     commits = document["commits"] = document["commits"][:limit]
     if as_json:
-        print_json(document)
+        console.print_json(document)
     elif not commits:
-        print_line(f"{root} has no commits yet; build a version: shardkit build SOURCE {root}")
+        console.print_line(f"{root} has no commits yet; build a version: shardkit build SOURCE {root}")
     else:
-        print_table(
+        console.print_table(
             [">commit", "time (UTC)", "*message", "*change"],
             [
                 (

@@ -8,16 +8,8 @@ import typer
 
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    print_json,
-    print_line,
-    print_table,
-    short_id,
-)
+from shardkit_tools import console, options
+from shardkit_tools.texts import bytes_text, clean, count_text, short_id
 from shardkit_tools.versions import load_root, named_versions, time_text
 
 __all__ = ["ls"]
@@ -25,7 +17,7 @@ __all__ = ["ls"]
 
 def ls(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A dataset's folder.")],
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """List the versions of a dataset: its refs and tags.
 
@@ -33,14 +25,14 @@ def ls(
     """
     document = list_versions(root)
     if as_json:
-        print_json(document)
+        console.print_json(document)
         return
     if not document["versions"]:
-        print_line(
+        console.print_line(
             f"{document['root']} has no versions yet; build one: shardkit build SOURCE {document['root']}"
         )
         return
-    print_table(
+    console.print_table(
         ["name", "kind", ">samples", ">size", ">shards", "committed (UTC)", "id"],
         [
             (

@@ -9,17 +9,8 @@ import typer
 
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import UsageError
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    clean,
-    count_text,
-    print_facts,
-    print_json,
-    print_line,
-    print_table,
-    short_id,
-)
+from shardkit_tools import console, options
+from shardkit_tools.texts import clean, count_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
 __all__ = ["merge"]
@@ -39,7 +30,7 @@ def merge(
     ref: options.RefOption = "main",
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Merge datasets of one schema into a version over their shards, where they lie.
 
@@ -67,7 +58,7 @@ def merge(
             {"name": name, "url": parts[name], "id": part, "samples": samples[name]}
             for name, part in manifest.parts
         ]
-        print_json(
+        console.print_json(
             {
                 "root": root,
                 "ref": ref,
@@ -79,12 +70,12 @@ def merge(
             }
         )
         return
-    print_line(
+    console.print_line(
         f"{root}@{ref}: {count_text(manifest.selected, 'sample')} of {count_text(len(parts), 'part')}; "
         f"{short_id(manifest.id)}" + ("" if moved.entry else "; it was there already")
     )
-    print_facts(moved_facts(moved.refs))
-    print_table(
+    console.print_facts(moved_facts(moved.refs))
+    console.print_table(
         ["part", ">samples", "id", "*lies at"],
         [
             (clean(name), count_text(samples[name]), short_id(part), clean(parts[name]))

@@ -14,18 +14,9 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.policy import duration_text as short_duration
 from shardkit.repository.policy import parse_duration
 from shardkit.repository.repository import Repository
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    count_text,
-    duration_text,
-    present,
-    print_facts,
-    print_line,
-)
-from shardkit_tools.copies import print_locations
-from shardkit_tools.spread_copies import running
+from shardkit_tools import console, options
+from shardkit_tools.copies import print_locations, running
+from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import parse_url
 
 __all__ = ["place"]
@@ -78,7 +69,7 @@ def place(
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
     dry_run: Annotated[bool, _RUNNING("--dry-run", help="Only say what would be done.")] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Say where copies of ROOT belong, and move them there.
 
@@ -119,7 +110,7 @@ def place(
             **({"message": message} if message else {}),
         }
         placing = undo(repository, **settings) if undone else place_root(repository, change, **settings)
-    present(as_json, placing.to_json, lambda: _print(placing, root, dry_run=dry_run))
+    console.present(as_json, placing.to_json, lambda: _print(placing, root, dry_run=dry_run))
 
 
 def _days(seconds: int) -> str:
@@ -129,7 +120,7 @@ def _days(seconds: int) -> str:
 def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
     table = placing.table
     if table is None:
-        print_line(f"{root} has no copies; add a location: --location NAME=URL --copies 2")
+        console.print_line(f"{root} has no copies; add a location: --location NAME=URL --copies 2")
         return
     said = (
         "would be committed"
@@ -138,30 +129,30 @@ def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
         if placing.committed
         else "holds"
     )
-    print_line(f"{root}: placement {table.n} {said}", "bold")
+    console.print_line(f"{root}: placement {table.n} {said}", "bold")
     policy = table.policy.to_table()
     policy["critical"] = ", ".join(f"{one.stratum}={one.copies}" for one in table.policy.critical) or "none"
-    print_facts([(name, str(value)) for name, value in policy.items()])
-    print_line()
+    console.print_facts([(name, str(value)) for name, value in policy.items()])
+    console.print_line()
     print_locations(placing.copies)
-    print_line()
+    console.print_line()
     drops = placing.drops
     if drops.objects:
-        print_line(
+        console.print_line(
             f"deleted {count_text(drops.objects, 'object')}, {bytes_text(drops.bytes)}, not needed where they were"
         )
     if drops.kept:
-        print_line(
+        console.print_line(
             f"kept {count_text(len(drops.kept), 'object')} that would be deleted: too few good copies elsewhere; "
             f"run: shardkit replicate {root}",
             "yellow",
         )
     for problem in drops.problems[:5]:
-        print_line(problem, "yellow")
+        console.print_line(problem, "yellow")
     left = placing.surplus - len(drops.kept)
     if left > 0:
         when = f"in {_days(placing.due_in_s)}" if placing.due_in_s else "now"
-        print_line(
+        console.print_line(
             f"{count_text(left, 'object')} not needed where they are, to be deleted {when} or later: "
             f"shardkit place {root}; to go back: --undo"
         )

@@ -12,18 +12,8 @@ import typer
 import shardkit
 from shardkit.errors import PlanError, UsageError
 from shardkit.plan import Plan
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    count_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_table,
-    pyplot,
-)
+from shardkit_tools import console, options
+from shardkit_tools.texts import bytes_text, count_text
 
 __all__ = ["plan"]
 
@@ -53,7 +43,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw lanes, strata and distances into this picture.")
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Show what a plan will do: balance, locality, memory, mixing and world sizes; no sample is read.
 
@@ -80,7 +70,7 @@ def plan(
     if plot is not None:
         _draw(made, plot)
     if as_json:
-        print_json(report)
+        console.print_json(report)
         return
     _print_report(report)
 
@@ -101,7 +91,7 @@ def _print_step(made: Plan, step: int, lane: int | None, as_json: bool) -> None:
     lanes = range(made.lanes) if lane is None else [lane]
     cells = {one: made.cell(step, one) for one in lanes}
     if as_json:
-        print_json({
+        console.print_json({
             "step": step,
             "plan": made.digest,
             "cells": [{"lane": one, "digest": made.cell_digest(step, one), "samples": cell[cell >= 0].tolist()}
@@ -110,7 +100,7 @@ def _print_step(made: Plan, step: int, lane: int | None, as_json: bool) -> None:
         return
     rows = [[str(one), made.cell_digest(step, one)[:12], " ".join(map(str, cell[cell >= 0]))]
             for one, cell in cells.items()]  # fmt: skip
-    print_table(["lane", "digest", "samples"], rows)
+    console.print_table(["lane", "digest", "samples"], rows)
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -133,30 +123,30 @@ def _print_report(report: dict[str, Any]) -> None:
         ("shards per lane", f"{report['shards_per_lane']['least']} to {report['shards_per_lane']['most']}"),
         ("working set", f"{working['blocks_per_lane']} blocks per lane at most" + _bytes(working["bytes_all_lanes"])),
     ]  # fmt: skip
-    print_facts(facts)
+    console.print_facts(facts)
     if report["few_lanes"]:
-        print_line(f"note: {report['few_lanes']}")
-    print_heading("Strata")
+        console.print_line(f"note: {report['few_lanes']}")
+    console.print_heading("Strata")
     shown = report["strata"][:_SHOWN]
     rows = [[s["name"], count_text(s["rows"]), f"{s['per_batch']:g}", f"{s['passes']:g}"] for s in shown]
-    print_table(["stratum", "rows", "per batch", "passes"], rows)
+    console.print_table(["stratum", "rows", "per batch", "passes"], rows)
     if len(report["strata"]) > len(shown):
-        print_line(f"and {len(report['strata']) - len(shown)} more")
-    print_heading("Nodes")
-    print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
+        console.print_line(f"and {len(report['strata']) - len(shown)} more")
+    console.print_heading("Nodes")
+    console.print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
         [str(n["nodes"]), f"{min(n['shards'])} to {max(n['shards'])}", f"{n['per_shard']:.3f}",
          bytes_text(max(n["bytes"])) if max(n["bytes"]) >= 0 else "unknown"] for n in report["nodes"]])  # fmt: skip
-    print_heading("Mixing")
-    print_table(["", "plan", "full shuffle"], [
+    console.print_heading("Mixing")
+    console.print_table(["", "plan", "full shuffle"], [
         [name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}"]
         for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
                           ("distance of neighbours, bits", "distance_bits"))])  # fmt: skip
-    print_heading("World sizes")
-    print_table(["ranks", "lanes of a rank", "busy"], [
+    console.print_heading("World sizes")
+    console.print_table(["ranks", "lanes of a rank", "busy"], [
         [str(w["ranks"]), str(-(-report["lanes"] // w["ranks"])), f"{w['efficiency']:.0%}"]
         for w in report["worlds"] if w["efficiency"] == 1 or w["ranks"] in _USUAL_WORLDS])  # fmt: skip
     worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
-    print_line(
+    console.print_line(
         f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: uneven"
     )
 
@@ -166,7 +156,7 @@ def _bytes(total: int) -> str:
 
 
 def _draw(made: Plan, path: Path) -> None:
-    plt = pyplot("plan")
+    plt = console.pyplot("plan")
     from shardkit.plan.report import stratum_counts
 
     steps = sorted({made.from_step + k * made.loop_steps // 200 for k in range(200)})

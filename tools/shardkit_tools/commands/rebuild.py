@@ -10,13 +10,13 @@ import typer
 
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.repository.repository import DEFAULT_REF
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building.rebuilding import label_again
 from shardkit_tools.building.rebuilding import rebuild as rebuild_version
 from shardkit_tools.commands.build import split_shares
-from shardkit_tools.console import JsonFlag, count_text, long_work, print_json, print_line, short_id
 from shardkit_tools.options import ShardFormat
+from shardkit_tools.texts import count_text, short_id
 from shardkit_tools.versions import parse_url
 
 __all__ = ["rebuild"]
@@ -49,7 +49,7 @@ def rebuild(
     jobs: options.JobsOption = None,
     scratch: options.ScratchOption = None,
     dry_run: options.DryRunOption = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Build a version again: what is not given stays as it is, samples and keys to the last byte.
 
@@ -70,13 +70,15 @@ def rebuild(
             root, about=about, lookup=lookup, ref=ref, message=message, author=author
         )
         if as_json:
-            print_json({"root": parse_url(root)[0], "id": manifest.id, "commit": entry.n if entry else None})
+            console.print_json(
+                {"root": parse_url(root)[0], "id": manifest.id, "commit": entry.n if entry else None}
+            )
         else:
             told = f"commit {entry.n}" if entry else "nothing has changed"
             samples = count_text(manifest.selected, "sample")
-            print_line(f"{root}: {samples} in the same shards, {told}; {short_id(manifest.id)}")
+            console.print_line(f"{root}: {samples} in the same shards, {told}; {short_id(manifest.id)}")
         return
-    with long_work() as status:
+    with console.long_work() as status:
         result = rebuild_version(
             root,
             to,
@@ -92,6 +94,6 @@ def rebuild(
     place = to or parse_url(root)[0]
     named = ref or (parse_url(root)[1] if to is None else DEFAULT_REF)
     if as_json:
-        print_json(document(result, place, named))
+        console.print_json(document(result, place, named))
     else:
         print_result(result, place, named)

@@ -9,18 +9,9 @@ import typer
 
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    count_text,
-    present,
-    print_facts,
-    print_heading,
-    print_line,
-    print_more,
-    print_table,
-)
+from shardkit_tools import console, options
 from shardkit_tools.observing.rehearsal import Rehearsal, rehearse_loss
+from shardkit_tools.texts import bytes_text, count_text
 
 __all__ = ["rehearse"]
 
@@ -45,7 +36,7 @@ def rehearse(
             help="A location of the dataset that is lost with all it holds.",
         ),
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Rehearse a loss: which lanes move, what is read again and from where, which steps are repeated, what is lost.
 
@@ -59,17 +50,19 @@ def rehearse(
     found = rehearse_loss(
         Path(run), nodes=kill_node or (), ranks=kill_rank or (), locations=kill_location or ()
     )
-    present(as_json, found.to_json, lambda: _print(found), ExitCode.NO if found.lost else ExitCode.DONE)
+    console.present(
+        as_json, found.to_json, lambda: _print(found), ExitCode.NO if found.lost else ExitCode.DONE
+    )
 
 
 def _print(found: Rehearsal) -> None:
     what = [*(f"node {node}" for node in found.nodes), *(f"rank {rank}" for rank in found.dead if not found.nodes),
             *(f"location {name}" for name in found.locations)]  # fmt: skip
-    print_line(f"If {', '.join(what)} died at step {count_text(found.step)}")
+    console.print_line(f"If {', '.join(what)} died at step {count_text(found.step)}")
     before, after = found.lanes_per_rank
     slower = f"a step takes {after / before:.2f} times as long at the same pace" if after else "the run stops"
     shards, size = found.read_again
-    print_facts([
+    console.print_facts([
         ("ranks left", f"{len(found.survivors)} of {len(found.survivors) + len(found.dead)}"),
         ("lanes that move", f"{len(found.moves)}; most on a rank {before} → {after}: {slower}"),
         ("steps repeated", "all: there is no checkpoint" if found.steps_repeated is None else
@@ -80,22 +73,22 @@ def _print(found: Rehearsal) -> None:
          else "none"),
     ])  # fmt: skip
     if found.sources:
-        print_heading("Read again from")
-        print_table(["location", ">shards", ">bytes"], [
+        console.print_heading("Read again from")
+        console.print_table(["location", ">shards", ">bytes"], [
             [name, count_text(count), bytes_text(num_bytes)] for name, (count, num_bytes) in found.sources.items()
         ])  # fmt: skip
     if found.moves:
-        print_heading("Lanes")
+        console.print_heading("Lanes")
         rows = [
             [str(lane), f"rank {old}", f"rank {new}"]
             for lane, (old, new) in list(found.moves.items())[:_LANES_SHOWN]
         ]
-        print_table([">lane", "from", "to"], rows)
-        print_more(len(found.moves) - _LANES_SHOWN, "; --json has all")
+        console.print_table([">lane", "from", "to"], rows)
+        console.print_more(len(found.moves) - _LANES_SHOWN, "; --json has all")
     if found.lost:
-        print_heading("Lost: no other location has")
+        console.print_heading("Lost: no other location has")
         for name in found.lost[:_LOST_SHOWN]:
-            print_line(f"  {name}")
-        print_line("run: shardkit replicate ROOT, while it is still there")
+            console.print_line(f"  {name}")
+        console.print_line("run: shardkit replicate ROOT, while it is still there")
     for note in found.notes:
-        print_line(f"note: {note}")
+        console.print_line(f"note: {note}")

@@ -12,20 +12,9 @@ from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.dataset.removing import Removal, erase, resume_erasures
 from shardkit.dataset.removing import remove as remove_samples
 from shardkit.errors import UsageError
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_table,
-    short_id,
-)
+from shardkit_tools import console, options
 from shardkit_tools.row_lists import read_lines, read_numbers
+from shardkit_tools.texts import bytes_text, clean, count_text, short_id
 from shardkit_tools.versions import parse_url
 
 __all__ = ["remove"]
@@ -56,7 +45,7 @@ def remove(
     resume: Annotated[
         bool, typer.Option("--resume", help="Finish an erasure that was interrupted; takes no samples.")
     ] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Remove samples: a version without them; with --erase their bytes, everywhere in ROOT.
 
@@ -71,9 +60,9 @@ def remove(
             raise UsageError("--resume finishes what was begun; it takes no samples")
         reports = resume_erasures(parse_url(root)[0])
         if as_json:
-            print_json([report.to_json() for report in reports])
+            console.print_json([report.to_json() for report in reports])
         elif not reports:
-            print_line("nothing to finish")
+            console.print_line("nothing to finish")
         for report in [] if as_json else reports:
             _print_report(report)
         return
@@ -85,13 +74,13 @@ def remove(
     if erase_bytes:
         report = erase(root, reason=reason, author=author, **given)
         if as_json:
-            print_json(report.to_json())
+            console.print_json(report.to_json())
         else:
             _print_report(report)
         return
     removal = remove_samples(root, reason=reason, author=author, **given)
     if as_json:
-        print_json(_document(removal))
+        console.print_json(_document(removal))
     else:
         _print_removal(removal, parse_url(root)[0])
 
@@ -118,19 +107,21 @@ def _document(removal: Removal) -> dict[str, Any]:
 
 
 def _print_removal(removal: Removal, root: str) -> None:
-    print_line(f"{root}: removed {count_text(removal.samples, 'sample')}, commit {removal.commit}", "bold")
-    print_table(
+    console.print_line(
+        f"{root}: removed {count_text(removal.samples, 'sample')}, commit {removal.commit}", "bold"
+    )
+    console.print_table(
         ["ref", ">samples less", "id"],
         [(name, count_text(gone), short_id(new)) for name, (new, gone) in removal.refs.items()],
     )
     if removal.still:
-        print_line(f"still in: {', '.join(map(clean, removal.still))}")
-    print_line("the bytes are still there: --erase removes them", "dim")
+        console.print_line(f"still in: {', '.join(map(clean, removal.still))}")
+    console.print_line("the bytes are still there: --erase removes them", "dim")
 
 
 def _print_report(report: ErasureReport) -> None:
-    print_line(f"erased {count_text(report.samples, 'sample')}: {clean(report.reason)}", "bold")
-    print_facts(
+    console.print_line(f"erased {count_text(report.samples, 'sample')}: {clean(report.reason)}", "bold")
+    console.print_facts(
         [
             ("rows", f"{count_text(report.rows)}, copies in other versions among them"),
             ("shards", f"{count_text(report.rewritten)} rewritten, {count_text(report.dropped)} left empty"),
@@ -141,8 +132,8 @@ def _print_report(report: ErasureReport) -> None:
         ]
     )
     if report.refs:
-        print_heading("Refs")
-        print_table(
+        console.print_heading("Refs")
+        console.print_table(
             ["ref", "id"],
             [
                 (name, short_id(new) if new else "dropped: no sample was left")
@@ -150,14 +141,14 @@ def _print_report(report: ErasureReport) -> None:
             ],
         )
     if report.tags:
-        print_heading("Withdrawn tags")
-        print_table(
+        console.print_heading("Withdrawn tags")
+        console.print_table(
             ["tag", "named", "which is now"],
             [
                 (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
                 for tag, old in report.tags.items()
             ],
         )
-    print_heading("Not reached")
+    console.print_heading("Not reached")
     for text in report.not_reached:
-        print_line(f"  {clean(text)}")
+        console.print_line(f"  {clean(text)}")

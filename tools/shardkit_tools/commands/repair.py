@@ -11,22 +11,10 @@ from shardkit.copies.records import Lost, Unchecked
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
 from shardkit.repository.location_table import LocationRecord
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    present,
-    print_facts,
-    print_heading,
-    print_line,
-    print_more,
-    print_table,
-    short_ids,
-)
+from shardkit_tools import console, options
+from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import EngineName
-from shardkit_tools.spread_copies import copying, spread_checks
+from shardkit_tools.texts import bytes_text, clean, count_text, short_ids
 from shardkit_tools.versions import parse_url
 
 __all__ = ["RepairLevel", "print_repair", "repair", "repair_document"]
@@ -69,7 +57,7 @@ def repair(
     jobs: options.ChecksOption = 4,
     engine: options.EngineOption = EngineName.LOCAL,
     address: options.AddressOption = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Heal a dataset: bad or missing objects come again from another location, else from parity.
 
@@ -92,7 +80,7 @@ def repair(
             check_all=spread_checks(spread),
             report=work.tell,
         )
-    present(as_json, lambda: repair_document(done), lambda: _print(done), done.exit_code)
+    console.present(as_json, lambda: repair_document(done), lambda: _print(done), done.exit_code)
 
 
 def repair_document(done: Repair) -> dict[str, Any]:
@@ -115,22 +103,22 @@ def repair_document(done: Repair) -> dict[str, Any]:
 def print_repair(done: Repair) -> None:
     """What was healed from where, and what could not be."""
     if done.healed:
-        print_heading(f"Healed: {count_text(len(done.healed), 'copy', 'copies')}")
-        print_table(
+        console.print_heading(f"Healed: {count_text(len(done.healed), 'copy', 'copies')}")
+        console.print_table(
             ["location", "was", "from", ">bytes", "*object"],
             [
                 (one.location, one.was, one.source, bytes_text(one.num_bytes), clean(one.name))
                 for one in done.healed[:_SHOWN]
             ],
         )
-        print_more(len(done.healed) - _SHOWN)
+        console.print_more(len(done.healed) - _SHOWN)
     if done.lost:
         rows = sum(one.rows for one in done.lost)
         samples = f", {count_text(rows, 'sample')}" if rows else ""
-        print_heading(f"Lost: {count_text(len(done.lost), 'object')}{samples}")
+        console.print_heading(f"Lost: {count_text(len(done.lost), 'object')}{samples}")
         for lost in done.lost[:_SHOWN]:
             _print_lost(lost)
-        print_more(len(done.lost) - _SHOWN)
+        console.print_more(len(done.lost) - _SHOWN)
     print_unchecked(done.unchecked)
 
 
@@ -138,7 +126,7 @@ def print_unchecked(unchecked: list[Unchecked]) -> None:
     """What nothing is known of; what is said of many copies is said once."""
     if not unchecked:
         return
-    print_heading("Could not check or heal")
+    console.print_heading("Could not check or heal")
     alike: dict[tuple[str, str], list[Unchecked]] = {}
     for one in unchecked:
         alike.setdefault((one.location, one.why.replace(one.name, "…") if one.name else one.why), []).append(
@@ -147,30 +135,32 @@ def print_unchecked(unchecked: list[Unchecked]) -> None:
     for group in list(alike.values())[:_SHOWN]:
         first, others = group[0], len(group) - 1
         name = clean(first.name) or "all of it"
-        print_line(f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow")
-        print_facts([("because", short_ids(clean(first.why)))], indent=2)
-    print_more(len(alike) - _SHOWN)
+        console.print_line(
+            f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow"
+        )
+        console.print_facts([("because", short_ids(clean(first.why)))], indent=2)
+    console.print_more(len(alike) - _SHOWN)
 
 
 def _print_lost(lost: Lost) -> None:
-    print_line(clean(lost.name), "red")
+    console.print_line(clean(lost.name), "red")
     facts = [("because", short_ids(clean(lost.why)))]
     if lost.rows:
         facts.append(("lost", count_text(lost.rows, "sample")))
     facts.append(
         ("do", "put a copy back from a backup, build the same source again, or: shardkit remove --rows …")
     )
-    print_facts(facts, indent=2)
+    console.print_facts(facts, indent=2)
 
 
 def _print(done: Repair) -> None:
     print_repair(done)
     if done.healed or done.lost or done.unchecked:
-        print_line()
-    print_line(f"{done.url}: {done.verdict} (level {done.level})", "bold")
+        console.print_line()
+    console.print_line(f"{done.url}: {done.verdict} (level {done.level})", "bold")
     encoded = f", encoded {count_text(done.encoded, 'parity set')}" if done.encoded else ""
     read = f", {bytes_text(done.read_bytes)} read" if done.read_bytes else ""
-    print_line(
+    console.print_line(
         f"looked at {count_text(done.copies, 'copy', 'copies')} for {count_text(len(done.versions), 'version')}{read}; "
         f"healed {len(done.healed):,}, lost {len(done.lost):,}{encoded}"
     )

@@ -10,12 +10,10 @@ import typer
 from shardkit.copies.replicate import Replication
 from shardkit.copies.replicate import replicate as replicate_root
 from shardkit.repository.repository import Repository
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
-from shardkit_tools.console import JsonFlag, present, print_line
-from shardkit_tools.copies import print_lag, print_locations
+from shardkit_tools.copies import copying, print_lag, print_locations, spread_checks, spread_copies
 from shardkit_tools.options import EngineName
-from shardkit_tools.spread_copies import copying, spread_checks, spread_copies
 from shardkit_tools.versions import parse_url
 
 __all__ = ["ReplicateLevel", "replicate"]
@@ -47,7 +45,7 @@ def replicate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is missing where.")] = False,
     engine: options.EngineOption = EngineName.LOCAL,
     address: options.AddressOption = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Copy what is missing or damaged in some location, until the policy is met.
 
@@ -72,17 +70,17 @@ def replicate(
             check_all=spread_checks(spread),
             report=work.report,
         )
-    present(as_json, done.to_json, lambda: _print(done, root, dry_run=dry_run), done.exit_code)
+    console.present(as_json, done.to_json, lambda: _print(done, root, dry_run=dry_run), done.exit_code)
 
 
 def _print(done: Replication, root: str, *, dry_run: bool) -> None:
     print_locations(done)
     print_lag(done, dry_run=dry_run)
     if done.healed:
-        print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
+        console.print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
     print_unchecked(done.unchecked)
     if done.lost:
-        print_line(
+        console.print_line(
             f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}", "red"
         )
-        print_line(f"run: shardkit repair {root}")
+        console.print_line(f"run: shardkit repair {root}")

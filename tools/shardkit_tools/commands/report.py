@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from shardkit.errors import StoreError
-from shardkit_tools.console import JsonFlag, bytes_text, print_json, print_line
+from shardkit_tools import console, options
 from shardkit_tools.observing.archive import collect, parse_since, write
+from shardkit_tools.texts import bytes_text
 
 __all__ = ["report"]
 
@@ -32,7 +33,7 @@ def report(
     stacks: Annotated[
         bool, typer.Option("--stacks/--no-stacks", help="Ask live ranks what their threads are doing.")
     ] = True,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Pack what explains the last hours of a run into one redacted archive.
 
@@ -55,7 +56,7 @@ def report(
         write(archive, sink, folder, now)
     size = target.stat().st_size
     if as_json:
-        print_json(
+        console.print_json(
             {
                 "archive": str(target),
                 "bytes": size,
@@ -63,6 +64,6 @@ def report(
             }
         )
         return
-    print_line(archive["README.txt"].decode().partition("\nDecisions")[0].rstrip())
-    print_line()
-    print_line(f"{target}  {bytes_text(size)}, {len(archive)} files")
+    console.print_line(archive["README.txt"].decode().partition("\nDecisions")[0].rstrip())
+    console.print_line()
+    console.print_line(f"{target}  {bytes_text(size)}, {len(archive)} files")

@@ -13,21 +13,11 @@ from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.policy import parse_duration
-from shardkit_tools import options
+from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    present,
-    print_heading,
-    print_line,
-    print_more,
-    print_table,
-)
+from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import EngineName
-from shardkit_tools.spread_copies import copying, spread_checks
+from shardkit_tools.texts import bytes_text, clean, count_text
 from shardkit_tools.versions import parse_url
 
 __all__ = ["ScrubLevel", "scrub"]
@@ -74,7 +64,7 @@ def scrub(
     jobs: options.ChecksOption = 4,
     engine: options.EngineOption = EngineName.LOCAL,
     address: options.AddressOption = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Look at every copy that the policy asks for, those first that nobody has looked at for longest.
 
@@ -102,7 +92,7 @@ def scrub(
             check_all=spread_checks(spread),
             report=work.tell,
         )
-    present(as_json, lambda: _document(done), lambda: _print(done, root), done.exit_code)
+    console.present(as_json, lambda: _document(done), lambda: _print(done, root), done.exit_code)
 
 
 def _document(done: Scrub) -> dict[str, Any]:
@@ -119,7 +109,7 @@ def _document(done: Scrub) -> dict[str, Any]:
 
 
 def _print(done: Scrub, root: str) -> None:
-    print_table(
+    console.print_table(
         ["location", ">copies", ">checked", ">by checksum", ">read", ">bad", "longest unlooked-at"],
         [
             (
@@ -136,21 +126,21 @@ def _print(done: Scrub, root: str) -> None:
     )
     bad = [(name, result, where) for where, one in done.locations.items() for name, result in one.bad.items()]
     if bad:
-        print_heading(f"Bad: {count_text(len(bad), 'copy', 'copies')}")
-        print_table(
+        console.print_heading(f"Bad: {count_text(len(bad), 'copy', 'copies')}")
+        console.print_table(
             ["location", "is", "*object"],
             [(where, result, clean(name)) for name, result, where in bad[:_SHOWN]],
         )
-        print_more(len(bad) - _SHOWN)
+        console.print_more(len(bad) - _SHOWN)
     for name, why in done.lost.items():
-        print_line(f"{clean(name)}: {clean(why)}", "red")
+        console.print_line(f"{clean(name)}: {clean(why)}", "red")
     if done.repair is not None:
         print_repair(done.repair)
     else:
         print_unchecked(done.unchecked)
     if bad or done.lost or done.unchecked:
-        print_line()
+        console.print_line()
     rest = f"; {count_text(done.remaining)} due copies were not reached in time" if done.remaining else ""
-    print_line(f"{done.url}: {done.verdict}{rest}", "bold")
+    console.print_line(f"{done.url}: {done.verdict}{rest}", "bold")
     if done.exit_code == ExitCode.DAMAGED and done.repair is None:
-        print_line(f"run: shardkit repair {root} --level attested")
+        console.print_line(f"run: shardkit repair {root} --level attested")

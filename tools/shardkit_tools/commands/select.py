@@ -15,17 +15,9 @@ from shardkit.dataset.ref_moves import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
-from shardkit_tools import options
-from shardkit_tools.console import (
-    JsonFlag,
-    count_text,
-    print_facts,
-    print_json,
-    print_line,
-    share_text,
-    short_id,
-)
+from shardkit_tools import console, options
 from shardkit_tools.row_lists import read_numbers
+from shardkit_tools.texts import count_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
 __all__ = ["select"]
@@ -49,7 +41,7 @@ def select(
     ] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Make a version that holds only some samples of another, over the same shards.
 
@@ -82,7 +74,7 @@ def select(
     said = message or (f"select {where}" if where is not None else "select by list")
     moved = move_refs(repository, {ref: manifest.id}, expected, message=said, author=author)
     if as_json:
-        print_json(
+        console.print_json(
             {
                 "root": parse_url(root)[0],
                 "ref": ref,
@@ -93,11 +85,11 @@ def select(
         )
         return
     share = share_text(manifest.selected, dataset.manifest.selected)
-    print_line(
+    console.print_line(
         f"{parse_url(root)[0]}@{ref}: {count_text(manifest.selected, 'sample')}, {share} of "
         f"{root}; {short_id(manifest.id)}" + ("" if moved.entry else "; it was there already")
     )
-    print_facts(moved_facts(moved.refs))
+    console.print_facts(moved_facts(moved.refs))
 
 
 def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardkit.reading.cache.serving import CacheServer, parse_bind
-from shardkit_tools.console import print_line
+from shardkit_tools import console
 
 __all__ = ["serve"]
 
@@ -36,6 +36,6 @@ def serve(
     Example: shardkit serve /var/tmp/shardkit --bind 10.0.0.5:8450
     """
     server = CacheServer(cache, parse_bind(bind), most_connections=connections)
-    print_line(f"serving the blocks of {server.path} at {server.url}; Ctrl-C ends it")
+    console.print_line(f"serving the blocks of {server.path} at {server.url}; Ctrl-C ends it")
     with contextlib.closing(server):
         server.serve()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import platform
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,24 +19,11 @@ from shardkit.errors import UsageError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_more,
-    print_table,
-    share_text,
-    short_id,
-)
-from shardkit_tools.environment import show_environment
+from shardkit_tools import console, options
+from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
 from shardkit_tools.versions import load_root, named_versions, parse_url, stratum_label, time_text
 
-__all__ = ["show"]
+__all__ = ["show", "show_environment"]
 
 _STRATA_SHOWN = 25
 _TERMS_SHOWN = ("licence", "source", "contact")
@@ -60,7 +51,7 @@ def show(
             "--sample", metavar="N|KEY", help="Show where one sample comes from, down to file and row."
         ),
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Show a version: schema, strata, shards, splits and how it was built.
 
@@ -82,17 +73,19 @@ def show(
     path, ref = parse_url(root)
     document = describe(dataset, path, ref)
     if as_json:
-        print_json(document)
+        console.print_json(document)
         return
     _print_facts(document)
-    print_heading("Fields")
-    print_table(["field", "type"], list(document["schema"].items()))
+    console.print_heading("Fields")
+    console.print_table(["field", "type"], list(document["schema"].items()))
     _print_strata(document, all_strata)
     _print_splits(document)
     _print_about(document)
     if document["build"]:
-        print_heading("Built with")
-        print_facts([(name, _setting(name, value)) for name, value in sorted(document["build"].items())])
+        console.print_heading("Built with")
+        console.print_facts(
+            [(name, _setting(name, value)) for name, value in sorted(document["build"].items())]
+        )
 
 
 def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
@@ -195,7 +188,7 @@ def _print_facts(document: Mapping[str, Any]) -> None:
     largest = bytes_text(shards["largest_block_bytes"])
     rows = _range(shards["block_rows_least"], shards["block_rows_most"])
     compression = document["compression"].replace(":", " level ")
-    print_line(f"{document['root']}@{document['ref']}", "bold")
+    console.print_line(f"{document['root']}@{document['ref']}", "bold")
     facts = [
         ("id", document["id"]),
         ("samples", samples),
@@ -217,21 +210,21 @@ def _print_facts(document: Mapping[str, Any]) -> None:
     if document["lookups"]:
         held = [f"{lookup['field']} ({bytes_text(lookup['bytes'])})" for lookup in document["lookups"]]
         facts.append(("found by", ", ".join(held)))
-    print_facts(facts)
+    console.print_facts(facts)
 
 
 def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
     strata = document["strata"]
     axes = " and ".join(document["axes"])
     if not axes:
-        print_heading("Not stratified: every batch is drawn from all samples alike")
+        console.print_heading("Not stratified: every batch is drawn from all samples alike")
         return
-    print_heading(f"{count_text(len(strata))} strata by {axes}")
+    console.print_heading(f"{count_text(len(strata))} strata by {axes}")
     if len(strata) > _STRATA_SHOWN and not all_strata:
         shown = sorted(strata, key=lambda stratum: (-stratum["samples"], stratum["name"]))[:_STRATA_SHOWN]
     else:
         shown = sorted(strata, key=lambda stratum: [_natural(value) for value in stratum["values"]])
-    print_table(
+    console.print_table(
         ["*stratum", ">samples", ">share", ""],
         [
             (
@@ -243,13 +236,13 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
             for stratum in shown
         ],
     )
-    print_more(len(strata) - len(shown), " (--all)")
+    console.print_more(len(strata) - len(shown), " (--all)")
 
 
 def _print_splits(document: Mapping[str, Any]) -> None:
     if document["splits"]:
-        print_heading("Other versions of the same rows")
-        print_table(
+        console.print_heading("Other versions of the same rows")
+        console.print_table(
             ["name", ">samples", ">share", "id"],
             [
                 (
@@ -267,11 +260,11 @@ def _print_about(document: Mapping[str, Any]) -> None:
     about = dict(document["about"])
     strata = about.pop("stratum", {})
     if about:
-        print_heading("About")
-        print_facts([(name, clean(text)) for name, text in about.items()])
+        console.print_heading("About")
+        console.print_facts([(name, clean(text)) for name, text in about.items()])
     if strata:
-        print_heading("About strata")
-        print_table(
+        console.print_heading("About strata")
+        console.print_table(
             ["*stratum", "*licence", "*source", "*contact"],
             [
                 tuple(clean(text) for text in (name, *(terms.get(key, "") for key in _TERMS_SHOWN)))
@@ -301,3 +294,61 @@ def _setting(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return bytes_text(value) if name.endswith("_size") and isinstance(value, int) else clean(str(value))
+
+
+_COMPILED = {
+    "shardkit.formats.span_digests": "digests of several blocks at once; hashlib and xxhash do it one by one",
+    "shardkit.loader.block_rows": "reading, hashing and gathering in one call; numpy takes up to twice as long",
+}
+_GET = "install a C compiler (apt install gcc), then: pip install --force-reinstall --no-binary shardkit shardkit"
+_EXTRA = re.compile(r"([A-Za-z0-9._-]+)[^;]*;.*extra\s*==\s*['\"](\w+)['\"]")
+_OWN = ("dev", "docs")
+
+
+def show_environment(*, as_json: bool) -> None:
+    """Print which fast modules and optional packages are missing, and how to get them."""
+    compiled = {name: _is_there(name) for name in _COMPILED}
+    extras = _extras()
+    versions = {"shardkit": importlib.metadata.version("shardkit"), "python": platform.python_version()}
+    missing = [name for name, is_there in compiled.items() if not is_there]
+    if as_json:
+        console.print_json(
+            {**versions, "compiled": compiled, "to_compile": _GET if missing else None, "extras": extras}
+        )
+        return
+    console.print_facts(list(versions.items()))
+    console.print_heading("Compiled modules")
+    console.print_facts(
+        [(name, "there" if compiled[name] else f"missing: {_COMPILED[name]}") for name in compiled]
+    )
+    if missing:
+        console.print_line(f"To get them: {_GET}")
+    console.print_heading("Extras")
+    for extra, packages in extras.items():
+        lacks = [name for name, version in packages.items() if version is None]
+        found = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
+        how = f'missing {", ".join(lacks)}; run: pip install "shardkit[{extra}]"' if lacks else ""
+        console.print_facts([(f"{extra:<10}", "; ".join(filter(None, [found, how])))])
+
+
+def _is_there(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _extras() -> dict[str, dict[str, str | None]]:
+    """Extra → package → version that is installed, as shardkit's own metadata lists them."""
+    found: dict[str, dict[str, str | None]] = {}
+    for text in importlib.metadata.requires("shardkit") or []:
+        match = _EXTRA.match(text)
+        if match is None or match[1] == "shardkit" or match[2] in _OWN:
+            continue
+        try:
+            version: str | None = importlib.metadata.version(match[1])
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        found.setdefault(match[2], {})[match[1]] = version
+    return found

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from shardkit.errors import ConfigurationError
-from shardkit_tools.console import (
-    JsonFlag,
-    StatusLine,
-    bytes_text,
-    count_text,
-    duration_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_table,
-)
+from shardkit_tools import console, options
 from shardkit_tools.simulation.cluster import Cluster, changed, load_cluster
 from shardkit_tools.simulation.reading import Prepared
 from shardkit_tools.simulation.run import DEFAULT_BUDGET, prepare, simulate_lanes, simulate_shuffle
+from shardkit_tools.texts import bytes_text, count_text, duration_text
 
-__all__ = ["simulate"]
+__all__ = ["draw", "simulate"]
 
 _OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
 
@@ -63,7 +54,7 @@ def simulate(
         int, typer.Option(help="Rows an epoch that are drawn exactly; more takes longer and errs less.")
     ] = DEFAULT_BUDGET,
     plot: Annotated[Path | None, typer.Option(help="Draw egress, stall, step time and dollars.")] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Simulate training on a cluster that is not here: stall, egress, requests, dollars, joules, recovery.
 
@@ -88,12 +79,12 @@ def simulate(
     scenarios = _scenarios(described, wanted, sweep)
     results = _run(scenarios, budget, unit if compare else None)
     if plot is not None:
-        from shardkit_tools.simulation.drawing import draw
+        from shardkit_tools.commands.simulate import draw
 
         axis = sweep.partition("=")[0] or ("epoch" if len(results) == 1 else "scenario")
         draw(results, f"{axis}: {described.name}", plot)
     if as_json:
-        print_json({"cluster": _plain(described), "scenarios": results})
+        console.print_json({"cluster": _plain(described), "scenarios": results})
         return
     _print_head(described, results[0], unit)
     if sweep:
@@ -116,7 +107,7 @@ def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[
 
 
 def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: str | None) -> list[dict[str, Any]]:
-    status = StatusLine()
+    status = console.StatusLine()
     made: dict[tuple[Any, ...], Prepared] = {}
     results = []
     reads: Literal["sample", "block"] = "block" if unit == "block" else "sample"
@@ -156,7 +147,7 @@ def _print_head(cluster: Cluster, first: dict[str, Any], unit: str) -> None:
     ours, data = first["lanes"], cluster.data
     plan, sample, error = ours["plan"], ours["sample"], ours["error"]
     samples = count_text(ours["dataset"]["rows"], "sample")
-    print_facts([
+    console.print_facts([
         ("cluster", f"{cluster.name}: {count_text(cluster.nodes.nodes, 'node')} of {cluster.nodes.ranks} ranks"),
         ("samples", f"{samples}, {bytes_text(int(ours['dataset']['bytes']))} in "
                     f"{count_text(ours['dataset']['shards'], 'shard')}" + (f", {data.root}" if data.root else "")),
@@ -197,21 +188,21 @@ _NAMES = ("step", "stall per epoch", "egress", "requests", "cache hits", "cache 
 
 def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
     for epoch, title in _epochs(cluster.work.epochs):
-        print_heading(title)
+        console.print_heading(title)
         columns, cells = ["what"], [list(_NAMES)]
         for one in results:
             for way in ("lanes", "shuffle"):
                 if way in one:
                     columns.append(way if one is results[0] else f"{way}, {one['label']}")
                     cells.append(_rows(one[way], epoch))
-        print_table(
+        console.print_table(
             ["what", *(f">{column}" for column in columns[1:])],
             [list(row) for row in zip(*cells, strict=True)],
         )
     first = results[0]["lanes"]
     moves, lost = first["rebalancing"], first["recovery"]
-    print_heading("What went wrong, and what was done")
-    print_facts([
+    console.print_heading("What went wrong, and what was done")
+    console.print_facts([
         ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
                        f"{count_text(moves['lanes_to_other_nodes'], 'lane')} to other nodes: "
                        f"{_bytes(moves['bytes'])} read again")),
@@ -248,11 +239,11 @@ def _print_sweep(name: str, results: list[dict[str, Any]]) -> None:
                 cells = _rows(one[way], -1)
                 rows.append([one["label"], *cells[:5], cells[7], cells[9], cells[6]])
         if rows:
-            print_heading(f"{title}, last epoch")
-            print_table(columns, rows)
+            console.print_heading(f"{title}, last epoch")
+            console.print_table(columns, rows)
     worst = [one["lanes"]["error"]["egress"] for one in results]
-    print_line()
-    print_line(f"error of egress: ±{', '.join(_error(error) for error in worst)}")
+    console.print_line()
+    console.print_line(f"error of egress: ±{', '.join(_error(error) for error in worst)}")
 
 
 def _seconds(seconds: float) -> str:
@@ -270,3 +261,51 @@ def _joules(joules: float) -> str:
         if joules >= scale:
             return f"{joules / scale:.3g} {unit}"
     return f"{joules:.0f} J"
+
+
+_FIGURES = (
+    ("egress_bytes", "egress per epoch, TB", 1e12),
+    ("stall_s", "stall per epoch, s", 1.0),
+    ("step_s", "seconds per step", 1.0),
+    ("dollars", "dollars per epoch", 1.0),
+)
+_WAYS = (("lanes", "lanes, cache that knows the plan", "o-"), ("shuffle", "full shuffle, LRU", "s--"))
+
+
+def draw(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw the last epoch of each result against its label; or, of a single one, all its epochs.
+
+    Args:
+        results: each with ``label``, ``lanes`` and perhaps ``shuffle``.
+        title: of the picture.
+        path: where it goes; the ending says which format.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    plt = console.pyplot("simulate")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    for axis, (name, label, unit) in zip(axes.ravel(), _FIGURES, strict=True):
+        for way, legend, style in _WAYS:
+            places, values = _series(results, way, name)
+            if values:
+                axis.plot(places, [v / unit for v in values], style, label=legend)
+        axis.set(title=label, xlabel="epoch" if len(results) == 1 else title.partition(":")[0])
+        drawn = [v for line in axis.get_lines() for v in line.get_ydata() if v > 0]
+        if name == "step_s" and drawn and max(drawn) > 30 * min(drawn):
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _series(results: Sequence[dict[str, Any]], way: str, name: str) -> tuple[list[str], list[float]]:
+    if len(results) == 1:
+        epochs = results[0].get(way, {}).get("epochs", [])
+        return [str(i + 1) for i in range(len(epochs))], [float(one[name]) for one in epochs]
+    found = [(one["label"], float(one[way]["epochs"][-1][name])) for one in results if way in one]
+    return [label for label, _ in found], [value for _, value in found]

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from shardkit.repository.repository import Repository
-from shardkit_tools import options
-from shardkit_tools.console import JsonFlag, print_json, print_line
+from shardkit_tools import console, options
 from shardkit_tools.versions import parse_url
 
 __all__ = ["tag"]
@@ -24,7 +23,7 @@ def tag(
     ] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Give a version a name that can never be moved to another.
 
@@ -38,6 +37,8 @@ def tag(
     if not known:
         repository.commit({}, {name: manifest}, message=message or f"tag {name} for {wanted}", author=author)
     if as_json:
-        print_json({"root": path, "tag": name, "id": manifest, "created": not known})
+        console.print_json({"root": path, "tag": name, "id": manifest, "created": not known})
     else:
-        print_line(f"{path}@{name} {'was' if known else 'is'} {manifest}{' already' if known else ''}")
+        console.print_line(
+            f"{path}@{name} {'was' if known else 'is'} {manifest}{' already' if known else ''}"
+        )

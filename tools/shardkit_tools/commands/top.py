@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from shardkit_tools.console import JsonFlag, is_terminal, print_json, print_line, print_table
+from shardkit_tools import console, options
 from shardkit_tools.observing.run_view import view_run
 from shardkit_tools.observing.terminal import plain_page, terminal_page
+from shardkit_tools.texts import is_terminal
 
 __all__ = ["top"]
 
@@ -23,7 +24,7 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.2, help="Between two looks.")
     ] = 1.0,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Watch a run: what it waits for, every rank, what is unusual, what happened last. Ctrl-C ends it.
 
@@ -36,34 +37,34 @@ def top(
     """
     path = Path(run)
     if as_json:
-        print_json(view_run(path))
+        console.print_json(view_run(path))
         return
     if not once and is_terminal():
         _live(path, interval)
         return
     document = view_run(path)
     if is_terminal():
-        console = Console(highlight=False, markup=False, emoji=False)
-        console.print(terminal_page(document, console.width))
+        screen = Console(highlight=False, markup=False, emoji=False)
+        screen.print(terminal_page(document, screen.width))
         return
     for kind, content in plain_page(document):
         if kind == "line":
-            print_line(content)
+            console.print_line(content)
         else:
-            print_table(*content)
+            console.print_table(*content)
 
 
 def _live(path: Path, interval: float) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
+    screen = Console(highlight=False, markup=False, emoji=False)
     view_run(path)  # an error is told before the screen changes
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
             while True:
-                page = terminal_page(view_run(path), console.width, max(4, console.height - 16))
+                page = terminal_page(view_run(path), screen.width, max(4, screen.height - 16))
                 live.update(page, refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
-        console.print(
-            terminal_page(view_run(path), console.width)
+        screen.print(
+            terminal_page(view_run(path), screen.width)
         )  # what was seen last stays in the scroll-back
         raise

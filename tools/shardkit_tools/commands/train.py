@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardkit.errors import ConfigurationError
-from shardkit_tools.console import print_table
+from shardkit_tools import console
 
 __all__ = ["train"]
 
@@ -18,7 +18,7 @@ def _print_settings(asked: bool) -> None:
     from shardkit_trainer.configuration import Configuration
     from shardkit_trainer.typed_settings import describe
 
-    print_table(["setting", "default", "expected", "*meaning"], describe(Configuration))
+    console.print_table(["setting", "default", "expected", "*meaning"], describe(Configuration))
     raise typer.Exit
 
 

@@ -10,18 +10,9 @@ import typer
 
 from shardkit.errors import MissingDependency, RunError
 from shardkit.ranges import parse_size
-from shardkit_tools.console import (
-    JsonFlag,
-    StatusLine,
-    bytes_text,
-    duration_text,
-    print_facts,
-    print_heading,
-    print_json,
-    print_line,
-    print_table,
-)
-from shardkit_tools.simulation.quantities import parse_duration
+from shardkit_tools import console, options
+from shardkit_tools.simulation.cluster import parse_duration
+from shardkit_tools.texts import bytes_text, duration_text
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
 from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
 
@@ -51,7 +42,7 @@ def tune(
         Path | None,
         typer.Option(metavar="FILE", help="Write the settings into this configuration; comments stay."),
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Measure this machine in under a minute and propose settings, each with the measurement behind it.
 
@@ -60,7 +51,7 @@ def tune(
 
     Example: shardkit tune data/cats --gradient 500MB --cell 35ms --apply train.toml
     """
-    begun, status, share = time.perf_counter(), StatusLine(), _QUICK if quick else 1.0
+    begun, status, share = time.perf_counter(), console.StatusLine(), _QUICK if quick else 1.0
     needs_bytes = parse_size(size)
     cell_s, gradient_bytes = parse_duration(cell), parse_size(gradient)
 
@@ -82,16 +73,16 @@ def tune(
         written = apply_to(apply, proposals)
     seconds = time.perf_counter() - begun
     if as_json:
-        print_json(_document(machine, ranges, reducing, proposals, seconds))
+        console.print_json(_document(machine, ranges, reducing, proposals, seconds))
         return
     _print(machine, ranges, reducing, proposals, missing)
     if apply is not None:
-        print_line()
-        print_line(
+        console.print_line()
+        console.print_line(
             f"{apply}: {', '.join(written)}; the settings of builds and loaders are in its last comment"
         )
-    print_line()
-    print_line(f"measured in {duration_text(seconds)}")
+    console.print_line()
+    console.print_line(f"measured in {duration_text(seconds)}")
 
 
 def _reducing(ranks: int, tell: Any) -> tuple[Reducing | None, str]:
@@ -155,9 +146,9 @@ def _print(
         facts.append(("all-reduce", sums))
     elif missing:
         facts.append(("all-reduce", f"not measured: {missing}"))
-    print_facts(facts)
-    print_heading("Proposed")
-    print_table(
+    console.print_facts(facts)
+    console.print_heading("Proposed")
+    console.print_table(
         ["setting", ">value", "because"],
         [[one.name, bytes_text(one.value) if one.is_bytes else str(one.value), one.why] for one in proposals],
     )

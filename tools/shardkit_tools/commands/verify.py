@@ -12,19 +12,8 @@ import typer
 from shardkit.copies.verify import Finding, Verification
 from shardkit.copies.verify import verify as verify_dataset
 from shardkit.errors import UsageError
-from shardkit_tools.console import (
-    JsonFlag,
-    bytes_text,
-    clean,
-    count_text,
-    long_work,
-    present,
-    print_facts,
-    print_heading,
-    print_line,
-    print_more,
-    short_ids,
-)
+from shardkit_tools import console, options
+from shardkit_tools.texts import bytes_text, clean, count_text, short_ids
 
 __all__ = ["LevelName", "parse_share", "verify"]
 
@@ -67,7 +56,7 @@ def verify(
             "--jobs", "-j", min=1, metavar="N", help="Shards read at once; default: one per processor."
         ),
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Verify a dataset: log, manifests, pages, selections, indexes and shards.
 
@@ -75,7 +64,7 @@ def verify(
 
     Example: shardkit verify data/cats --level decode --sample 5%
     """
-    with long_work() as status:
+    with console.long_work() as status:
         result = verify_dataset(
             root,
             level=level.value,
@@ -84,7 +73,7 @@ def verify(
             jobs=jobs,
             report=lambda done, total: status.show(f"verified {done:,} of {count_text(total, 'shard')}"),
         )
-    present(
+    console.present(
         as_json,
         lambda: asdict(result) | {"exit_code": result.exit_code},
         lambda: _print(result),
@@ -110,24 +99,24 @@ def parse_share(text: str) -> Fraction:
 def _print(result: Verification) -> None:
     for heading, findings in (("Damaged", result.damaged), ("Could not check", result.unknown)):
         if findings:
-            print_heading(f"{heading}: {count_text(len(findings), 'object')}")
+            console.print_heading(f"{heading}: {count_text(len(findings), 'object')}")
             alike: dict[tuple[str, ...], list[Finding]] = {}
             for finding in findings:  # what a store cannot do is said once, what is damaged each by its name
                 same = (finding.expected, finding.got) if not finding.is_damage else (finding.name,)
                 alike.setdefault(same, []).append(finding)
             for group in list(alike.values())[:_SHOWN_FINDINGS]:
                 _print_finding(group[0], len(group) - 1)
-            print_more(len(alike) - _SHOWN_FINDINGS)
+            console.print_more(len(alike) - _SHOWN_FINDINGS)
     if result.damaged or result.unknown:
-        print_line()
+        console.print_line()
     verdict = "damaged" if result.damaged else "could not check everything" if result.unknown else "clean"
     names = ", ".join(clean(name) for name in list(result.versions)[:8]) or "no versions"
-    print_line(f"{result.url}: {verdict} ({names}; level {result.level})", "bold")
+    console.print_line(f"{result.url}: {verdict} ({names}; level {result.level})", "bold")
     shards = count_text(result.shards, "shard")
     if result.shards_seen < result.shards:
         shards = f"{result.shards_seen:,} of {shards} (--seed {result.seed} chooses the same again)"
     read = f", {bytes_text(result.stored_bytes)} of shards read" if result.stored_bytes else ""
-    print_line(
+    console.print_line(
         f"looked at {count_text(result.entries, 'commit')}, {count_text(result.objects, 'object')}, "
         f"{shards}{read}"
     )
@@ -135,7 +124,7 @@ def _print(result: Verification) -> None:
 
 def _print_finding(finding: Finding, others: int) -> None:
     more = f" and {count_text(others, 'other')}" if others else ""
-    print_line(clean(finding.name) + more, "red" if finding.is_damage else "yellow")
+    console.print_line(clean(finding.name) + more, "red" if finding.is_damage else "yellow")
     facts = [("expected", short_ids(clean(finding.expected))), ("got", short_ids(clean(finding.got)))]
     if finding.blocks:
         shown = ", ".join(map(str, finding.blocks[:_SHOWN_BLOCKS]))
@@ -143,4 +132,4 @@ def _print_finding(finding: Finding, others: int) -> None:
         facts.append(("blocks", shown + (f" and {rest} more" if rest > 0 else "")))
     if finding.rows:
         facts.append(("lost", count_text(finding.rows, "sample")))
-    print_facts([*facts, ("do", finding.action)], indent=2)
+    console.print_facts([*facts, ("do", finding.action)], indent=2)

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardkit_tools.console import bytes_text, clean, count_text, duration_text
-from shardkit_tools.observing.events_text import anomaly_text, clock_text, event_text
+from shardkit_tools.observing.run_view import anomaly_text, clock_text, event_text
+from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
 
 __all__ = ["plain_page", "terminal_page"]
 

@@ -20,9 +20,8 @@ from shardkit.errors import MissingDependency
 from shardkit.telemetry.reading import check_run, read_run
 from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit.telemetry.serving import health, host_allowed, run_metrics
-from shardkit_tools.console import clean
-from shardkit_tools.observing.events_text import anomaly_text, event_text
-from shardkit_tools.observing.run_view import view_run
+from shardkit_tools.observing.run_view import anomaly_text, event_text, view_run
+from shardkit_tools.texts import clean
 
 __all__ = ["make_app", "page_document", "require_server"]
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.plan.permutation import Feistel, derive
-from shardkit_tools.simulation.caching import least_recently_used
 from shardkit_tools.simulation.cluster import Cluster
+from shardkit_tools.simulation.demand import least_recently_used
 from shardkit_tools.simulation.populations import BlockMap
 
 __all__ = ["Shuffled", "Unit", "shuffled_reads"]

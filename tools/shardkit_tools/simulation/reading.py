@@ -1,7 +1,8 @@
-"""What the ranks that are looked at fetch, and what all nodes read (SPEC.md §1)."""
+"""Which nodes, ranks and lanes are simulated, what they fetch, and what all nodes read then (SPEC.md §1, §3)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,15 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.plan import Plan, Population
-from shardkit_tools.simulation.caching import Loads, count_requests, through_cache
+from shardkit.plan import Plan, Population, assign
 from shardkit_tools.simulation.cluster import Cluster
-from shardkit_tools.simulation.demand import Groups, lease_when_there_is_room, rank_needs, through_memory
+from shardkit_tools.simulation.demand import (
+    Groups,
+    Loads,
+    count_requests,
+    lease_when_there_is_room,
+    rank_needs,
+    through_cache,
+    through_memory,
+)
 from shardkit_tools.simulation.fetching import Items, RankFlow
 from shardkit_tools.simulation.populations import BlockMap
-from shardkit_tools.simulation.sampling import Sample, standard_error
 
-__all__ = ["Prepared", "Reads", "Tell", "read_lanes"]
+__all__ = ["Prepared", "Reads", "Sample", "Tell", "choose_sample", "read_lanes", "standard_error"]
 
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
@@ -192,3 +199,77 @@ def _items(
     asked[stored] = own
     chosen = np.flatnonzero(mine)
     return Items(groups.of(loads.step[chosen]), loads.size[chosen], from_store[chosen], asked[chosen])
+
+
+_LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is looked at.
+
+    Attributes:
+        nodes: their numbers.
+        ranks: ranks of each node, counted in the node.
+        lanes: lanes of each rank that are looked at, by (node, rank in it).
+        node_share: lanes looked at, over all lanes of a node.
+        rank_share: lanes looked at, over all lanes of a rank.
+        total: what sums over the sample are multiplied by.
+    """
+
+    nodes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    lanes: dict[tuple[int, int], tuple[int, ...]]
+    node_share: float
+    rank_share: float
+    total: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is left out."""
+        return self.total == 1.0 and self.rank_share == 1.0
+
+
+def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:
+    """As many nodes as the budget of rows allows, else some ranks of two, else some lanes of those.
+
+    Args:
+        cluster: the cluster.
+        lanes: L.
+        rows: of an epoch.
+        budget: rows drawn in an epoch.
+    """
+    all_nodes, all_ranks = cluster.nodes.nodes, cluster.nodes.ranks
+    affordable = max(1, budget // (rows // lanes + _LANE_ROWS))
+    per_node, per_rank = lanes / all_nodes, lanes / cluster.world
+    least = min(2, all_nodes)
+    nodes = min(all_nodes, max(least, int(affordable // per_node)))
+    ranks = min(all_ranks, max(2 if nodes == 1 else 1, int(affordable // (nodes * per_rank))))
+    own = max(1, min(math.ceil(per_rank), affordable // (nodes * ranks)))
+    chosen = tuple(i * all_nodes // nodes for i in range(nodes))
+    inside = tuple(i * all_ranks // ranks for i in range(ranks))
+    owned = assign(lanes, cluster.world).shares()
+    found = {}
+    for node in chosen:
+        for rank in inside:
+            mine = owned[node * all_ranks + rank]
+            found[node, rank] = tuple(mine[: min(own, len(mine))])
+    looked = sum(map(len, found.values()))
+    of_ranks = sum(len(owned[node * all_ranks + rank]) for node, rank in found)
+    of_nodes = sum(len(owned[node * all_ranks + r]) for node in chosen for r in range(all_ranks))
+    return Sample(chosen, inside, found, looked / of_nodes, looked / of_ranks, lanes / of_ranks)
+
+
+def standard_error(parts: NDArray[np.float64], share: float) -> float | None:
+    """Two standard errors of a total, relative, from equal parts of it; None where there is but one.
+
+    Args:
+        parts: (n,) what each unit of the sample gave.
+        share: of all units that were looked at.
+    """
+    mean = float(parts.mean()) if len(parts) else 0.0
+    if share >= 1 or not mean:
+        return 0.0
+    if len(parts) < 2:
+        return None
+    return 2 * float(parts.std(ddof=1)) / mean / math.sqrt(len(parts)) * math.sqrt(1 - share)

@@ -13,13 +13,11 @@ from shardkit.errors import ConfigurationError
 from shardkit.plan import Plan, make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.demand import group_steps
-from shardkit_tools.simulation.faults import Stops, recovery
+from shardkit_tools.simulation.faults import Moves, Stops, recovery
 from shardkit_tools.simulation.fetching import RankFlow
 from shardkit_tools.simulation.full_shuffle import Unit, shuffled_reads
-from shardkit_tools.simulation.moves import Moves
 from shardkit_tools.simulation.populations import BlockMap, open_population
-from shardkit_tools.simulation.reading import Prepared, Reads, Tell, read_lanes
-from shardkit_tools.simulation.sampling import choose_sample
+from shardkit_tools.simulation.reading import Prepared, Reads, Tell, choose_sample, read_lanes
 from shardkit_tools.simulation.timing import Times, time_steps
 
 __all__ = [

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit_tools.simulation.cluster import Cluster
+from shardkit_tools.simulation.faults import Moves
 from shardkit_tools.simulation.fetching import BlockFetching, FlowFetching, RankFlow
-from shardkit_tools.simulation.moves import Moves
 
 __all__ = [
     "Interruptions",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from shardkit_tools.benchmarks.limits import open_limit
-from shardkit_tools.benchmarks.limits import write_rows as build
+from shardkit_tools.benchmarks.workloads import open_limit
+from shardkit_tools.benchmarks.workloads import write_rows as build
 
 __all__ = ["build", "open_reader"]
 
