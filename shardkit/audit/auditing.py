@@ -26,8 +26,6 @@ from shardkit.audit.step_checks import check_coverage, check_pending, check_step
 from shardkit.copies.verify import Level, verify
 from shardkit.errors import ShardkitError
 
-__all__ = ["audit_run"]
-
 
 def audit_run(
     path: str | os.PathLike[str],

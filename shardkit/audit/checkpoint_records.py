@@ -14,8 +14,6 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.stores.store import Store, object_name
 from shardkit.stores.urls import open_store
 
-__all__ = ["STEP_NAME", "CheckpointRecord", "damaged_objects", "read_checkpoints"]
-
 STEP_NAME: Final = re.compile(r"step-(\d{12})")
 """Name of a checkpoint that says its step."""
 _MAX_REF: Final = 1 << 16

@@ -12,8 +12,6 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset
 
-__all__ = ["Comparison", "compare_runs"]
-
 _STEPS_AT_ONCE = 256
 _SHOWN = 8
 

@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from shardkit.audit.result import Audit
 
-__all__ = ["html_report"]
-
 _COLOURS = {"clean": "#1a7f4b", "explained": "#946200", "violated": "#b3261e", "unknown": "#6b4fa0"}
 _SEVERITIES = (
     ("violated", "Violated"), ("unknown", "Could not check"), ("explained", "Deviations, with their reasons"),

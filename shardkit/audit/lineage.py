@@ -13,8 +13,6 @@ from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Part
 
-__all__ = ["sample_lineage", "version_lineage"]
-
 
 def version_lineage(dataset: Dataset) -> dict[str, Any]:
     """How a version came to be: its parts, each with its ancestors, build settings, sources and first commit."""

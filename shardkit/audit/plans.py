@@ -18,8 +18,6 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.plan import Plan, Population
 from shardkit.repository.log import parse_dataset_url
 
-__all__ = ["RunPlan", "find_plans", "open_recorded"]
-
 
 @dataclass(frozen=True)
 class RunPlan:

@@ -14,11 +14,6 @@ from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import BINDINGS, CHECKPOINT, CONFIGURATION, DEALT
 from shardkit.ledger.ledger import read_file
 
-__all__ = [
-    "check_bound_checkpoints", "check_bound_settings", "check_checkpoints", "check_end",
-    "check_statement", "check_tensors", "explain_events",
-]  # fmt: skip
-
 
 def check_checkpoints(record: RunRecord, audit: Audit) -> None:
     """Every checkpoint is of this run, and some branch of the ledger once had its head."""

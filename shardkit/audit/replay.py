@@ -24,8 +24,6 @@ from shardkit.errors import ConfigurationError, PlanError, RunError
 from shardkit.ledger import step_digests
 from shardkit.plan import Plan, Population, assign, make_plan
 
-__all__ = ["Coverage", "PlanRecipe", "cell_digests", "configured_settings", "recipe_of", "replay"]
-
 _PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffle", "epoch_steps")
 _KNOWN = {*_PLAIN, "stages", "buckets", "join"}
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from shardkit.audit.replay import Coverage
 from shardkit.exit_codes import ExitCode
 
-__all__ = ["Audit", "Finding", "Report", "Severity"]
-
 Severity = Literal["violated", "unknown", "explained", "note"]
 """violated: what the run consumed is not what the plan says, or the record of it was changed;
 unknown: could not be checked; explained: another sample than planned was consumed, and the ledger says why;

@@ -22,8 +22,6 @@ from shardkit.ledger.ledger import read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records
 
-__all__ = ["Place", "RunRecord", "load_run"]
-
 _SHOWN: Final = 10
 
 Place = tuple[int, int, int]

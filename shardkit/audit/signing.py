@@ -23,15 +23,6 @@ from shardkit.formats.digest import parse_digest
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-__all__ = [
-    "code_digest",
-    "environment_digest",
-    "make_statement",
-    "read_envelope",
-    "sign_statement",
-    "verify_envelope",
-]
-
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "urn:shardkit:audit:1"
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"

@@ -12,8 +12,6 @@ from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import Place, RunRecord
 from shardkit.ledger.records import StepRecords, step_digest
 
-__all__ = ["check_coverage", "check_pending", "check_steps"]
-
 _SHOWN = 20
 _REPLAY_ALONE = 30_000_000  # samples below which starting processes does not pay
 _UNSYNCHRONISED = 64  # steps that ranks without collectives may be apart

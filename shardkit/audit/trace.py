@@ -15,8 +15,6 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.errors import NotFoundError, UsageError
 
-__all__ = ["StepSample", "Use", "resolve_samples", "samples_of_step", "uses_of", "uses_of_many"]
-
 _MANY = 256
 """From so many samples on, one replay of the whole plan is quicker than asking the plan for each."""
 

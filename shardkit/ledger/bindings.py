@@ -16,11 +16,6 @@ from shardkit.ledger.merging import Merge, Source, merge_journals
 from shardkit.plan import assign
 from shardkit.stores.file_operations import explained
 
-__all__ = [
-    "BINDINGS", "CHECKPOINT", "CONFIGURATION", "DEALT", "bind_assignment", "bind_checkpoint", "bind_configuration",
-    "bound_assignment", "bound_settings", "ledger_head", "recorded_plan", "setting_differences",
-]  # fmt: skip
-
 BINDINGS: Final = "bindings"
 """Key of the event of a plan: the version that recorded it binds every checkpoint."""
 CHECKPOINT: Final = "checkpoint"

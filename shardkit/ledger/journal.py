@@ -38,8 +38,6 @@ from shardkit.ledger.journal_format import (
 )
 from shardkit.stores.file_operations import explained
 
-__all__ = ["Journal"]
-
 ROTATE_BYTES: Final = 1 << 20
 """A rank goes on in a new file from here on, so that files whose steps are merged can be removed."""
 

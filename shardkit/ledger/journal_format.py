@@ -15,11 +15,6 @@ from shardkit.errors import FormatError
 from shardkit.formats.canonical_json import loads
 from shardkit.stores.file_operations import explained
 
-__all__ = [
-    "CELLS", "CHECK", "EVENT", "FILE_NAME", "HEAD", "HEADER", "MAGIC", "META", "CellRecord", "Entry",
-    "Header", "JournalFile", "journal_paths", "read_journal", "xxh3",
-]  # fmt: skip
-
 MAGIC: Final = b"shardkit cells 2\n"
 """Begins every journal of cells, with its version."""
 

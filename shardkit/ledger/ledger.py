@@ -31,8 +31,6 @@ from shardkit.ledger.records import (
 )
 from shardkit.stores.file_operations import explained
 
-__all__ = ["Ledger", "read_file"]
-
 
 class Ledger:
     """A run's ledger, loaded to append to it (`writing`) or only to read it.

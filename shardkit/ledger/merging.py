@@ -18,8 +18,6 @@ from shardkit.ledger.journal_format import CELLS, EVENT, META, Entry, Header, Jo
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.records import step_digest
 
-__all__ = ["Merge", "Source", "merge_journals"]
-
 
 class Conflict(NamedTuple):
     """A cell that was recorded twice, with different digests (hex)."""

@@ -9,17 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "EMPTY_ROOT",
-    "HASH_BYTES",
-    "Frontier",
-    "Tree",
-    "leaf_hash",
-    "node_hash",
-    "verify_consistency",
-    "verify_inclusion",
-]
-
 HASH_BYTES = 32
 
 EMPTY_ROOT = hashlib.sha256(b"").digest()

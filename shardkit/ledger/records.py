@@ -16,12 +16,6 @@ from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
 
-__all__ = [
-    "MASKED", "RECORD", "RECORD_BYTES", "STEPS_MAGIC", "SUBSTITUTED", "LedgerState", "StepRecords",
-    "damaged_records", "encode_line", "encode_record", "parse_lines", "parse_records", "step_digest",
-    "step_digests",
-]  # fmt: skip
-
 STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
 """Begins the file of merged steps, with its version."""
 

@@ -14,8 +14,6 @@ from shardkit.telemetry.intervals import Interval, find_bottleneck, intervals, s
 from shardkit.telemetry.reading import read_run
 from shardkit.telemetry.records import Record
 
-__all__ = ["KINDS", "Anomaly", "AnomalyWatch", "find_anomalies"]
-
 KINDS: Final = ("stall", "straggler", "skew", "slowdown", "verification")
 """What is recognised; a rule each (SPEC.md §6)."""
 

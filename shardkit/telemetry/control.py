@@ -14,8 +14,6 @@ from typing import Any, Final
 from shardkit.errors import ConfigurationError
 from shardkit.telemetry.records import Record, parse_lanes
 
-__all__ = ["Change", "Control", "Knob", "parse_control"]
-
 _MAX_BYTES: Final = 64 << 10
 _TAKE_BACK: Final = 2 / 3
 _STAGGER: Final = 8

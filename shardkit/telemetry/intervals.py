@@ -9,11 +9,6 @@ from typing import Final
 
 from shardkit.telemetry.records import Record
 
-__all__ = [
-    "VERIFICATION", "Bottleneck", "Interval", "find_bottleneck", "intervals", "shares_of", "stage_of",
-    "total", "window",
-]  # fmt: skip
-
 WINDOW_S: Final = 60.0
 
 _LEAST_INTERVALS: Final = 4

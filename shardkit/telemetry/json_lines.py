@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["append_document", "append_line", "read_documents", "read_lines"]
-
 _WHOLE: Final = 1 << 62
 
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 from shardkit.errors import MissingDependency
 from shardkit.telemetry.records import Record
 
-__all__ = ["METRICS", "Metric", "exposition", "metric_names"]
-
 
 @dataclass(frozen=True)
 class Metric:

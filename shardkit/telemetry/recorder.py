@@ -20,11 +20,6 @@ from shardkit.ranges import Range
 from shardkit.telemetry.json_lines import append_document, append_line
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record
 
-__all__ = [
-    "EventLog", "Recorder", "StackWriter", "Telemetry", "TelemetrySettings", "record_path", "request_stacks",
-    "telemetry_directory",
-]  # fmt: skip
-
 Source: TypeAlias = Callable[[], Mapping[str, float]]
 """Gives numbers when it is polled."""
 

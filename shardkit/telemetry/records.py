@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["MAX_LINE_BYTES", "Record", "lanes_text", "parse_lanes", "parse_record"]
-
 RECORD_VERSION: Final = 1
 MAX_LINE_BYTES: Final = 64 << 10
 """Of a record; a longer line is skipped."""

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-__all__ = ["redact", "redact_document", "redactor"]
-
 MARK: Final = "[redacted]"
 _SENSITIVE_NAME: Final = (
     r"(?:[\w.-]*(?:secret|passw(?:or)?d|passphrase|passwd|token|credential|api[_-]?key|access[_-]?key|private[_-]?key|"

@@ -15,8 +15,6 @@ from shardkit.telemetry.anomalies import KINDS, find_anomalies
 from shardkit.telemetry.prometheus import exposition
 from shardkit.telemetry.reading import RunTelemetry, read_run
 
-__all__ = ["HealthServer", "anomaly_counts", "health", "host_allowed", "parse_listen", "run_metrics"]
-
 _LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-__all__ = ["BlockTimes"]
-
 _SLOWEST: Final = 16
 _HOTTEST: Final = 24
 _LANES: Final = 64

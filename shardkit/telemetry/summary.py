@@ -19,8 +19,6 @@ from shardkit.telemetry.intervals import (
 from shardkit.telemetry.reading import RunTelemetry
 from shardkit.telemetry.records import Record, lanes_text
 
-__all__ = ["chart_series", "lane_history", "lane_moves", "summarise"]
-
 _POINTS: Final = 90
 _MOVES: Final = 200
 _ROWS: Final = 60

@@ -14,8 +14,6 @@ from shardkit.telemetry.recorder import EventLog, Recorder, StackWriter, Telemet
 from shardkit.telemetry.records import Record
 from shardkit.telemetry.serving import HealthServer
 
-__all__ = ["RunWatch"]
-
 _BETWEEN_STACKS_S: Final = 60.0
 
 

@@ -12,8 +12,6 @@ from shardkit_tools.building import BuildResult, Progress
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts
 
-__all__ = ["document", "print_result", "print_strata", "progress_text"]
-
 _STRATA_SHOWN = 15
 _CLASSES_SHOWN = 4
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}

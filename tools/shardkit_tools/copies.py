@@ -29,22 +29,10 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.store import Store
 from shardkit_tools import console
-from shardkit_tools.building.engines import Engine, Report, open_engine
+from shardkit_tools.building.engine import Engine, Report
+from shardkit_tools.building.engines import open_engine
 from shardkit_tools.options import EngineName
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
-
-__all__ = [
-    "Work",
-    "begin_copies",
-    "copying",
-    "finish_copies",
-    "print_copies",
-    "print_lag",
-    "print_locations",
-    "running",
-    "spread_checks",
-    "spread_copies",
-]
 
 
 def begin_copies(

@@ -26,8 +26,6 @@ import shardkit
 from shardkit.errors import MissingDependency, RunError
 from shardkit.ledger import read_journal
 
-__all__ = ["Narration", "tell", "write_stdlib_lines"]
-
 _TEXT_BYTES = 4_000_000
 _STEPS = 120
 _KILL_AFTER = 45

@@ -37,8 +37,6 @@ from shardkit.formats.tar_blocks import TarEncoder
 from shardkit.formats.tar_members import sniff_extension
 from shardkit.stores.file_operations import explained
 
-__all__ = ["Exported", "Form", "export_samples"]
-
 _GROUP_BYTES = 8 << 20
 _GROUP_ROWS = 1 << 16
 _PICTURES = frozenset(["jpg", "png", "gif", "tiff", "webp", "bmp"])

@@ -11,8 +11,6 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["CommandPage", "GroupPage"]
-
 _WIDEST = 100
 _TERM_WIDEST = 28
 

@@ -11,8 +11,6 @@ from shardkit_tools import console
 from shardkit_tools.texts import bytes_text, clean, count_text
 from shardkit_tools.versions import time_text
 
-__all__ = ["show_lineage"]
-
 _FILES_SHOWN = 20
 
 

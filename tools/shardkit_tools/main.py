@@ -24,8 +24,6 @@ from shardkit.exit_codes import ExitCode, exit_code
 from shardkit_tools import console
 from shardkit_tools.help_pages import CommandPage, GroupPage
 
-__all__ = ["CHECKS", "COMMANDS", "make_app", "run"]
-
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),

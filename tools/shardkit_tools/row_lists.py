@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 
-__all__ = ["read_lines", "read_numbers"]
-
 
 def read_lines(path: Path, *, may_be_empty: bool = False) -> list[str]:
     """The lines of a UTF-8 file without their ends; empty ones are left out.

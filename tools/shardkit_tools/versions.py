@@ -10,17 +10,6 @@ from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit_tools.texts import clean, short_id
 
-__all__ = [
-    "NamedVersion",
-    "load_root",
-    "moved_document",
-    "moved_facts",
-    "named_versions",
-    "parse_url",
-    "stratum_label",
-    "time_text",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class NamedVersion:

@@ -27,8 +27,6 @@ from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tar_members import read_members
 from shardkit_tools.importers.webdataset import check_fields, split_name
 
-__all__ = ["ScannedTar", "scan_tar"]
-
 _LARGEST = 64  # a block of so many times the target is too uneven: the tar is cut into smaller ones
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20

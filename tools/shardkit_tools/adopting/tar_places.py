@@ -12,8 +12,6 @@ from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import foreign_store, is_url, stat_file
 from shardkit_tools.importers.source_files import list_source, open_file
 
-__all__ = ["BUILD_INSTEAD", "Look", "find_tars", "look_at", "place_of"]
-
 BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
 """What to do with a tar that cannot be adopted."""
 

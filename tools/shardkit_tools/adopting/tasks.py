@@ -14,11 +14,9 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
 from shardkit_tools.adopting.tar_places import place_of
-from shardkit_tools.building.engines import Report
+from shardkit_tools.building.engine import Report
 from shardkit_tools.building.job import Job, JobFolder, write_record
 from shardkit_tools.importers.protocol import SourceFile
-
-__all__ = ["AdoptTask", "AdoptWorker", "AdoptedTar", "finished_tar"]
 
 _MAX_RECORD_BYTES = 64 << 20
 Runs = tuple[tuple[tuple[str, ...], int], ...]

@@ -21,20 +21,6 @@ from shardkit_tools.benchmarks.rounds import Contest, Entry, Round, timed
 from shardkit_tools.benchmarks.workloads import LIMIT_NAMES, Workload, open_limit, touch, write_rows
 from shardkit_tools.building import ProgressCallback, build
 
-__all__ = [
-    "BLOB_BYTES",
-    "build_contest",
-    "build_round",
-    "make_blobs",
-    "make_tokens",
-    "plan_contest",
-    "read_contest",
-    "resume",
-    "spread",
-    "write_dataset",
-    "write_limit",
-]
-
 
 @contextlib.contextmanager
 def read_contest(workload: Workload, scale: float, scratch: Path) -> Iterator[Contest]:

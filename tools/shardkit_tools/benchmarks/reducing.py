@@ -16,8 +16,6 @@ from typing import Any
 from shardkit.errors import MissingDependency, RunError
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Round
 
-__all__ = ["REDUCTIONS", "check_torch", "reduce_contest"]
-
 LIMIT = "all_reduce"
 REDUCTIONS = {
     "fp32": "shardkit fp32",

@@ -26,8 +26,6 @@ from shardkit_trainer.distributed import World
 from shardkit_trainer.optimizers import FlatLayout
 from shardkit_trainer.reductions import Compression, ExactSum
 
-__all__ = ["main"]
-
 COLUMNS = 256
 MATRICES = 4
 PATIENCE = timedelta(seconds=60)

@@ -24,18 +24,6 @@ from shardkit.errors import FormatError, NotFoundError
 from shardkit.exit_codes import ExitCode
 from shardkit_tools.benchmarks.rounds import Held, Kind, Round
 
-__all__ = [
-    "LEAST_ROUNDS",
-    "MOST_MARGIN",
-    "Comparison",
-    "Finding",
-    "Ratio",
-    "Result",
-    "compare",
-    "load_result",
-    "ratios_of",
-]
-
 FORMAT = 1
 Clock = Literal["wall", "cpu"]
 _MAX_BYTES = 16 << 20

@@ -10,8 +10,6 @@ from typing import Literal
 
 from shardkit.errors import ShardkitError
 
-__all__ = ["Contest", "Entry", "Held", "Kind", "Round", "hold", "spent", "timed"]
-
 Kind = Literal["shardkit", "limit", "peer"]
 """What is measured: us, the limit of the machine, or a peer."""
 

@@ -23,8 +23,6 @@ from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
 from shardkit_tools.benchmarks.rounds import Contest, hold
 from shardkit_tools.benchmarks.workloads import WORKLOADS
 
-__all__ = ["PARTS", "SCALE", "machine_facts", "measure", "versions"]
-
 PARTS = ("read", "build", "plan", "reduce")
 """Of the suite."""
 

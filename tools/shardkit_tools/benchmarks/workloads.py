@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["LIMIT_NAMES", "Rows", "open_limit", "write_rows"]
-
 CHUNK = 1000
 BLOB_BYTES = 100_000
 TEXT_BYTES = 1500

@@ -28,7 +28,7 @@ from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
-from shardkit_tools.building.engines import Engine
+from shardkit_tools.building.engine import Engine
 from shardkit_tools.building.job import NO_FOLDER, Job, clear_temporaries, open_job
 from shardkit_tools.building.outcome import (
     BuildResult,
@@ -45,8 +45,6 @@ from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows, fin
 from shardkit_tools.building.row_marks import first_of_equals
 from shardkit_tools.building.source_digests import SourceDigests, digest_file, shared_files
 from shardkit_tools.importers.protocol import ExtentImporter, Importer, SourceFile, WholeFileImporter
-
-__all__ = ["BuildRun"]
 
 # Smaller files are hashed by the task that reads them: what is about them would cost more than the hash.
 _DIGESTED_BESIDE_BYTES = 2**20

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, Self
 
-__all__ = ["Engine", "Report", "Worker", "run_here"]
-
 Report = Callable[[int, int], None]
 """Called by work with (rows, bytes) done since the last call."""
 

@@ -26,8 +26,6 @@ from typing import Any, Self
 from shardkit.errors import ConfigurationError, RunError, ShardkitError
 from shardkit_tools.building.engine import Engine, Report, Worker, run_here
 
-__all__ = ["ENGINES", "Engine", "LocalEngine", "Report", "Worker", "open_engine", "run_here"]
-
 ENGINES = ("local", "ray")
 
 

@@ -33,17 +33,6 @@ from shardkit.stores.file_operations import Handle, active, explained
 from shardkit.stores.staging import private_folder, temporary_name, writer_is_dead
 from shardkit.stores.store import Store
 
-__all__ = [
-    "NO_FOLDER",
-    "Job",
-    "JobFolder",
-    "abandoned_jobs",
-    "clear_temporaries",
-    "open_job",
-    "remove_job",
-    "write_record",
-]
-
 _SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines
 _CHECK_BYTES = 8  # of the XXH3-64 in front of a record
 _MAX_RECORD_BYTES = 2**30

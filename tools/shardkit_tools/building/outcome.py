@@ -23,19 +23,6 @@ from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import is_url
 
-__all__ = [
-    "BuildResult",
-    "BuildSettings",
-    "Progress",
-    "ProgressCallback",
-    "ProgressMeter",
-    "SpaceNeed",
-    "check_space",
-    "fits_page_cache",
-    "least_bytes",
-    "space_needs",
-]
-
 _INTERVAL_S = 0.1
 
 

@@ -21,21 +21,11 @@ from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.rows import payloads_of
-from shardkit_tools.building.engines import Report
+from shardkit_tools.building.engine import Report
 from shardkit_tools.building.job import JobFolder, write_record
 from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
 from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.transforms.best_fit import Packing, pack
-
-__all__ = [
-    "BOUNDARIES",
-    "Documents",
-    "PackReport",
-    "PackSettings",
-    "PackWorker",
-    "cut_documents",
-    "packed_record",
-]
 
 BOUNDARIES = "boundaries"
 """Field of packed rows: where documents begin and end."""

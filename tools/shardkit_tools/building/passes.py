@@ -23,7 +23,8 @@ from shardkit.errors import FormatError, IntegrityError, SourceError
 from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
-from shardkit_tools.building.engines import Engine, LocalEngine, Report
+from shardkit_tools.building.engine import Engine, Report
+from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, write_record
 from shardkit_tools.building.outcome import BuildSettings, ProgressMeter
 from shardkit_tools.building.packing import (
@@ -37,8 +38,6 @@ from shardkit_tools.building.packing import (
 from shardkit_tools.building.reading import ReadTask, ReadWorker, TaskFacts, TaskRows, finished_rows
 from shardkit_tools.building.row_marks import ITEMS
 from shardkit_tools.importers.protocol import Importer, SourceTask
-
-__all__ = ["SMALL_BYTES", "BuildPlan", "Passes", "WriteWorker", "finished_shard"]
 
 SMALL_BYTES = 8 * 2**20
 """Below this a process costs more to start than it saves."""

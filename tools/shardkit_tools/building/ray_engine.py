@@ -36,8 +36,6 @@ from shardkit.errors import (
 )
 from shardkit_tools.building.engine import Report, Worker, run_here
 
-__all__ = ["RayEngine"]
-
 RETRIES = 5
 _POLL_S = 0.5
 _LONGEST_FOLDER = 20

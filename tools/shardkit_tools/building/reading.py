@@ -17,7 +17,7 @@ from shardkit.dataset.scratch import RowSpool, RunBuffer
 from shardkit.dataset.scratch_reading import FilePart
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import FormatError, SampleError, ShardkitError, SourceError, StoreError
-from shardkit_tools.building.engines import Report
+from shardkit_tools.building.engine import Report
 from shardkit_tools.building.job import Job, JobFolder, write_record
 from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
@@ -32,17 +32,6 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     WholeFileImporter,
 )
-
-__all__ = [
-    "ReadTask",
-    "ReadWorker",
-    "SkippedRow",
-    "TaskFacts",
-    "TaskRows",
-    "encode_task",
-    "finished_rows",
-    "finished_tasks",
-]
 
 _MAX_SKIPPED = 10_000
 _REPORT_INTERVAL_S = 0.2

@@ -21,8 +21,6 @@ from shardkit_tools.building.outcome import BuildResult, ProgressCallback
 from shardkit_tools.building.recipe import build
 from shardkit_tools.importers.dataset import open_dataset_source
 
-__all__ = ["label_again", "rebuild"]
-
 _BUILT = ("shard_size", "block_size", "seed", "shuffle")  # what a manifest says of how it was built
 
 

@@ -19,16 +19,14 @@ from shardkit.errors import ConfigurationError, UsageError
 from shardkit.formats import Schema
 from shardkit.repository.repository import Repository
 from shardkit_tools.building.build_run import BuildRun
-from shardkit_tools.building.engines import Engine, open_engine
-from shardkit_tools.building.outcome import BuildResult, BuildSettings, Progress, ProgressCallback
-from shardkit_tools.building.packing import PackReport, PackSettings
-from shardkit_tools.building.reading import SkippedRow
+from shardkit_tools.building.engine import Engine
+from shardkit_tools.building.engines import open_engine
+from shardkit_tools.building.outcome import BuildResult, BuildSettings, ProgressCallback
+from shardkit_tools.building.packing import PackSettings
 from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers import Importer, ImportOptions, open_source
 from shardkit_tools.importers.folder_layout import FolderLayout, split_notes
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
-
-__all__ = ["BuildResult", "PackReport", "Progress", "ProgressCallback", "SkippedRow", "build"]
 
 
 def build(

@@ -13,8 +13,6 @@ from shardkit.dataset.extents import Extent
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
 
-__all__ = ["ITEMS", "RowMarks", "first_of_equals"]
-
 _HIGH, _LOW = "unique_high", "unique_low"
 ITEMS = "items"
 """Mark of a row: how many items its packed field has."""

@@ -19,8 +19,6 @@ from shardkit_tools.building.job import Job
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
-__all__ = ["SourceDigests", "TaskDigests", "check_unchanged", "digest_file", "digest_record", "shared_files"]
-
 T = TypeVar("T")
 _PIECE_BYTES = 2**20
 _MAX_RECORD_BYTES = 10_000

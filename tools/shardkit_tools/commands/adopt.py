@@ -18,8 +18,6 @@ from shardkit_tools.options import EngineName
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import moved_document, moved_facts
 
-__all__ = ["adopt"]
-
 
 def adopt(
     tars: Annotated[

@@ -40,8 +40,6 @@ from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.row_lists import read_lines
 from shardkit_tools.texts import clean, count_text, short_id
 
-__all__ = ["group"]
-
 _SHOWN = 20
 _STATEMENT = "audit.dsse.json"
 

@@ -26,8 +26,6 @@ from shardkit_tools.benchmarks.results import (
 )
 from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
 
-__all__ = ["bench"]
-
 
 def bench(
     only: Annotated[

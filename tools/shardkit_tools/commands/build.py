@@ -17,8 +17,6 @@ from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
 from shardkit_tools.options import EngineName, ShardFormat
 
-__all__ = ["build", "split_shares"]
-
 _SOURCE = functools.partial(typer.Option, rich_help_panel="Source")
 _SAMPLES = functools.partial(typer.Option, rich_help_panel="Samples")
 _VERSION = functools.partial(typer.Option, rich_help_panel="Version")

@@ -19,8 +19,6 @@ from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, is_terminal
 
-__all__ = ["cat"]
-
 _DUMP_BYTES = 64
 _TEXT_LINES = 20
 _TEXT_CHARACTERS = 2000

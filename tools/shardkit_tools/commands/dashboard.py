@@ -13,8 +13,6 @@ from shardkit.errors import StoreError
 from shardkit_tools import console
 from shardkit_tools.observing.web import make_app, require_server
 
-__all__ = ["dashboard"]
-
 _HOST = "127.0.0.1"
 
 

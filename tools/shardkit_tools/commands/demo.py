@@ -12,8 +12,6 @@ import typer
 from shardkit.errors import UsageError
 from shardkit_tools.demonstration import Narration, tell
 
-__all__ = ["demo"]
-
 
 def demo(
     directory: Annotated[

@@ -16,8 +16,6 @@ from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
 from shardkit_tools.versions import parse_url, stratum_label
 
-__all__ = ["diff"]
-
 _STRATA_SHOWN = 25
 
 

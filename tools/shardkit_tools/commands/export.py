@@ -28,8 +28,6 @@ from shardkit_tools import console
 from shardkit_tools.exporting import Form, export_samples
 from shardkit_tools.texts import bytes_text, count_text
 
-__all__ = ["export"]
-
 
 class Kind(StrEnum):
     """What a dataset can be exported as."""

@@ -16,8 +16,6 @@ from shardkit_tools import console, options
 from shardkit_tools.row_lists import read_lines
 from shardkit_tools.texts import clean, count_text
 
-__all__ = ["find"]
-
 _SHOWN_MISSING = 10
 
 

@@ -16,8 +16,6 @@ from shardkit_tools.building.job import abandoned_jobs, remove_job
 from shardkit_tools.texts import bytes_text, clean, count_text
 from shardkit_tools.versions import parse_url
 
-__all__ = ["gc"]
-
 
 def gc(
     root: options.RootArgument,

@@ -13,8 +13,6 @@ from shardkit_tools import console, options
 from shardkit_tools.texts import clean, short_id
 from shardkit_tools.versions import time_text
 
-__all__ = ["log"]
-
 
 def log(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A dataset's folder.")],

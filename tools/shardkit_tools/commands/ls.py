@@ -12,8 +12,6 @@ from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, short_id
 from shardkit_tools.versions import load_root, named_versions, time_text
 
-__all__ = ["ls"]
-
 
 def ls(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A dataset's folder.")],

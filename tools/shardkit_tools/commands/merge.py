@@ -13,8 +13,6 @@ from shardkit_tools import console, options
 from shardkit_tools.texts import clean, count_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
-__all__ = ["merge"]
-
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 

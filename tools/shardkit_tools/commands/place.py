@@ -19,8 +19,6 @@ from shardkit_tools.copies import print_locations, running
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import parse_url
 
-__all__ = ["place"]
-
 _PLACEMENT = functools.partial(typer.Option, rich_help_panel="Placement")
 _RUNNING = functools.partial(typer.Option, rich_help_panel="Running")
 

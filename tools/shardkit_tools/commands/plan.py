@@ -15,8 +15,6 @@ from shardkit.plan import Plan
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, count_text
 
-__all__ = ["plan"]
-
 _SHOWN = 12
 _USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although they may not divide the lanes
 

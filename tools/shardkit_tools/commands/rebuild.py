@@ -19,8 +19,6 @@ from shardkit_tools.options import ShardFormat
 from shardkit_tools.texts import count_text, short_id
 from shardkit_tools.versions import parse_url
 
-__all__ = ["rebuild"]
-
 
 def rebuild(
     root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version whose samples are taken.")],

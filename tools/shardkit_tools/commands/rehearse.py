@@ -13,8 +13,6 @@ from shardkit_tools import console, options
 from shardkit_tools.observing.rehearsal import Rehearsal, rehearse_loss
 from shardkit_tools.texts import bytes_text, count_text
 
-__all__ = ["rehearse"]
-
 _LANES_SHOWN = 40
 _LOST_SHOWN = 10
 

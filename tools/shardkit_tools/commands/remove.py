@@ -17,8 +17,6 @@ from shardkit_tools.row_lists import read_lines, read_numbers
 from shardkit_tools.texts import bytes_text, clean, count_text, short_id
 from shardkit_tools.versions import parse_url
 
-__all__ = ["remove"]
-
 
 def remove(
     root: Annotated[

@@ -17,8 +17,6 @@ from shardkit_tools.options import EngineName
 from shardkit_tools.texts import bytes_text, clean, count_text, short_ids
 from shardkit_tools.versions import parse_url
 
-__all__ = ["RepairLevel", "print_repair", "repair", "repair_document"]
-
 _SHOWN = 20
 
 

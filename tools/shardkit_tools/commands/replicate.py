@@ -16,8 +16,6 @@ from shardkit_tools.copies import copying, print_lag, print_locations, spread_ch
 from shardkit_tools.options import EngineName
 from shardkit_tools.versions import parse_url
 
-__all__ = ["ReplicateLevel", "replicate"]
-
 
 class ReplicateLevel(StrEnum):
     """How deep to look at the copies that are there."""

@@ -14,8 +14,6 @@ from shardkit_tools import console, options
 from shardkit_tools.observing.archive import collect, parse_since, write
 from shardkit_tools.texts import bytes_text
 
-__all__ = ["report"]
-
 _STACKS_WAIT_S = 10.0
 
 

@@ -20,8 +20,6 @@ from shardkit_tools.options import EngineName
 from shardkit_tools.texts import bytes_text, clean, count_text
 from shardkit_tools.versions import parse_url
 
-__all__ = ["ScrubLevel", "scrub"]
-
 _SHOWN = 20
 
 

@@ -20,8 +20,6 @@ from shardkit_tools.row_lists import read_numbers
 from shardkit_tools.texts import count_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts, parse_url
 
-__all__ = ["select"]
-
 
 def select(
     root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to take samples from.")],

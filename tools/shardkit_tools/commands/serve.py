@@ -10,8 +10,6 @@ import typer
 from shardkit.reading.cache.serving import CacheServer, parse_bind
 from shardkit_tools import console
 
-__all__ = ["serve"]
-
 
 def serve(
     cache: Annotated[str, typer.Argument(metavar="CACHE", help="The directory that loaders use as cache=.")],

@@ -23,8 +23,6 @@ from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
 from shardkit_tools.versions import load_root, named_versions, parse_url, stratum_label, time_text
 
-__all__ = ["show", "show_environment"]
-
 _STRATA_SHOWN = 25
 _TERMS_SHOWN = ("licence", "source", "contact")
 

@@ -16,8 +16,6 @@ from shardkit_tools.simulation.reading import Prepared
 from shardkit_tools.simulation.run import DEFAULT_BUDGET, prepare, simulate_lanes, simulate_shuffle
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 
-__all__ = ["draw", "simulate"]
-
 _OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
 
 

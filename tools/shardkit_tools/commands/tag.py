@@ -10,8 +10,6 @@ from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.versions import parse_url
 
-__all__ = ["tag"]
-
 
 def tag(
     root: Annotated[

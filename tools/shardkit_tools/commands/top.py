@@ -15,8 +15,6 @@ from shardkit_tools.observing.run_view import view_run
 from shardkit_tools.observing.terminal import plain_page, terminal_page
 from shardkit_tools.texts import is_terminal
 
-__all__ = ["top"]
-
 
 def top(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],

@@ -9,8 +9,6 @@ import typer
 from shardkit.errors import ConfigurationError
 from shardkit_tools import console
 
-__all__ = ["train"]
-
 
 def _print_settings(asked: bool) -> None:
     if not asked:

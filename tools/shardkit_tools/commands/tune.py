@@ -16,8 +16,6 @@ from shardkit_tools.texts import bytes_text, duration_text
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
 from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
 
-__all__ = ["tune"]
-
 _QUICK = 0.25  # share of the time for each question with --quick
 
 

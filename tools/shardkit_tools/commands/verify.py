@@ -15,8 +15,6 @@ from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, short_ids
 
-__all__ = ["LevelName", "parse_share", "verify"]
-
 _SHOWN_BLOCKS = 8
 _SHOWN_FINDINGS = 20
 

@@ -26,8 +26,6 @@ from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit_tools.observing.run_view import clock_text, event_text, view_run
 from shardkit_tools.texts import bytes_text, clean, duration_text
 
-__all__ = ["DECISIONS", "Archive", "collect", "outage_cost", "parse_since"]
-
 DECISIONS: Final = (
     "start", "stop", "end", "configuration", "rebalance", "anomaly", "anomaly_over", "control", "control_changed",
     "control_kept", "control_taken_back", "control_refused", "rank_lost", "regroup", "recovered", "read_failovers",

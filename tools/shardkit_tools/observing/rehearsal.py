@@ -30,8 +30,6 @@ from shardkit.repository.opening import open_locations
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.reading import check_run
 
-__all__ = ["Rehearsal", "rehearse_loss"]
-
 _MOST_ASKED: Final = 2_000
 _THREADS: Final = 16
 _COPIED: Final = ("run.json", "journal", "ledger")

@@ -14,8 +14,6 @@ from shardkit.telemetry.json_lines import read_documents
 from shardkit.telemetry.reading import check_run
 from shardkit_tools.texts import clean
 
-__all__ = ["anomaly_text", "clock_text", "event_text", "run_facts", "view_run"]
-
 _MAX_RUN_JSON: Final = 1 << 20
 _EVENT_BYTES: Final = 256 << 10
 _METRICS_BYTES: Final = 64 << 10

@@ -13,8 +13,6 @@ from rich.text import Text
 from shardkit_tools.observing.run_view import anomaly_text, clock_text, event_text
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
 
-__all__ = ["plain_page", "terminal_page"]
-
 _EVENTS: Final = 8
 _ANOMALIES: Final = 6
 _BARS: Final = "▁▂▃▄▅▆▇█"

@@ -23,8 +23,6 @@ from shardkit.telemetry.serving import health, host_allowed, run_metrics
 from shardkit_tools.observing.run_view import anomaly_text, event_text, view_run
 from shardkit_tools.texts import clean
 
-__all__ = ["make_app", "page_document", "require_server"]
-
 _FILES: Final = {
     "": ("index.html", "text/html; charset=utf-8"),
     "dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),

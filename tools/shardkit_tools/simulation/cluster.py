@@ -13,23 +13,6 @@ from typing import Any, Final
 from shardkit.errors import ConfigurationError, NotFoundError
 from shardkit.ranges import Range, parse_size, shown
 
-__all__ = [
-    "Cluster",
-    "Data",
-    "Faults",
-    "Nodes",
-    "Reduce",
-    "Store",
-    "Work",
-    "changed",
-    "load_cluster",
-    "parse_bytes",
-    "parse_count",
-    "parse_duration",
-    "parse_number",
-    "parse_rate",
-]
-
 # ---- Quantities
 
 _SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

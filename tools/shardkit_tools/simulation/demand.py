@@ -19,20 +19,6 @@ from shardkit.plan.natural import NaturalGrid
 from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.populations import BlockMap
 
-__all__ = [
-    "Groups",
-    "Loads",
-    "Needs",
-    "NodeReads",
-    "count_requests",
-    "group_steps",
-    "lease_when_there_is_room",
-    "least_recently_used",
-    "rank_needs",
-    "through_cache",
-    "through_memory",
-]
-
 Int64s = NDArray[np.int64]
 
 _CHUNK_ROWS = 1 << 21

@@ -19,8 +19,6 @@ from shardkit.plan.permutation import derive
 from shardkit.plan.rebalance import Decision, RankTelemetry, in_force, rebalance
 from shardkit_tools.simulation.cluster import Cluster
 
-__all__ = ["Draws", "Moves", "Recovery", "Stops", "arrivals", "recovery"]
-
 YEAR_S = 365 * 86400.0
 FAILURES, OUTAGES, SLOWNESS = 11, 12, 13  # what a key below the seed is for
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from shardkit_tools.simulation.cluster import Cluster
 from shardkit_tools.simulation.demand import Groups
 
-__all__ = ["BlockFetching", "FlowFetching", "Items", "RankFlow"]
-
 Floats = NDArray[np.float64]
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]

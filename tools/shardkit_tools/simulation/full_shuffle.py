@@ -14,8 +14,6 @@ from shardkit_tools.simulation.cluster import Cluster
 from shardkit_tools.simulation.demand import least_recently_used
 from shardkit_tools.simulation.populations import BlockMap
 
-__all__ = ["Shuffled", "Unit", "shuffled_reads"]
-
 Unit = Literal["sample", "block"]
 """What is fetched for a sample of a full shuffle."""
 

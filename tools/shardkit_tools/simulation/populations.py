@@ -14,8 +14,6 @@ from shardkit.errors import ConfigurationError
 from shardkit.plan import Population
 from shardkit_tools.simulation.cluster import Data
 
-__all__ = ["BlockMap", "open_population", "synthetic_population"]
-
 Int64s = NDArray[np.int64]
 _SHARD_BYTES = 256 << 20
 _ROW_BYTES = 100_000

@@ -24,8 +24,6 @@ from shardkit_tools.simulation.demand import (
 from shardkit_tools.simulation.fetching import Items, RankFlow
 from shardkit_tools.simulation.populations import BlockMap
 
-__all__ = ["Prepared", "Reads", "Sample", "Tell", "choose_sample", "read_lanes", "standard_error"]
-
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
 """Is told what is being worked out."""

@@ -20,17 +20,6 @@ from shardkit_tools.simulation.populations import BlockMap, open_population
 from shardkit_tools.simulation.reading import Prepared, Reads, Tell, choose_sample, read_lanes
 from shardkit_tools.simulation.timing import Times, time_steps
 
-__all__ = [
-    "DEFAULT_BUDGET",
-    "Costs",
-    "Prepared",
-    "Reads",
-    "costs",
-    "prepare",
-    "simulate_lanes",
-    "simulate_shuffle",
-]
-
 DEFAULT_BUDGET = 12_000_000
 """Rows an epoch that are drawn exactly."""
 

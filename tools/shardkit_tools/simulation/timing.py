@@ -12,16 +12,6 @@ from shardkit_tools.simulation.cluster import Cluster
 from shardkit_tools.simulation.faults import Moves
 from shardkit_tools.simulation.fetching import BlockFetching, FlowFetching, RankFlow
 
-__all__ = [
-    "Interruptions",
-    "Times",
-    "hierarchical_seconds",
-    "reduce_seconds",
-    "ring_seconds",
-    "time_steps",
-    "tree_seconds",
-]
-
 Floats = NDArray[np.float64]
 
 Interruptions = Callable[[int, float, float], float]

@@ -20,8 +20,6 @@ from typing import Any
 
 from shardkit.errors import ConfigurationError, RunError, SampleError, ShardkitError
 
-__all__ = ["AppliedFunction"]
-
 _MAX_MESSAGE = 500
 
 

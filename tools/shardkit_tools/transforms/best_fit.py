@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Packing", "pack"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:

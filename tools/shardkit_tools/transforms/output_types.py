@@ -17,8 +17,6 @@ import numpy as np
 from shardkit.errors import SampleError, SchemaError, SourceError
 from shardkit.formats import Schema
 
-__all__ = ["types_of"]
-
 _EMPTY = "[]"  # an empty list: of whatever the others are
 
 

@@ -22,8 +22,6 @@ from shardkit.formats import Schema
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["TOKENS", "TextTokenizer", "find_text_field"]
-
 TOKENS = "tokens"
 
 _MAX_FILE_BYTES = 512 * 2**20

@@ -13,8 +13,6 @@ from shardkit_tools.transforms.applied import AppliedFunction
 from shardkit_tools.transforms.output_types import types_of
 from shardkit_tools.transforms.tokenizing import TOKENS, TextTokenizer, find_text_field
 
-__all__ = ["TransformedImporter"]
-
 _SAMPLES_LOOKED_AT = 64
 _ROWS_LOOKED_AT = 10_000
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from shardkit.errors import ConfigurationError
 from shardkit_tools.tuning.proposing import Proposal
 
-__all__ = ["apply", "merged"]
-
 _TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every")}
 _BEGIN, _END = "# shardkit tune: for builds and loaders", "# shardkit tune: end"
 _TABLE = re.compile(r"\s*\[\s*([A-Za-z0-9_.\"-]+)\s*\]\s*(#.*)?")

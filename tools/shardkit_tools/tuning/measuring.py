@@ -22,8 +22,6 @@ from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
 from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges, Reducing
 
-__all__ = ["measure_machine", "measure_ranges", "measure_reducing", "rate_of"]
-
 _FILE_BYTES = 128 * MIB
 _RANDOM_BYTES = 128 * KIB
 _ROW_BYTES = 4 * KIB

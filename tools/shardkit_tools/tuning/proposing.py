@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Machine", "Needs", "Proposal", "Ranges", "Reducing", "fit_line", "power_below", "propose"]
-
 KIB, MIB = 1 << 10, 1 << 20
 _MOST_ACCUMULATED = 64
 
