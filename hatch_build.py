@@ -21,7 +21,10 @@ SOURCES = (
 
 
 class CompiledCopies(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the compiled modules to a wheel, or puts them beside their sources for an editable installation."""
+    """Adds the compiled modules to a wheel, or puts them beside their sources for an editable installation.
+
+    ``SHARDKIT_COMPILE=0`` leaves them out, ``SHARDKIT_COMPILE=required`` ends the build where they cannot be had.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile; on failure say so and go on."""
@@ -32,7 +35,9 @@ class CompiledCopies(BuildHookInterface):  # type: ignore[type-arg]
         try:
             for source, module in modules.items():
                 compile_extension(Path(self.root), Path(source), module)
-        except Exception as error:  # noqa: BLE001  no compiler, no headers, a compiler that refuses: all the same here
+        except Exception as error:  # no compiler, no headers, a compiler that refuses: all the same here
+            if os.environ.get("SHARDKIT_COMPILE") == "required":
+                raise
             self.app.display_warning(f"{source} was not compiled ({error}): shardkit runs without it, slower")
             return
         build_data["pure_python"] = False

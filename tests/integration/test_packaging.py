@@ -6,6 +6,7 @@ packages of the tests in place of the index's.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -170,21 +172,28 @@ def test_the_image_is_what_its_dockerfile_says(tmp_path: Path) -> None:
 # ---- sdist and wheel
 
 
-def build(target: str, source: Path, out: Path) -> Path:
+def build(target: str, source: Path, out: Path, **settings: str) -> Path:
     """Of one source tree, by the backend that pyproject.toml names; without network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-    done = subprocess.run(command, cwd=source, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=source, env=environment() | settings, capture_output=True, text=True,
+                          check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.iterdir()
     return made
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", ROOT, folder / "made")) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return unpacked
+
+
 @pytest.mark.slow
-def test_a_wheel_of_the_sdist_has_every_file(tmp_path: Path) -> None:
-    archive = build("sdist", ROOT, tmp_path / "sdist")
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
-    (tree,) = (tmp_path / "unpacked").iterdir()
+def test_a_wheel_of_the_sdist_has_every_file(tree: Path, tmp_path: Path) -> None:
     for name in TO_WORK_IN_IT:
         assert (tree / name).exists(), f"{name} is missing in the sdist"
     wheel = build("wheel", tree, tmp_path / "wheel")
@@ -203,8 +212,71 @@ def test_a_wheel_of_the_sdist_has_every_file(tmp_path: Path) -> None:
     assert done.stdout.count(str(tmp_path / "installed")) == 2
 
 
+NO_COMPILER = {"CC": "there-is-no-such-compiler"}
+
+
+def clean_environment(folder: Path) -> Path:
+    """The interpreter of a new virtual environment: no shardkit in it, its dependencies those of the tests."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "of_the_tests.pth").write_text("".join(f"{one}\n" for one in packages_of_the_tests()))
+    return folder / "bin" / "python"
+
+
+def pip_install(python: Path, what: Path, **settings: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed", what]
+    done = subprocess.run(command, cwd=python.parent, env=environment() | settings, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def try_installed(python: Path, *arguments: str) -> str:
+    command = [python, ROOT / "tests" / "installed_wheel.py", *arguments]
+    done = subprocess.run(
+        command, cwd=python.parent, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(python.parent.parent) in done.stdout, "not the checkout's"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_is_installed_and_used_with_what_was_compiled(tree: Path, tmp_path: Path) -> None:
+    compiles = importlib.util.find_spec("shardkit.loader.block_rows") is not None
+    wheel = build("wheel", tree, tmp_path / "wheel", SHARDKIT_COMPILE="required" if compiles else "")
+    assert wheel.name.endswith("-py3-none-any.whl") is not compiles
+    python = clean_environment(tmp_path / "clean")
+    pip_install(python, wheel)
+    try_installed(python, *[] if compiles else ["--without-compiled"])
+
+
+@pytest.mark.slow
+def test_without_a_compiler_pip_installs_the_source_and_it_is_used(tree: Path, tmp_path: Path) -> None:
+    python = clean_environment(tmp_path / "clean")
+    pip_install(python, tree, **NO_COMPILER, SHARDKIT_COMPILE="")
+    assert "compiled modules: False" in try_installed(python, "--without-compiled")
+    with pytest.raises(AssertionError, match="there-is-no-such-compiler"):  # as for a release
+        build("wheel", tree, tmp_path / "refused", **NO_COMPILER, SHARDKIT_COMPILE="required")
+
+
+def test_the_workflow_builds_every_wheel_of_a_release() -> None:
+    yaml = pytest.importorskip("yaml")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheels = project["tool"]["cibuildwheel"]
+    minors = [11, 12, 13, 14]
+    assert wheels["build"] == [f"cp3{minor}-manylinux_*" for minor in minors]
+    named = {one.rpartition(" ")[2] for one in project["project"]["classifiers"] if "Python :: 3." in one}
+    assert named == {f"3.{minor}" for minor in minors}
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]
+    assert jobs["wheels"]["strategy"]["matrix"]["runner"] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+    assert jobs["publish"]["environment"] == "release", "a person approves it"
+    assert set(jobs["publish"]["needs"]) == {"wheels", "sdist"}
+    script = shlex.split(wheels["test-command"].replace("{project}", str(ROOT)))[1]
+    assert Path(script).exists()
+
+
 TO_WORK_IN_IT = (
     "hatch_build.py", "pyproject.toml", "constraints.txt", "Makefile", "tools/install.sh", "tests/conftest.py",
-    "README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE",
+    "zensical.toml", "README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE",
 )  # fmt: skip
 """What `make setup` and `make test` need besides the packages."""
