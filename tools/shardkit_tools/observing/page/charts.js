@@ -47,8 +47,31 @@ export function showTip(event, text) {
 }
 export function hideTip() { tip.hidden = true; }
 
-function nice(most, base) {
+// What an axis says: thirds of nothing, and half a block, are not among it.
+function ticks(most, format) {
+  const whole = format === count || format === bytes;
+  return [0, most / 2, most].filter((value) => !whole || Number.isInteger(value));
+}
+
+// A drawing is one picture to a screen reader; the numbers behind it are a table that is read and not seen.
+function present(place, drawing, parts, names, rows) {
+  const title = place.closest("section").querySelector("h2").textContent;
+  drawing.setAttribute("role", "img");
+  drawing.setAttribute("aria-label", title);
+  const table = element("table", { class: "unseen" });
+  table.append(element("caption", {}, title), row("th", names, { scope: "col" }), ...rows.map((values) => row("td", values)));
+  place.replaceChildren(drawing, ...parts, table);
+}
+
+function row(kind, texts, attributes = {}) {
+  const made = element("tr");
+  for (const text of texts) made.append(element(kind, attributes, String(text)));
+  return made;
+}
+
+function nice(most, base, format) {
   if (!(most > 0)) return 1;
+  if (format === count || format === bytes) most = Math.max(1, most);
   const unit = base === 1024 ? 1024 ** Math.max(0, Math.floor(Math.log2(most) / 10)) : 1;
   const power = unit * 10 ** Math.floor(Math.log10(most / unit));
   return [1, 2, 4, 5, 10].map((step) => step * power).find((step) => step >= most * 0.999);
@@ -60,7 +83,7 @@ export function legend(items) {
   const row = element("div", { class: "legend" });
   for (const [name, fill] of items) {
     const label = element("span");
-    const swatch = shape("svg", { viewBox: "0 0 10 10" });
+    const swatch = shape("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" });
     swatch.append(shape("rect", { width: 10, height: 10, rx: 3, fill }));
     label.append(swatch, document.createTextNode(name));
     row.append(label);
@@ -76,14 +99,14 @@ export function lines(place, series, options) {
   const inner = width - left - right, tall = height - top - bottom;
   const sums = time.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0));
   const highest = stacked ? Math.max(...sums) : Math.max(...series.flatMap((one) => one.values.map((v) => v || 0)));
-  const most = options.most || nice(highest, options.base);
+  const most = options.most || nice(highest, options.base, format);
   const x = (i) => left + (time.length > 1 ? (inner * i) / (time.length - 1) : inner / 2);
   const y = (value) => top + tall * (1 - Math.min(value, most) / most);
   const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, height });
-  for (const part of [0, 0.5, 1]) {
-    const at = y(part * most);
+  for (const tick of ticks(most, format)) {
+    const at = y(tick);
     drawing.append(shape("line", { x1: left, x2: width - right, y1: at, y2: at, class: "grid" }));
-    drawing.append(shape("text", { x: left - 8, y: at + 4, "text-anchor": "end", class: "axis" }, part ? format(part * most) : "0"));
+    drawing.append(shape("text", { x: left - 8, y: at + 4, "text-anchor": "end", class: "axis" }, tick ? format(tick) : "0"));
   }
   for (const [i, anchor] of [[0, "start"], [time.length - 1, "end"]]) {
     drawing.append(shape("text", { x: x(i), y: height - 5, "text-anchor": anchor, class: "axis" }, clock(time[i])));
@@ -96,9 +119,9 @@ export function lines(place, series, options) {
     if (stacked) upper.forEach((value, i) => { below[i] = value; });
   }
   follow(drawing, { time, series, format, x, top, bottom: height - bottom, width, left, inner });
-  const parts = [drawing];
-  if (series.length > 1 || options.named) parts.push(legend(series.map((one) => [one.name, one.colour])));
-  place.replaceChildren(...parts);
+  const named = series.length > 1 || options.named ? [legend(series.map((one) => [one.name, one.colour]))] : [];
+  const told = time.map((at, i) => [clock(at), ...series.map((one) => (one.values[i] === null ? "–" : format(one.values[i] || 0)))]);
+  present(place, drawing, named, ["time", ...series.map((one) => one.name)], told);
 }
 
 function drawLine(drawing, upper, lower, x, y, stroke, filled, stacked) {
@@ -154,7 +177,8 @@ export function shareBar(place, parts) {
     drawing.append(bar);
     x += wide;
   }
-  place.replaceChildren(drawing, legend(parts.map(([name, share, fill]) => [`${name} ${percent(share)}`, fill])));
+  const named = legend(parts.map(([name, share, fill]) => [`${name} ${percent(share)}`, fill]));
+  present(place, drawing, [named], ["part", "share"], parts.map(([name, share]) => [name, percent(share)]));
 }
 
 // rows: [{time, step, owners}]; costs: seconds per cell of each lane
@@ -181,7 +205,7 @@ export function laneGrid(place, rows, costs, moved) {
       box.addEventListener("mousemove", (event) => showTip(event, `lane ${lane}, from step ${count(row.step)}\nrank ${owner}${before !== owner ? ` (was rank ${before})` : ""}`));
       box.addEventListener("mouseleave", hideTip);
       drawing.append(box);
-      if (cell >= 22) drawing.append(shape("text", { x: left + (lane + 0.5) * cell - gap / 2, y: y + tall / 2 + 4, "text-anchor": "middle", fill: "#fff", "font-size": 11, "font-weight": 600, "pointer-events": "none" }, owner < 0 ? "" : String(owner)));
+      if (cell >= 22) drawing.append(shape("text", { x: left + (lane + 0.5) * cell - gap / 2, y: y + tall / 2 + 4, "text-anchor": "middle", fill: owner < 0 ? "var(--ink)" : "var(--on)", "font-size": 11, "font-weight": 600, "pointer-events": "none" }, owner < 0 ? "" : String(owner)));
     });
   });
   const every = Math.max(1, Math.ceil(28 / cell));
@@ -190,9 +214,9 @@ export function laneGrid(place, rows, costs, moved) {
   }
   drawing.append(shape("text", { x: left - 10, y: height - 6, "text-anchor": "end", class: "axis" }, "lane"));
   const owners = [...new Set(rows.flatMap((row) => row.owners))].filter((owner) => owner >= 0).sort((a, b) => a - b);
-  const parts = [drawing];
-  if (owners.length <= COLOURS) parts.push(legend([...owners.map((owner) => [`rank ${owner}`, colour(owner)]), ...(moved ? [["outlined: moved", "var(--ink)"]] : [])]));
-  place.replaceChildren(...parts);
+  const named = [...owners.map((owner) => [`rank ${owner}`, colour(owner)]), ...(moved ? [["outlined: moved", "var(--ink)"]] : [])];
+  const told = costs.map((cost, lane) => [lane, seconds(cost), ...rows.map((one) => `rank ${one.owners[lane]}`)]);
+  present(place, drawing, owners.length <= COLOURS ? [legend(named)] : [], ["lane", "per cell", ...rows.map((one) => `from step ${count(one.step)}`)], told);
 }
 
 // rows: [lane, loads, seconds, bytes]; owners: rank of each lane
@@ -218,7 +242,7 @@ export function laneBars(place, rows, owners) {
     drawing.append(bar);
     if (i % every === 0) drawing.append(shape("text", { x, y: height - 5, "text-anchor": "middle", class: "axis" }, String(lane)));
   });
-  place.replaceChildren(drawing);
+  present(place, drawing, [], ["lane", "blocks", "time", "bytes"], rows.map(([lane, loads, spent, size]) => [lane, count(loads), seconds(spent), bytes(size)]));
 }
 
 export function heatTiles(place, shards) {
@@ -229,12 +253,12 @@ export function heatTiles(place, shards) {
   const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, height });
   shards.forEach(([name, loads, size], i) => {
     const x = (i % columns) * wide, y = Math.floor(i / columns) * tall, share = size / most;
-    const box = shape("rect", { x, y, width: wide - 4, height: tall - 4, rx: 6, fill: `rgba(var(--heat), ${(0.08 + 0.6 * share).toFixed(3)})` });
+    const box = shape("rect", { x, y, width: wide - 4, height: tall - 4, rx: 6, fill: `rgba(var(--heat), ${(0.08 + 0.42 * share).toFixed(3)})` });
     box.addEventListener("mousemove", (event) => showTip(event, `shard ${name}\n${count(loads)} blocks loaded, ${bytes(size)}`));
     box.addEventListener("mouseleave", hideTip);
     drawing.append(box);
     drawing.append(shape("text", { x: x + 9, y: y + 17, fill: "var(--ink)", "font-size": 11, "font-family": "ui-monospace, DejaVu Sans Mono, monospace", "pointer-events": "none" }, name));
-    drawing.append(shape("text", { x: x + 9, y: y + 32, fill: "var(--ink)", "fill-opacity": 0.72, "font-size": 11, "pointer-events": "none" }, `${bytes(size)} · ${count(loads)}×`));
+    drawing.append(shape("text", { x: x + 9, y: y + 32, fill: "var(--ink)", "font-size": 11, "pointer-events": "none" }, `${bytes(size)} · ${count(loads)}×`));
   });
-  place.replaceChildren(drawing);
+  present(place, drawing, [], ["shard", "blocks", "bytes"], shards.map(([name, loads, size]) => [name, count(loads), bytes(size)]));
 }

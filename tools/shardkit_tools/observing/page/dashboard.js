@@ -29,6 +29,8 @@ function draw(run) {
   at("state").className = `pill ${run.state}`;
   at("progress-bar").style.width = run.steps ? `${(100 * Math.min(1, run.step / run.steps)).toFixed(2)}%` : "0";
   at("progress").hidden = !run.steps;
+  at("progress").setAttribute("aria-valuenow", run.step);
+  at("progress").setAttribute("aria-valuemax", run.steps || run.step);
   const digits = (text) => text.replace(/^sha256:/, "").slice(0, 12);
   at("ids").textContent = [run.manifest && `manifest ${digits(run.manifest)}`, run.plan && `plan ${digits(run.plan)}`, ...Object.entries(run.software).filter(([name]) => name !== "platform").map(([name, text]) => `${name} ${text}`)].filter(Boolean).join("  ·  ");
   tiles(run);
@@ -113,7 +115,7 @@ function cells(row, values) {
 
 function heading(names) {
   const row = element("tr");
-  for (const name of names) row.append(element("th", name.startsWith(">") ? { class: "number" } : {}, name.replace(">", "")));
+  for (const name of names) row.append(element("th", { scope: "col", class: name.startsWith(">") ? "number" : "" }, name.replace(">", "")));
   return row;
 }
 
@@ -137,7 +139,7 @@ function events(found) {
   const rows = [...found].reverse().map((one) => cells(element("tr", { class: `${one.event === "anomaly" ? "anomaly" : one.event === "rebalance" ? "rebalance" : "plain"}-row` }), [
     [clock(one.time), "dim"], [one.rank === null || one.rank === undefined || one.rank === -1 ? "" : `rank ${one.rank}`, "dim"], [one.event, "kind"], [one.text, "text"],
   ]));
-  at("events").replaceChildren(heading(["time", "rank", "event", ""]), ...rows);
+  at("events").replaceChildren(heading(["time", "rank", "event", "what"]), ...rows);
 }
 
 window.addEventListener("resize", () => { if (shown) draw(shown); });
