@@ -224,14 +224,23 @@ def clean_environment(folder: Path) -> Path:
 
 
 def pip_install(python: Path, what: Path, **settings: str) -> None:
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed", what]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--ignore-installed",
+        str(what),
+    ]
     done = subprocess.run(command, cwd=python.parent, env=environment() | settings, capture_output=True, text=True,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def try_installed(python: Path, *arguments: str) -> str:
-    command = [python, ROOT / "tests" / "installed_wheel.py", *arguments]
+    command = [str(python), str(ROOT / "tests" / "installed_wheel.py"), *arguments]
     done = subprocess.run(
         command, cwd=python.parent, env=environment(), capture_output=True, text=True, check=False
     )

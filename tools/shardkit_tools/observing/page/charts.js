@@ -58,9 +58,10 @@ function present(place, drawing, parts, names, rows) {
   const title = place.closest("section").querySelector("h2").textContent;
   drawing.setAttribute("role", "img");
   drawing.setAttribute("aria-label", title);
-  const table = element("table", { class: "unseen" });
+  const unseen = element("div", { class: "unseen" }), table = element("table");
   table.append(element("caption", {}, title), row("th", names, { scope: "col" }), ...rows.map((values) => row("td", values)));
-  place.replaceChildren(drawing, ...parts, table);
+  unseen.append(table);
+  place.replaceChildren(drawing, ...parts, unseen);
 }
 
 function row(kind, texts, attributes = {}) {
