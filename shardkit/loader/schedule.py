@@ -23,9 +23,9 @@ __all__ = [
 Int64s = NDArray[np.int64]
 
 # Planning costs the same for a group as for a step: as many rows as make it vanish. Few large rows do that too.
-_GROUP_ROWS = 16384
+_GROUP_ROWS = 32768
 _GROUP_BYTES = 256 << 20
-_MAX_GROUP_STEPS = 256
+_MAX_GROUP_STEPS = 512
 
 LocateRows = Callable[[Int64s], tuple[Int64s, Int64s, Int64s, Int64s]]
 """Sample numbers → (shard, row, block, row in block); `storage.RowMap.locate`."""
