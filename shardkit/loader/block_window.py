@@ -45,27 +45,17 @@ class BlockSource:
     near: Callable[[Sequence[int]], bool]
 
 
+@dataclass(slots=True)
 class WindowCounts:
     """Counters of one window; plain numbers, read without a lock."""
 
-    __slots__ = (
-        "block_loads",
-        "block_reloads",
-        "block_uses",
-        "bytes_loaded",
-        "evictions",
-        "load_s",
-        "peak_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.block_loads = 0
-        self.block_reloads = 0  # of blocks that this loop had already and dropped for want of room
-        self.block_uses = 0
-        self.bytes_loaded = 0
-        self.evictions = 0
-        self.load_s = 0.0  # of all threads together
-        self.peak_bytes = 0
+    block_loads: int = 0
+    block_reloads: int = 0  # of blocks that this loop had already and dropped for want of room
+    block_uses: int = 0
+    bytes_loaded: int = 0
+    evictions: int = 0
+    load_s: float = 0.0  # of all threads together
+    peak_bytes: int = 0
 
 
 class _Task:
@@ -73,18 +63,14 @@ class _Task:
 
     __slots__ = ("blocks", "error", "found", "has_begun", "is_near", "sizes", "slots", "steps")
 
-    def __init__(self, blocks: list[int], sizes: list[int], steps: list[int], is_near: bool) -> None:
-        self.blocks, self.sizes, self.is_near = blocks, sizes, is_near
+    def __init__(
+        self, blocks: list[int], sizes: list[int], steps: list[int], slots: list[int], is_near: bool
+    ) -> None:
+        self.blocks, self.sizes, self.slots, self.is_near = blocks, sizes, slots, is_near
         self.steps = steps  # the first that needs each
-        self.slots: list[int] = []
         self.found: list[GatherColumns | None] | None = None
         self.error: BaseException | None = None
         self.has_begun = False
-
-    def entries(self, slots: list[int]) -> list[_Entry]:
-        """Those of its blocks, in these slots."""
-        self.slots = slots
-        return [_Entry(self, position, slot) for position, slot in enumerate(slots)]
 
     def is_over(self) -> bool:
         """Whether it was loaded or has failed."""
@@ -293,7 +279,8 @@ class BlockWindow:
             new = [group.blocks[n] for n in missing]
             tasks = self._tasks(new, sizes[missing].tolist(), (group.first[missing] + origin).tolist())
             for task in tasks:
-                entries.update(zip(task.blocks, task.entries(self._slots.take(task.blocks)), strict=True))
+                for position, block in enumerate(task.blocks):
+                    entries[block] = _Entry(task, position, task.slots[position])
             self._planned += len(group.numbers)
             needed = [entry or entries[block] for block, entry in zip(group.blocks, found, strict=True)]
             places = [entry.slot for entry in needed]
@@ -308,17 +295,18 @@ class BlockWindow:
         by_size = _BYTES_PER_TASK * len(blocks) // max(1, sum(sizes))
         each = max(1, min(_BLOCKS_PER_TASK, by_size, -(-len(blocks) // self._threads))) if near else 1
         parts = (slice(first, first + each) for first in range(0, len(blocks), each))
-        return [_Task(blocks[part], sizes[part], steps[part], near) for part in parts]
+        slots = self._slots.take(blocks)
+        return [_Task(blocks[part], sizes[part], steps[part], slots[part], near) for part in parts]
 
     def _split(self, task: _Task) -> list[_Task]:
         """One task for each of its blocks."""
         single = [
-            _Task([block], [size], [step], task.is_near)
-            for block, size, step in zip(task.blocks, task.sizes, task.steps, strict=True)
+            _Task([block], [size], [step], [slot], task.is_near)
+            for block, size, step, slot in zip(task.blocks, task.sizes, task.steps, task.slots, strict=True)
         ]
         for one in single:
             entry = self._entries[one.blocks[0]]
-            entry.task, entry.position, one.slots = one, 0, [entry.slot]
+            entry.task, entry.position = one, 0
         return single
 
     def load(self, wanted: GroupBlocks) -> None:

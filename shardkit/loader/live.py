@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import fields
+from typing import Any
 
+from shardkit.loader.block_window import WindowCounts
 from shardkit.loader.pipeline import LoaderCounts, Pipeline
 from shardkit.loader.resources import LoaderResources
 from shardkit.telemetry import Telemetry
 
 __all__ = ["LiveLoader"]
-
-_SUMMED: Final = tuple(name for name in LoaderCounts.__slots__ if name != "last_wait_s")
 
 
 class LiveLoader:
@@ -40,7 +40,7 @@ class LiveLoader:
     def begin_loop(self, counts: LoaderCounts, pipeline: Pipeline) -> None:
         """Counters of the loop before will not change any more, and others take their place."""
         with self._lock:
-            self._past.update(_numbers(self.counts, _SUMMED))
+            self._past.update(_numbers(self.counts, but="last_wait_s"))
             self.counts, self.pipeline = counts, pipeline
 
     @property
@@ -57,7 +57,7 @@ class LiveLoader:
     def of_loop(self) -> dict[str, float]:
         """`Loader.stats`: counters of the loop, and of all block loads."""
         counts, pipeline = self.counts, self.pipeline
-        found = _numbers(counts, counts.__slots__) | self._now() | {"lanes": float(len(self.lanes))}
+        found = _numbers(counts) | self._now() | {"lanes": float(len(self.lanes))}
         found["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
         if pipeline is not None:
             elapsed = found["elapsed_s"] = pipeline.elapsed_s
@@ -69,7 +69,7 @@ class LiveLoader:
         with self._lock:
             found: Counter[str] = self._past.copy()
             counts = self.counts
-            found.update(_numbers(counts, _SUMMED))
+            found.update(_numbers(counts, but="last_wait_s"))
         more = {"cells": float(self.cells), "last_wait_s": counts.last_wait_s}
         if self.resources is not None:
             more["memory_bytes"] = float(self.resources.memory)
@@ -83,7 +83,7 @@ class LiveLoader:
             found["queued_steps"] = float(self.pipeline.queued_steps)
         if self.resources is not None:
             window = self.resources.window
-            found |= _numbers(window.counts, window.counts.__slots__)
+            found |= _numbers(window.counts)
             found["window_bytes"] = float(window.nbytes)
         return found
 
@@ -111,5 +111,6 @@ class LiveLoader:
         telemetry.add_table("lane_loads", of_blocks("lane_loads", []))
 
 
-def _numbers(counts: object, names: tuple[str, ...]) -> dict[str, float]:
-    return {name: float(getattr(counts, name)) for name in names}
+def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, float]:
+    names = (one.name for one in fields(counts))
+    return {name: float(getattr(counts, name)) for name in names if name != but}

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,43 +44,25 @@ _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
 
+@dataclass(slots=True)
 class LoaderCounts:
     """Of one loop: plain numbers that cost nanoseconds. Each is a key of `Loader.stats`; times are seconds."""
 
-    __slots__ = (
-        "assembly_blocked_s",
-        "assembly_starved_s",
-        "computed_s",
-        "consumer_wait_s",
-        "gather_s",
-        "last_wait_s",
-        "load_wait_s",
-        "plan_blocked_s",
-        "plan_s",
-        "plan_starved_s",
-        "samples",
-        "stalls",
-        "steps",
-        "substitutions",
-        "transform_s",
-    )
-
-    def __init__(self) -> None:
-        self.assembly_blocked_s = 0.0  # the assembly thread waited for room
-        self.assembly_starved_s = 0.0  # the trainer waited for it
-        self.computed_s = 0.0  # the rank's own part of steps, where the loop says when it is done
-        self.consumer_wait_s = 0.0  # the trainer waited in `next`
-        self.gather_s = 0.0
-        self.last_wait_s = 0.0  # of the step handed out last
-        self.load_wait_s = 0.0  # gathering waited for blocks
-        self.plan_blocked_s = 0.0  # the plan thread waited for room
-        self.plan_s = 0.0
-        self.plan_starved_s = 0.0  # gathering waited for it
-        self.samples = 0
-        self.stalls = 0  # reports of the watchdog
-        self.steps = 0
-        self.substitutions = 0  # rows replaced or masked
-        self.transform_s = 0.0  # decoding and transforms, as the assembling thread sees them
+    assembly_blocked_s: float = 0.0  # the assembly thread waited for room
+    assembly_starved_s: float = 0.0  # the trainer waited for it
+    computed_s: float = 0.0  # the rank's own part of steps, where the loop says when it is done
+    consumer_wait_s: float = 0.0  # the trainer waited in `next`
+    gather_s: float = 0.0
+    last_wait_s: float = 0.0  # of the step handed out last
+    load_wait_s: float = 0.0  # gathering waited for blocks
+    plan_blocked_s: float = 0.0  # the plan thread waited for room
+    plan_s: float = 0.0
+    plan_starved_s: float = 0.0  # gathering waited for it
+    samples: int = 0
+    stalls: int = 0  # reports of the watchdog
+    steps: int = 0
+    substitutions: int = 0  # rows replaced or masked
+    transform_s: float = 0.0  # decoding and transforms, as the assembling thread sees them
 
 
 class _BegunStep(NamedTuple):
