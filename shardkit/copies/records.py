@@ -12,7 +12,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import TIME, Fields, read_document, utc_text
-from shardkit.reading.attestations import LEVEL, MAX_ATTESTATION_BYTES, RESULT, WORD, Attestation
+from shardkit.reading.healing import LEVEL, MAX_ATTESTATION_BYTES, RESULT, WORD, Attestation
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
 _FORMAT: Final = "shardkit-attestations/1"

@@ -28,8 +28,8 @@ from shardkit.repository.part_locations import location_name, resolved
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_foreign, split_url
+from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import (
     ObjectStat,
     Stage,

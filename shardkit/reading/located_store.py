@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.reading.attestations import Attestation
-from shardkit.reading.healing import Healer
+from shardkit.reading.healing import Attestation, Healer
 from shardkit.reading.locations import BlockRequest, Location, block_name, check_locations
 from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
-from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.object_store import ObjectStore
+from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import ObjectStat, Store, StoreAround, asked_twice, check_name, parse_object_name
 
 _Result = TypeVar("_Result")

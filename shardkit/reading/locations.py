@@ -16,7 +16,7 @@ from shardkit.stores.store import Store
 ROOT_NAME: Final = "root"
 """The location where the log is: it holds every object, and is the only one that is committed to."""
 
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+LOCATION_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,23 @@ class Location:
     heal: bool = False
 
     def __post_init__(self) -> None:
-        if _NAME.fullmatch(self.name) is None:
-            raise ConfigurationError(
-                f"location name {self.name!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
-            )
+        check_location_name(self.name)
         if self.holds not in ("objects", "blocks"):
             raise ConfigurationError(
                 f"location {self.name!r} holds {self.holds!r}: expected objects or blocks"
             )
+
+
+def check_location_name(name: str) -> None:
+    """Refuse what is no name of a location.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if LOCATION_NAME.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"location name {name[:60]!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
+        )
 
 
 class BlockRequest(NamedTuple):

@@ -21,8 +21,7 @@ from shardkit.ranges import Range
 from shardkit.reading.health import Breaker, Budget, Latencies
 from shardkit.reading.locations import Location
 from shardkit.reading.read_events import ReadEvents
-from shardkit.stores.remote.backoff import RetryPolicy, pauses
-from shardkit.stores.remote.waiting import WAITS
+from shardkit.stores.remote.waiting import WAITS, RetryPolicy, pauses
 
 Buffer = Any
 

@@ -22,7 +22,7 @@ from shardkit.manifest.json_fields import (
     sealed,
     unseal,
 )
-from shardkit.reading.locations import ROOT_NAME
+from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, check_location_name
 from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import scheme_of
@@ -34,7 +34,6 @@ _MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"
 _KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 
 
@@ -57,10 +56,7 @@ class LocationRecord:
     weight: int = 100
 
     def __post_init__(self) -> None:
-        if _NAME.fullmatch(self.name) is None:
-            raise ConfigurationError(
-                f"location name {self.name[:60]!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
-            )
+        check_location_name(self.name)
         if _DOMAIN.fullmatch(self.domain) is None:
             raise ConfigurationError(
                 f"location {self.name!r}: failure domain {self.domain[:60]!r}, expected at most 200 of "
@@ -115,7 +111,7 @@ class LocationRecord:
         """
         fields = Fields(value, f"location of {where}", _FIELDS)
         return cls(
-            name=fields.text("name", pattern=_NAME),
+            name=fields.text("name", pattern=LOCATION_NAME),
             url=fields.text("url", maximum=4_000),
             domain=fields.text("domain", pattern=_DOMAIN),
             rank=fields.integer("rank", minimum=-1_000, maximum=1_000),

@@ -10,10 +10,15 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreE
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.locations import Location
 from shardkit.stores.staging import LocalStage
-from shardkit.stores.store import Descriptor, Stage, Store, asked_twice, object_name, parse_object_name
-
-MAX_OBJECT_BYTES: Final = 5 * 2**30
-"""The largest single upload that object stores take, and so the largest object."""
+from shardkit.stores.store import (
+    MAX_OBJECT_BYTES,
+    Descriptor,
+    Stage,
+    Store,
+    asked_twice,
+    object_name,
+    parse_object_name,
+)
 
 _PIECE_BYTES: Final = 8 * 2**20
 """Read and hashed at a time."""

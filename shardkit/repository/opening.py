@@ -6,7 +6,6 @@ Nothing here decides where copies belong: `shardkit.copies` does.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -22,7 +21,7 @@ from shardkit.errors import (
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import LocatedStore, find_checked, read_checked, root_store
-from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord, LocationTable
 from shardkit.repository.log import (
@@ -50,7 +49,6 @@ COPY_NAME: Final = "shardkit-copy.json"
 
 _FORMAT: Final = "shardkit-copy/1"
 _MAX_BYTES: Final = 16 * 2**10
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class CopyMark:
             FormatError: it is none.
         """
         fields = read_document(data, where, _FORMAT, ("location", "repository"), _MAX_BYTES)
-        return cls(fields.text("location", pattern=_NAME), fields.text("repository", maximum=36))
+        return cls(fields.text("location", pattern=LOCATION_NAME), fields.text("repository", maximum=36))
 
 
 def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = False) -> Location:

@@ -22,6 +22,9 @@ _Result = TypeVar("_Result")
 MAX_NAME: Final = 512
 """Longest name in bytes: every object store and every file system takes it."""
 
+MAX_OBJECT_BYTES: Final = 5 * 2**30
+"""The largest single upload that object stores take, and so the largest object."""
+
 _COMPONENT: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME: Final = re.compile(rf"[a-z0-9][A-Za-z0-9._-]{{0,199}}(?:/{_COMPONENT})*")
 _PRIVATE: Final = "tmp/"

@@ -23,7 +23,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.manifest import Manifest
 from shardkit.manifest.json_fields import sealed
 from shardkit.reading.adopted import read_tar_place
-from shardkit.reading.attestations import Attestation
+from shardkit.reading.healing import Attestation
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.location_table import LocationTable

@@ -19,14 +19,14 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
-from shardkit.reading.attestations import Attestation
+from shardkit.reading.healing import Attestation
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, open_store
 from shardkit.stores.remote.addresses import parse_address
-from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.object_store import ObjectStore
+from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.testing.memory_store import MemoryStore
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 

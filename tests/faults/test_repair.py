@@ -27,7 +27,7 @@ from shardkit.dataset.removing import erase
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import utc_text
-from shardkit.reading.attestations import Attestation
+from shardkit.reading.healing import Attestation
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord

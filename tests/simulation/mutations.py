@@ -70,16 +70,14 @@ def _put_over(self: Any, name: str, data: bytes) -> bool:
 
 def _unchecked_get(self: Any, digest: str, extension: str, size: int | None = None, **_: Any) -> bytes:
     """An object is taken as it comes."""
-    return bytes(
-        self.store.get(object_name(digest, extension), max_bytes=size or object_access.MAX_OBJECT_BYTES)
-    )
+    return bytes(self.store.get(object_name(digest, extension), max_bytes=size or store.MAX_OBJECT_BYTES))
 
 
 def _unchecked_copy(name: str, sources: Any, target: Any, **_: Any) -> tuple[str, int]:
     """A copy gets its name without a look at its bytes."""
     for source in sources:
         if source.name != target.name:
-            data = source.store.get(name, max_bytes=object_access.MAX_OBJECT_BYTES)
+            data = source.store.get(name, max_bytes=store.MAX_OBJECT_BYTES)
             if not target.store.put_new(name, data):
                 target.store.replace(name, data)
             return source.name, len(data)

@@ -15,7 +15,7 @@ import pytest
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.reading.read_path import ReadSettings
-from shardkit.stores.remote import backoff, object_store, waiting
+from shardkit.stores.remote import object_store, waiting
 from shardkit.stores.remote.waiting import Waits
 from shardkit_tools.main import run
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
@@ -104,7 +104,7 @@ def endpoint(kind: str) -> Iterator[str]:
 @pytest.fixture(params=["silent", "refuses"])
 def dead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """S3 at a dead endpoint; deadlines, and the time until a line is due, a fiftieth of what they are."""
-    real = backoff.RetryPolicy
+    real = waiting.RetryPolicy
     short = real(deadline_s=1.5, attempt_s=0.7, longest_pause_s=0.1)
     quick = Waits(first_s=0.2, every_s=0.4)
     for module in (object_store,):

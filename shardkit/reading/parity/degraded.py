@@ -25,8 +25,8 @@ from shardkit.reading.parity.sets import (
     sets_of,
 )
 from shardkit.repository.inventory import Inventory
-from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.object_store import ObjectStore
+from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import Store, parse_object_name
 
 Bytes = NDArray[np.uint8]

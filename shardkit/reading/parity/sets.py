@@ -16,9 +16,15 @@ from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 from shardkit.reading.located_store import find_checked
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.repository.inventory import Inventory
-from shardkit.repository.object_access import MAX_OBJECT_BYTES
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import EXTENSIONS, Descriptor, Store, object_name, parse_object_name
+from shardkit.stores.store import (
+    EXTENSIONS,
+    MAX_OBJECT_BYTES,
+    Descriptor,
+    Store,
+    object_name,
+    parse_object_name,
+)
 
 MAX_HEADER_BYTES: Final = 64 * 2**10
 """Of the header of a parity object."""

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.backoff import RetryPolicy
 from shardkit.stores.remote.failures import Failure, classify, told
+from shardkit.stores.remote.waiting import RetryPolicy
 
 Buffer = Any
 """Bytes, or whatever has them behind the buffer protocol."""

@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.backoff import RetryPolicy, pauses
 from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
 from shardkit.stores.remote.failures import Failure
-from shardkit.stores.remote.remote_store import MAX_PUT_BYTES, RemoteStore, check_ranges, is_object_name
-from shardkit.stores.remote.waiting import WAITS, Wait
-from shardkit.stores.store import ObjectStat, check_prefix
+from shardkit.stores.remote.remote_store import RemoteStore, check_ranges, is_object_name
+from shardkit.stores.remote.waiting import WAITS, RetryPolicy, Wait, pauses
+from shardkit.stores.store import MAX_OBJECT_BYTES, ObjectStat, check_prefix
 
 _Result = TypeVar("_Result")
 
@@ -326,9 +325,9 @@ class ObjectStore(RemoteStore):
 
     def _check_put(self, name: str, size: int) -> None:
         self._check_writable(name)
-        if size > MAX_PUT_BYTES:
+        if size > MAX_OBJECT_BYTES:
             raise UsageError(
-                f"{name}: {size} bytes, a bucket takes {MAX_PUT_BYTES} in one piece; use smaller samples"
+                f"{name}: {size} bytes, a bucket takes {MAX_OBJECT_BYTES} in one piece; use smaller samples"
             )
 
 

@@ -8,16 +8,13 @@ import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from shardkit.errors import IntegrityError, StoreReadOnlyError, UsageError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.staging import StagedFile
 from shardkit.stores.store import check_name
-
-MAX_PUT_BYTES: Final = 5 * 2**30
-"""What a bucket takes in one piece."""
 
 
 class SpooledStage(StagedFile):
