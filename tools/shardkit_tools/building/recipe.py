@@ -24,7 +24,8 @@ from shardkit_tools.building.engines import open_engine
 from shardkit_tools.building.outcome import BuildResult, BuildSettings, ProgressCallback
 from shardkit_tools.building.packing import PackSettings
 from shardkit_tools.building.row_marks import RowMarks
-from shardkit_tools.importers import Importer, ImportOptions, open_source
+from shardkit_tools.importers import Importer, ImportOptions
+from shardkit_tools.importers.detection import find_source
 from shardkit_tools.importers.folder_layout import FolderLayout, split_notes
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
@@ -111,7 +112,8 @@ def build(
         address: of a running Ray cluster; without it ``"ray"`` starts one here.
         scratch: directory for encoded rows, about as large as the source, that all workers see; by default inside
             ``root``.
-        on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit.
+        on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit, empty folders, and
+            files of another kind than most are.
         skipped_file: where rows left out are listed as JSON lines; by default beside the scratch.
         dry_run: read and lay out everything, write nothing.
         progress: called with a `Progress` a few times a second.
@@ -135,7 +137,12 @@ def build(
             f"unique={unique!r} with append: the rows that are there are not compared; build into a ref of its own, "
             "then merge, or build all of it anew"
         )
-    importer = source if isinstance(source, Importer) else open_source(os.fspath(source), from_, options)
+    left_out: tuple[str, ...] = ()
+    options = options or ImportOptions(skip_bad_rows=on_error == "skip")
+    if isinstance(source, Importer):
+        importer = source
+    else:
+        importer, left_out = find_source(os.fspath(source), from_, options)
     layout = getattr(importer, "layout", None)
     folders = layout.splits if isinstance(layout, FolderLayout) else {}
     transforms: dict[str, object] = {}
@@ -177,9 +184,12 @@ def build(
             ref=ref,
             replace=replace,
             classes=layout.counts if isinstance(layout, FolderLayout) else {},
-            notes=layout.notes
-            if isinstance(layout, FolderLayout)
-            else split_notes(f.name for f in importer.files()),
+            notes=left_out
+            + (
+                layout.notes
+                if isinstance(layout, FolderLayout)
+                else split_notes(f.name for f in importer.files())
+            ),
             message=message,
             author=author,
             pack=packing,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers.chosen_fields import ChosenFields
 from shardkit_tools.importers.protocol import Importer, ImportOptions
-from shardkit_tools.importers.source_files import Source, file_suffix, list_source
+from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, list_source
 
-__all__ = ["IMPORTERS", "MEDIA", "detect", "open_source"]
+__all__ = ["IMPORTERS", "MEDIA", "detect", "find_source", "open_source"]
 
 
 def _imported(module: str, function: str) -> Callable[[Source, ImportOptions], Importer]:
@@ -56,6 +58,12 @@ _TEXTS = frozenset((
 ))  # fmt: skip
 
 
+_WITH_AN_INDEX = ("huggingface", "mds")
+# What the samples of an importer may be, where more than files of its own extensions.
+_KINDS_OF = {name: {name} for name in set(_RECORDS.values())}
+_KINDS_OF |= {"jsonl": {"jsonl", "json"}, "text": {"text"}, "folder": {*MEDIA, "blob"}}
+
+
 def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> Importer:
     """Open a source with the importer that fits it.
 
@@ -69,11 +77,67 @@ def open_source(source: str, kind: str | None = None, options: ImportOptions | N
         SourceError: the source cannot be read as that kind, or its kind cannot be told.
         SchemaError: a field cannot be stored under its name, or `options` type a field that is not there.
     """
+    return find_source(source, kind, options or ImportOptions())[0]
+
+
+def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[Importer, tuple[str, ...]]:
+    """`open_source`, and what to say of files that were left out."""
     if kind is not None and kind not in IMPORTERS:
         raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
-    listed, options = list_source(source), options or ImportOptions()
+    listed = list_source(source, skip=options.skip_bad_rows)
+    if options.skip_bad_rows:
+        listed = _without_strays(listed, kind)
     importer = IMPORTERS[kind or detect(listed)](listed, options)
-    return ChosenFields(importer, options) if options.chooses else importer
+    return ChosenFields(importer, options) if options.chooses else importer, _notes(listed.left_out)
+
+
+def _without_strays(source: Source, kind: str | None) -> Source:
+    """A source without the files that are not of the kind that most are of; sidecars stay with their samples."""
+    if source.is_single_file or kind in _WITH_AN_INDEX or (kind is None and _index_of(source)):
+        return source
+    kinds = {file.name: _kind_of(file.name) for file in source.files}
+    wanted = _KINDS_OF.get(kind or "")
+    counts = Counter(found for found in kinds.values() if wanted is None or found in wanted)
+    # texts and documents lie beside samples, and are some only where there are no others; what nobody knows even less
+    for is_sample in ({*MEDIA, *_RECORDS.values()}, {"text", "json"}, {"blob"}):
+        among = Counter({found: n for found, n in counts.items() if found in is_sample})
+        if among:
+            break
+    (most, count), *others = among.most_common() or [("", 0)]
+    if not count or (others and others[0][1] == count):
+        return source  # nobody can tell
+    keep = {most} if wanted is None or kind == "folder" else wanted
+    stems = {file_stem(name) for name, found in kinds.items() if found == most}
+    kept, left_out = [], dict(source.left_out)
+    for file in source.files:
+        is_sidecar = (
+            most in MEDIA and file_suffix(file.name) in ("json", "txt") and file_stem(file.name) in stems
+        )
+        if kinds[file.name] in keep or is_sidecar:
+            kept.append(file)
+        else:
+            left_out[file.name] = f"what is not {kind or most}"
+    return replace(source, files=tuple(kept), left_out=left_out)
+
+
+def _kind_of(name: str) -> str:
+    suffix = file_suffix(name)
+    found = next((field for field, known in MEDIA.items() if suffix in known), None)
+    return (
+        found
+        or _RECORDS.get(suffix)
+        or ("json" if suffix == "json" else "text" if suffix in _TEXTS else "blob")
+    )
+
+
+def _notes(left_out: Mapping[str, str]) -> tuple[str, ...]:
+    notes = []
+    for why in sorted(set(left_out.values())):
+        names = sorted(name for name, reason in left_out.items() if reason == why)
+        notes.append(
+            f"left out {why} ({len(names):,}): {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+        )
+    return tuple(notes)
 
 
 def detect(source: Source) -> str:
@@ -82,14 +146,8 @@ def detect(source: Source) -> str:
     Raises:
         SourceError: the files call for several importers, or for none.
     """
-    names = {file.name for file in source.files}
-    if (
-        "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
-    ):  # what `save_to_disk` writes
-        return "huggingface"
-    bases = {name.rpartition("/")[2] for name in names}
-    if "index.json" in bases and any(".mds" in base for base in bases):
-        return "mds"
+    if index := _index_of(source):
+        return index
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
@@ -103,7 +161,7 @@ def detect(source: Source) -> str:
             f"{source.given}: holds files of several kinds ({', '.join(shown[:3])}); give a glob that "
             "matches one kind, such as "
             f"'{source.given}/**/*.{file_suffix(next(iter(records.values())).name)}', or name an importer "
-            "with --from"
+            "with --from; --on-error skip leaves out what is of the fewer"
         )
     if suffixes.keys() <= _TEXTS:
         return "text"
@@ -113,6 +171,17 @@ def detect(source: Source) -> str:
             f"({', '.join(IMPORTERS)})"
         )
     return "folder"
+
+
+def _index_of(source: Source) -> str | None:
+    """The importer whose index is among the files."""
+    names = {file.name for file in source.files}
+    if (
+        "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
+    ):  # what `save_to_disk` writes
+        return "huggingface"
+    bases = {name.rpartition("/")[2] for name in names}
+    return "mds" if "index.json" in bases and any(".mds" in base for base in bases) else None
 
 
 def _is_media(suffixes: Iterable[str]) -> bool:

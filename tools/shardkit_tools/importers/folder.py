@@ -159,7 +159,10 @@ def _mixture(media: dict[str, SourceFile], source: Source) -> str:
             "text, for JSON lines name the files .jsonl"
         )
     shown = ", ".join(f"{name} ({file.name})" for name, file in sorted(media.items()))
-    return f"kinds of files are mixed: {shown}; give a folder or a glob with one kind"
+    return (
+        f"kinds of files are mixed: {shown}; give a folder or a glob with one kind, or leave the fewer out with "
+        "--on-error skip"
+    )
 
 
 def _arranged(files: list[SourceFile]) -> tuple[SourceFile, ...]:

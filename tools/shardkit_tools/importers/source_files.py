@@ -15,8 +15,8 @@ import lzma
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
 import zstandard
@@ -52,11 +52,13 @@ class Source:
         given: the source as the user typed it, for messages.
         files: sorted by name.
         is_single_file: the user named one file, not a folder or a glob.
+        left_out: what was there and is no sample → why, where the user lets it be left out.
     """
 
     given: str
     files: tuple[SourceFile, ...]
     is_single_file: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def keep(self, suffixes: Iterable[str], what: str) -> Source:
         """The same source, once it is sure that every file has one of the suffixes.
@@ -94,10 +96,11 @@ def file_stem(name: str) -> str:
     return head + slash + (base.rpartition(".")[0] if "." in base[1:] else base)
 
 
-def list_source(source: str) -> Source:
+def list_source(source: str, *, skip: bool = False) -> Source:
     """List a source.
 
     Args:
+        skip: leave empty folders out.
         source: a file, a folder (searched to any depth; names that start with a dot are left out), a glob, or any of
             them as a URL.
 
@@ -110,10 +113,11 @@ def list_source(source: str) -> Source:
         found, is_single_file = list_url(source)
         return Source(source, tuple(sorted(found, key=_by_name)), is_single_file)
     if os.path.isdir(source):
-        files = tuple(sorted(_walk(source), key=_by_name))
+        empty: dict[str, str] | None = {} if skip else None
+        files = tuple(sorted(_walk(source, empty), key=_by_name))
         if not files:
             raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
-        return Source(source, files)
+        return Source(source, files, left_out=empty or {})
     if os.path.lexists(source):
         return Source(source, (_regular(source, os.path.basename(source)),), is_single_file=True)
     if _WILDCARDS.intersection(source):
@@ -340,7 +344,8 @@ def _by_name(file: SourceFile) -> str:
     return file.name
 
 
-def _walk(root: str) -> Iterator[SourceFile]:
+def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
+    """The files of a folder; empty folders are refused, or noted."""
     inside = os.path.realpath(root)
     pending = [""]
     while pending:
@@ -355,10 +360,12 @@ def _walk(root: str) -> Iterator[SourceFile]:
                 f"{os.path.join(root, below)}: a dataset, whose shards are no samples; build from the files that it "
                 "was made of, or keep it outside of the source"
             )
-        if not entries and below:
+        if not entries and below and empty is not None:
+            empty[f"{below}/"] = "what is empty"
+        elif not entries and below:
             # a class folder whose files did not arrive would otherwise vanish from the dataset without a word
             raise SourceError(
-                f"{os.path.join(root, below)}: an empty folder; fill it, or remove it from the source"
+                f"{os.path.join(root, below)}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
             )
         for entry in entries:
             name = f"{below}/{entry.name}" if below else entry.name
