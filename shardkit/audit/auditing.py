@@ -10,19 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.audit.plans import RunPlan, find_plans
-from shardkit.audit.record_checks import (
+from shardkit.audit.checks import (
     check_bound_checkpoints,
     check_bound_settings,
     check_checkpoints,
+    check_coverage,
     check_end,
+    check_pending,
     check_statement,
+    check_steps,
     check_tensors,
     explain_events,
 )
+from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import RunRecord, load_run
-from shardkit.audit.step_checks import check_coverage, check_pending, check_steps
 from shardkit.copies.verify import Level, verify
 from shardkit.errors import ShardkitError
 

@@ -9,9 +9,8 @@ import numpy as np
 from shardkit.dataset import Dataset
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import NotFoundError
-from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import Part
+from shardkit.repository.versions import Part, read_root
 
 
 def version_lineage(dataset: Dataset) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _part_lineage(part: Part) -> dict[str, Any]:
     parent = manifest.parent
     while parent is not None and len(ancestors) < 1000:
         try:
-            root = _root(repository, parent)
+            root = read_root(repository, parent)
         except NotFoundError:
             ancestors.append({"id": parent, "missing": True})
             break
@@ -81,10 +80,6 @@ def _part_lineage(part: Part) -> dict[str, Any]:
         "commit": _commit(repository, manifest.id),
         "ancestors": ancestors,
     }
-
-
-def _root(repository: Repository, manifest_id: str) -> Manifest:
-    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
 
 
 def _sources(part: Part) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from shardkit.telemetry.slow_blocks import BlockTimes
 if TYPE_CHECKING:
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.reading.cache.shared_blocks import SharedBlocks
-    from shardkit.telemetry.watching import RunWatch
+    from shardkit.telemetry.serving import RunWatch
 
 __all__ = ["LoaderResources"]
 

@@ -76,13 +76,13 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
         IntegrityError: Bytes are not those that were written.
         FormatError: A root or page contradicts itself or another; the message names it.
     """
-    manifest = _read_root(repository, manifest_id)
+    manifest = read_root(repository, manifest_id)
     if not manifest.parts:
         return _load_pages(repository, manifest)
     parts: list[tuple[str, Version]] = []
     for name, part_id in manifest.parts:
         holder = find_part(repository, name, part_id)
-        part = _read_root(holder, part_id)
+        part = read_root(holder, part_id)
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
         parts.append((name, _load_pages(holder, part)))
@@ -170,7 +170,12 @@ def _reading(repository: Repository, manifest: Manifest, table: ShardTable) -> R
     return with_adopted(repository, manifest)
 
 
-def _read_root(repository: Repository, manifest_id: str) -> Manifest:
+def read_root(repository: Repository, manifest_id: str) -> Manifest:
+    """The root of a manifest, verified; its pages are not read.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
+    """
     return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
 
 

@@ -262,21 +262,13 @@ class AnomalyWatch:
     Args:
         run: directory, where the other ranks' records are.
         record_event: appends an event to the run.
-        on_open: called with each newly found anomaly.
     """
 
-    def __init__(
-        self, run: Path, record_event: Callable[..., None], on_open: Callable[[Anomaly], None] | None = None
-    ) -> None:
-        self._run, self._record_event, self._on_open = run, record_event, on_open
+    def __init__(self, run: Path, record_event: Callable[..., None]) -> None:
+        self._run, self._record_event = run, record_event
         self._own: deque[Record] = deque(maxlen=_OWN_RECORDS)
         self._open: dict[tuple[str, int], tuple[Anomaly, float]] = {}
-        self._looked = self._next_look = 0.0
-
-    @property
-    def open(self) -> list[Anomaly]:
-        """What is found now."""
-        return [anomaly for anomaly, _ in self._open.values()]
+        self._next_look = 0.0
 
     def __call__(self, record: Record) -> None:
         """Keep the record; look, if it is time to."""
@@ -299,8 +291,6 @@ class AnomalyWatch:
                 told[anomaly.kind] += 1
                 self._open[key] = (anomaly, now)
                 self._record_event("anomaly", **_details(anomaly))
-                if self._on_open is not None:
-                    self._on_open(anomaly)
         for key in [key for key in self._open if key not in present]:
             anomaly, since = self._open.pop(key)
             self._record_event(

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import NotFoundError
-from shardkit.telemetry.json_lines import read_documents, read_lines
 from shardkit.telemetry.recorder import telemetry_directory
-from shardkit.telemetry.records import MAX_LINE_BYTES, Record, parse_record
+from shardkit.telemetry.records import MAX_LINE_BYTES, Record, parse_record, read_documents, read_lines
 
 _NAME: Final = re.compile(r"rank-([0-9]{5,7})(?:\.worker-([0-9]{3,4}))?\.jsonl")
 _TAIL_BYTES: Final = 256 << 10

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 from shardkit.errors import StoreError
 from shardkit.ranges import Range
-from shardkit.telemetry.json_lines import append_document, append_line
-from shardkit.telemetry.records import MAX_LINE_BYTES, Record
+from shardkit.telemetry.records import MAX_LINE_BYTES, Record, append_document, append_line
 
 Source: TypeAlias = Callable[[], Mapping[str, float]]
 """Gives numbers when it is polled."""

@@ -19,7 +19,7 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 from shardkit_tools.main import run as command
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import train

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names
 from tests.drills import drill_count
 

@@ -14,7 +14,7 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import ConfigurationError
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train

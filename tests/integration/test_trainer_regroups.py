@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardkit.audit import audit_run
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer import supervisor
 from shardkit_trainer.configuration import load_configuration

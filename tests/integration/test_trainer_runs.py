@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import RunError, StateError
-from shardkit.telemetry.json_lines import append_document, read_documents
+from shardkit.telemetry.records import append_document, read_documents
 from shardkit.torch import CheckpointReader, checkpoint_names
 from shardkit_trainer import load_configuration
 from shardkit_trainer.run_directory import RunDirectory

@@ -25,7 +25,7 @@ import shardkit
 from shardkit.loader import Rebalancing
 from shardkit.plan.rebalance import Rules
 from shardkit.storage import open_store
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration

@@ -28,7 +28,7 @@ import numpy as np
 
 import shardkit
 from shardkit.stores.urls import open_store
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 from shardkit_trainer.run_directory import read_steps
 from tests.servers.fault_proxy import Fault, FaultProxy
 from tests.servers.object_stores import moto, s3_environment

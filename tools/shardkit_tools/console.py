@@ -161,7 +161,6 @@ class LogHandler(logging.Handler):
     """Lines of the library's log on standard error; a status line that stands there makes room."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one."""
         start = "\r\x1b[K" if sys.stderr.isatty() else ""
         sys.stderr.write(f"{start}{clean(record.getMessage())}\n")
         sys.stderr.flush()
@@ -174,14 +173,12 @@ class StatusLine:
         self._is_seen = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show(self, text: str) -> None:
-        """Replace the line."""
         if self._is_seen:
             width = shutil.get_terminal_size().columns - 1
             sys.stderr.write(f"\r\x1b[K{text[:width]}")
             sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away."""
         self.show("")
 
 

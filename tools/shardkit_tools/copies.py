@@ -183,7 +183,6 @@ class Work:
         self._say(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
 
     def clear(self) -> None:
-        """Take the line away."""
         self._status.clear()
 
     def _waiting(self, seconds: int) -> None:
@@ -285,7 +284,6 @@ class CopyWorker:
         """Nothing is kept open."""
 
     def work(self, item: _Copies, report: Report) -> list[tuple[int, int | IntegrityError | StoreError]]:
-        """What came of each."""
         return [(number, self._copy(task, report)) for number, task in item.tasks]
 
     def _copy(self, task: CopyTask, report: Report) -> int | IntegrityError | StoreError:

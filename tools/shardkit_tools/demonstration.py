@@ -353,7 +353,6 @@ class Narration:
         self.console.print(Text(f"{why}  [{elapsed:.0f} s]", style="dim"))
 
     def say(self, text: str, style: str = "") -> None:
-        """One line of our own."""
         self.console.print(Text(text, style=style))
 
     def command(self, *arguments: str, expect: Sequence[int] = (0,), show: int | None = None) -> str:

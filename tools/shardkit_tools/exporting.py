@@ -52,7 +52,6 @@ class Form(StrEnum):
 
     @property
     def suffix(self) -> str:
-        """Of its files."""
         return {"webdataset": ".tar", "hf": ".arrow"}.get(self.value, f".{self.value}")
 
 

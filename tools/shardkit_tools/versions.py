@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, Stratum
+from shardkit.manifest import Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
-from shardkit.repository.repository import DEFAULT_REF, Repository
+from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools.texts import clean, short_id
 
 
@@ -25,15 +25,6 @@ def parse_url(url: str) -> tuple[str, str]:
     """(root, ref) of a version; the ref is ``main`` where none is given."""
     root, ref = parse_dataset_url(url)
     return root, ref or DEFAULT_REF
-
-
-def load_root(repository: Repository, manifest_id: str) -> Manifest:
-    """The root of a manifest, verified; its pages are not read.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
-    """
-    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
 
 
 def named_versions(log: Sequence[LogEntry]) -> list[NamedVersion]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardkit.errors import MissingDependency
 from shardkit.exit_codes import ExitCode
-from shardkit.telemetry.json_lines import read_documents
+from shardkit.telemetry.records import read_documents
 
 from .configuration import Configuration, load_configuration
 from .run_directory import check_changes

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.errors import MissingDependency
-from shardkit.telemetry.json_lines import append_document, read_documents
+from shardkit.telemetry.records import append_document, read_documents
 
 from .configuration import LogConfig
 from .run_directory import RunDirectory

@@ -23,8 +23,8 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store
-from shardkit.telemetry.json_lines import read_documents
 from shardkit.telemetry.recorder import EventLog
+from shardkit.telemetry.records import read_documents
 
 from .configuration import Configuration, expect
 

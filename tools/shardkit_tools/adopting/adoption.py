@@ -195,7 +195,6 @@ class _Adopting:
                 )
 
     def make(self, repository: Repository, found: Sequence[AdoptedTar]) -> Manifest:
-        """Put the manifest."""
         self._meter.begin("commit")
         for task, tar in zip(self._tasks, found, strict=True):
             if look_at(task.file).size != tar.size:
@@ -248,7 +247,6 @@ class _Adopting:
         return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
 
     def result(self, found: Sequence[AdoptedTar], manifest: Manifest | None, moved: Moved) -> Adoption:
-        """What the caller is told."""
         strata = self._strata(found)
         largest = max(tar.largest_block for tar in found)
         return Adoption(

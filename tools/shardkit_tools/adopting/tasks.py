@@ -57,7 +57,6 @@ class AdoptedTar:
 
     @property
     def rows(self) -> int:
-        """Samples of the tar."""
         return sum(rows for _, rows in self.runs)
 
     def record(self, strata: dict[tuple[str, ...], int]) -> ShardRecord:

@@ -59,7 +59,6 @@ class Ratio:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.contest}: {self.of} / {self.to}" + (", by CPU" if self.clock == "cpu" else "")
 
 
@@ -80,7 +79,6 @@ class Result:
     rates: Mapping[str, Mapping[str, Sequence[Round]]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The document."""
         return {
             "shardkit_bench": FORMAT,
             "facts": dict(self.facts),
@@ -228,7 +226,6 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """Of the ratio."""
         ratio = self.recorded or self.now
         assert ratio is not None, "a finding is of a ratio"
         return ratio.name

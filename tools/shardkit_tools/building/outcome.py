@@ -86,13 +86,11 @@ class ProgressMeter:
         self._tell(force=True)
 
     def add(self, rows: int, size: int) -> None:
-        """Work was done."""
         self._rows += rows
         self._done_bytes += size
         self._tell()
 
     def end(self) -> None:
-        """The phase is over."""
         self._done_bytes = self._total_bytes
         self._tell(force=True)
 

@@ -230,7 +230,6 @@ class PackWorker:
         )
 
     def close(self) -> None:
-        """Close the scratch files."""
         self._parts.close()
 
     def work(self, item: Documents, report: Report) -> TaskRows:

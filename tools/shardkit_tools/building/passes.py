@@ -284,7 +284,6 @@ class WriteWorker:
         self._gather_bytes = gather_bytes
 
     def close(self) -> None:
-        """Close the files."""
         self._parts.close()
         self._extents.close()
 

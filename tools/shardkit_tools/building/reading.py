@@ -292,14 +292,12 @@ class _Throttle:
         self._last = time.monotonic()
 
     def add(self, size: int, *, rows: int = 1) -> None:
-        """Rows were read."""
         self._rows += rows
         self._bytes += size
         if (rows > 1 or self._rows % 16 == 0) and time.monotonic() - self._last > _REPORT_INTERVAL_S:
             self._send(min(self._bytes, self._left))
 
     def finish(self) -> None:
-        """The task was read."""
         self._send(self._left)
 
     def _send(self, size: int) -> None:

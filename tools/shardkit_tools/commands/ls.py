@@ -8,9 +8,10 @@ import typer
 
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import read_root
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, short_id
-from shardkit_tools.versions import load_root, named_versions, time_text
+from shardkit_tools.versions import named_versions, time_text
 
 
 def ls(
@@ -52,7 +53,7 @@ def list_versions(root: str) -> dict[str, Any]:
     repository = Repository.open(parse_dataset_url(root)[0], read_only=True)
     versions = []
     for version in named_versions(repository.log()):
-        manifest = load_root(repository, version.manifest_id)
+        manifest = read_root(repository, version.manifest_id)
         versions.append(
             {
                 "name": version.name,

@@ -19,9 +19,10 @@ from shardkit.errors import UsageError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import read_root
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
-from shardkit_tools.versions import load_root, named_versions, parse_url, stratum_label, time_text
+from shardkit_tools.versions import named_versions, parse_url, stratum_label, time_text
 
 _STRATA_SHOWN = 25
 _TERMS_SHOWN = ("licence", "source", "contact")
@@ -165,7 +166,7 @@ def _splits(repository: Repository, log: list[LogEntry], manifest: Manifest) -> 
     family = {manifest.id, manifest.parent} - {None}
     found = []
     for version in named_versions(log):
-        other = load_root(repository, version.manifest_id)
+        other = read_root(repository, version.manifest_id)
         if other.id != manifest.id and (other.parent in family or other.id == manifest.parent):
             found.append({"name": version.name, "id": other.id, "samples": other.selected})
     return found

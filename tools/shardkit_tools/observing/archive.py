@@ -18,10 +18,9 @@ from typing import Any, Final
 
 from shardkit.telemetry import RunTelemetry, read_events, read_run
 from shardkit.telemetry.intervals import Interval, intervals
-from shardkit.telemetry.json_lines import read_lines
 from shardkit.telemetry.reading import check_run
 from shardkit.telemetry.recorder import request_stacks, telemetry_directory
-from shardkit.telemetry.records import Record
+from shardkit.telemetry.records import Record, read_lines
 from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit_tools.observing.run_view import clock_text, event_text, view_run
 from shardkit_tools.texts import bytes_text, clean, duration_text

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.telemetry import read_events, read_run, summarise
-from shardkit.telemetry.json_lines import read_documents
 from shardkit.telemetry.reading import check_run
+from shardkit.telemetry.records import read_documents
 from shardkit_tools.texts import clean
 
 _MAX_RUN_JSON: Final = 1 << 20

@@ -231,7 +231,6 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """All ranks."""
         return self.nodes.nodes * self.nodes.ranks
 
 

@@ -40,7 +40,6 @@ class Groups:
     leased_with: Int64s
 
     def of(self, steps: Int64s) -> Int64s:
-        """Group of each step."""
         return np.searchsorted(self.first, steps, side="right") - 1
 
 

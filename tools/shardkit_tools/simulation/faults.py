@@ -73,7 +73,6 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """Time to recover."""
         return self.detect + self.restart + self.restore + self.redo
 
 

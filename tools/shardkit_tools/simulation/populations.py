@@ -89,12 +89,10 @@ class BlockMap:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks."""
         return int(self.first_block[-1])
 
     @property
     def num_samples(self) -> int:
-        """All rows."""
         return int(self.first_sample[-1])
 
     def blocks_of(self, samples: Int64s) -> Int64s:

@@ -222,11 +222,6 @@ class Sample:
     rank_share: float
     total: float
 
-    @property
-    def is_whole(self) -> bool:
-        """Nothing is left out."""
-        return self.total == 1.0 and self.rank_share == 1.0
-
 
 def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:
     """As many nodes as the budget of rows allows, else some ranks of two, else some lanes of those.

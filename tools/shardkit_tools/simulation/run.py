@@ -227,7 +227,6 @@ class Costs:
 
     @property
     def dollars(self) -> float:
-        """All of them."""
         return self.machines + self.requests + self.egress + self.storage
 
 

@@ -52,7 +52,6 @@ class Ranges:
 
     @property
     def best(self) -> float:
-        """The highest rate seen."""
         return max(self.rates.values())
 
     @property
@@ -73,7 +72,6 @@ class Reducing:
     seconds: Mapping[int, float]
 
     def takes(self, num_bytes: float) -> float:
-        """Seconds for a gradient."""
         start, per_byte = fit_line(self.seconds)
         return max(0.0, start) + max(0.0, per_byte) * num_bytes
 
