@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import shardkit
 from shardkit.errors import PlanError
+from shardkit_tools.commands.plan import plan_figure
 from shardkit_tools.main import make_app
 
 
@@ -73,6 +74,42 @@ def test_a_batch_with_few_divisors_is_said(
     caplog.clear()
     shardkit.open(root).plan(batch, lanes=1)  # asked for: nothing to say
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("rows", "batch", "lanes"), [(2, 1, 1), (12, 4, 2), (1500, 64, 8)])
+def test_axes_of_the_picture_say_steps_lanes_and_counts(
+    tmp_path: Path, rows: int, batch: int, lanes: int
+) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    with shardkit.create(tmp_path / "a", schema={"x": "int64"}) as writer:
+        for number in range(rows):
+            writer.add({"x": number})
+    plan = shardkit.open(tmp_path / "a").plan(batch, lanes=lanes)
+    figure = plan_figure(plan, plt)
+    figure.canvas.draw()
+    grid, strata, distance, shards = figure.axes
+    for axis in (
+        grid.xaxis,
+        grid.yaxis,
+        strata.xaxis,
+        strata.yaxis,
+        distance.xaxis,
+        distance.yaxis,
+        shards.yaxis,
+    ):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [
+            (at, label.get_text())
+            for at, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            if low <= at <= high and label.get_text()
+        ]
+        assert ticks, "an axis without a number says nothing"
+        assert [text for _, text in ticks] == [
+            f"{round(at):,}" if axis is distance.xaxis else str(round(at)) for at, _ in ticks
+        ]
+    assert sorted(grid.get_xlim()) == [-0.5, plan.steps_per_epoch - 0.5]
+    assert grid.get_ylim() == (lanes - 0.5, -0.5)
+    plt.close(figure)
 
 
 def test_weights_and_picture(root: str, tmp_path: Path) -> None:

@@ -155,26 +155,48 @@ def _bytes(total: int) -> str:
 
 def _draw(made: Plan, path: Path) -> None:
     plt = console.pyplot("plan")
+    figure = plan_figure(made, plt)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plan_figure(made: Plan, plt: Any) -> Any:
+    """Lanes and steps, strata of batches, distances of neighbours; axes say steps, lanes, shards and counts."""
     from shardkit.plan.report import stratum_counts
 
     steps = sorted({made.from_step + k * made.loop_steps // 200 for k in range(200)})
     cells = np.stack([made.step(k) for k in steps])
-    order = made.grid.order
     first = np.maximum(cells[:, :, 0], 0)
-    shard = made.population.segment_shard[order.segments_of(first.ravel())].reshape(first.shape)
+    shard = made.population.segment_shard[made.grid.order.segments_of(first.ravel())].reshape(first.shape)
     counts = stratum_counts(made, steps).sum(axis=1)
-    flat = cells[cells >= 0]
     figure, (grid, strata, distance) = plt.subplots(3, 1, figsize=(10, 12), layout="constrained")
-    picture = grid.imshow(shard.T, aspect="auto", interpolation="nearest", cmap="viridis")
-    figure.colorbar(picture, ax=grid, label="shard")
-    grid.set(
-        title="lanes × steps, by shard of the first sample", xlabel="step (200 of an epoch)", ylabel="lane"
-    )
+    stop = made.from_step + made.loop_steps
+    # an edge is half a step, or half a lane, before the first: whole numbers are in the middle of what they name
+    around = (steps[0] - 0.5, max(stop, steps[-1] + 1) - 0.5, made.lanes - 0.5, -0.5)
+    picture = grid.imshow(shard.T, aspect="auto", interpolation="nearest", cmap="viridis", extent=around)
+    bar = figure.colorbar(picture, ax=grid, label="shard")
+    grid.set(title="lanes × steps, by shard of the first sample", xlabel="step", ylabel="lane")
+    mark = "o" if len(steps) < 20 else None
     for s in np.argsort(-counts.sum(axis=0))[:20]:
-        strata.plot(steps, counts[:, s], label=made.population.strata[s], linewidth=0.8)
-    strata.set(title="samples of a stratum per batch (20 largest strata)", xlabel="step")
+        strata.plot(steps, counts[:, s], label=made.population.strata[s], linewidth=0.8, marker=mark)
+    strata.set(
+        title="samples of a stratum per batch (20 largest strata)",
+        xlabel="step",
+        ylabel="samples",
+        ylim=(0, None),
+    )
     strata.legend(fontsize=6, ncols=4)
-    distance.hist(np.log2(1 + np.abs(np.diff(flat))), bins=60)
-    distance.set(title="distance of neighbours", xlabel="log2 of the distance in sample numbers")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    far = np.abs(np.diff(cells[cells >= 0]))
+    edges = np.unique(np.geomspace(1, max(2, int(far.max(initial=1)) + 1), 61).astype(np.int64)) - 0.5
+    distance.hist(far, bins=edges)
+    distance.set(
+        title="how far apart neighbours of a batch lie in the dataset", xlabel="samples", ylabel="pairs"
+    )
+    distance.set_xscale("log")
+    distance.xaxis.set_major_formatter(
+        plt.FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
+    )
+    whole = (grid.xaxis, grid.yaxis, strata.xaxis, strata.yaxis, distance.yaxis, bar.ax.yaxis)
+    for axis in whole:
+        axis.set_major_locator(plt.MaxNLocator(integer=True, min_n_ticks=1))
+    return figure
