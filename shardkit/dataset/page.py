@@ -9,10 +9,10 @@ from html import escape
 from shardkit.dataset.samples import Samples
 from shardkit.errors import ShardkitError
 from shardkit.formats.tar_members import sniff_extension
+from shardkit.notebook import page, table
 
 __all__ = ["dataset_page"]
 
-_STRATA = 12
 _PICTURES = 6
 _MAX_BYTES = 64 << 10  # of a picture; what is shown is in the notebook's file
 _TYPES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp"}
@@ -20,20 +20,9 @@ _TYPES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp"}
 
 def dataset_page(dataset: Samples, name: str, strata: Mapping[str, int]) -> str:
     """HTML without scripts or addresses; everything that comes out of the dataset is escaped."""
-    fields = "".join(f"<tr>{_cell(field)}{_cell(kind)}</tr>" for field, kind in dataset.schema.items())
-    rows = "".join(
-        f"<tr>{_cell(one)}{_cell(f'{count:,}')}</tr>" for one, count in list(strata.items())[:_STRATA]
-    )
-    more = f"<p>… and {len(strata) - _STRATA:,} more</p>" if len(strata) > _STRATA else ""
-    head = f"<p><b>shardkit dataset</b> <code>{escape(name)}</code>, {len(dataset):,} samples</p>"
-    return (
-        f"<div>{head}<table><tr><th>field</th><th>type</th></tr>{fields}</table>"
-        f"<table><tr><th>stratum</th><th>samples</th></tr>{rows}</table>{more}{''.join(_pictures(dataset))}</div>"
-    )
-
-
-def _cell(text: object) -> str:
-    return f"<td>{escape(str(text))}</td>"
+    fields = table(["field", "type"], dataset.schema.items(), most=200)
+    counts = table(["stratum", "samples"], strata.items())
+    return page("dataset", name, f"{len(dataset):,} samples", fields, counts, *_pictures(dataset))
 
 
 def _pictures(dataset: Samples) -> Iterator[str]:

@@ -84,6 +84,12 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan(global_batch={self.global_batch}, lanes={self.lanes}, digest={self.digest[:12]})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from .report import plan_page  # where somebody looks
+
+        return plan_page(self)
+
     @property
     def global_batch(self) -> int:
         """B: samples of a full step."""

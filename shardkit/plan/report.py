@@ -8,6 +8,8 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.notebook import page, table
+
 from .amendment import AnyGrid
 from .buckets import BucketGrid
 from .locality import lane_shards, node_reads
@@ -20,7 +22,7 @@ from .settings import LEAST_LANES, few_lanes, num_blocks
 from .strata import stratum_rows
 from .weighted import WeightedGrid
 
-__all__ = ["balance", "describe_plan", "efficiency", "expected_counts", "stratum_counts"]
+__all__ = ["balance", "describe_plan", "efficiency", "expected_counts", "plan_page", "stratum_counts"]
 
 Numbers = NDArray[np.int64]
 
@@ -58,6 +60,31 @@ def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int
         "mixing": {"plan": asdict(mine), "full_shuffle": asdict(full)},
         "worlds": [{"ranks": r, "efficiency": e} for r, e in enumerate(efficiency(plan.lanes), 1)],
     }
+
+
+def plan_page(plan: Plan) -> str:
+    """The plan as a notebook shows it: the corner of its grid, balance over a few steps, locality."""
+    lanes = range(min(plan.lanes, 8))
+    steps = range(plan.from_step, plan.from_step + min(4, plan.loop_steps))
+    cells = ((step, *(_samples(plan.cell(step, lane)) for lane in lanes)) for step in steps)
+    even = balance(plan, 16)
+    shards = [lane_shards(plan, lane) for lane in range(plan.lanes)]
+    reads = [node_reads(plan, nodes, shards) for nodes in (1, 2, 4, 8) if nodes <= plan.lanes]
+    length = f"{plan.steps_per_epoch:,} steps an epoch" if plan.steps_per_epoch else "endless"
+    said = f"{plan.global_batch:,} samples a step over {plan.lanes:,} lanes of {plan.cell_size:,}, {length}"
+    return page(
+        "plan", plan.digest[:12], said,
+        table(["step", *(f"lane {lane}" for lane in lanes)], cells),
+        table(["balance", "off by at most", "bound"],
+              [(f"strata in a {part}", even[part], even[f"{part}_bound"]) for part in ("batch", "cell")]),
+        table(["nodes", "shards a node reads", "nodes a shard is read by"],
+              [(one.nodes, max(one.shards), f"{one.per_shard:.2f}") for one in reads]),
+    )  # fmt: skip
+
+
+def _samples(cell: Numbers) -> str:
+    shown = ", ".join(str(number) for number in cell[:3] if number >= 0)
+    return f"{shown}, …" if len(cell) > 3 else shown
 
 
 def efficiency(lanes: int) -> list[float]:

@@ -57,6 +57,12 @@ class RunTelemetry:
         ranks = self.ranks.values()
         return bool(ranks) and all(one[-1].state == "ended" for one in ranks)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from shardkit.telemetry.summary import run_page  # where somebody looks
+
+        return run_page(self)
+
 
 def check_run(run: Path) -> Path:
     """The directory of a run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from shardkit.notebook import page, table
 from shardkit.telemetry.anomalies import SILENT_INTERVALS, SILENT_S, find_anomalies
 from shardkit.telemetry.intervals import (
     VERIFICATION,
@@ -211,6 +212,24 @@ def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now:
         "events": [dict(event) for event in events[-_EVENTS:]],
         "skipped_lines": telemetry.skipped,
     }  # fmt: skip
+
+
+def run_page(telemetry: RunTelemetry) -> str:
+    """A run as a notebook shows it: where it stands, what bounds it, every rank, what is unusual."""
+    found = summarise(telemetry, [], telemetry.newest)
+    steps = f" of {found['steps']:,}" if found["steps"] else ""
+    bound = f", {found['bottleneck']['text']}" if found["bottleneck"] else ""
+    ranks = [
+        (one["rank"], one["host"], one["state"], one["step"], f"{one['samples_per_s']:,.0f}",
+         f"{one['data_share']:.0%}", f"{one['wait_share']:.0%}", one["lanes"])
+        for one in found["ranks"]
+    ]  # fmt: skip
+    names = ["rank", "host", "state", "step", "samples/s", "waiting for data", "for other ranks", "lanes"]
+    unusual = [(one["kind"], one["rank"], f"{one['action']}: {one['advice']}") for one in found["anomalies"]]
+    return page(
+        "run", found["state"], f"step {found['step']:,}{steps}{bound}", table(names, ranks),
+        table(["unusual", "rank", "what to do"], unusual) if unusual else "",
+    )  # fmt: skip
 
 
 def _state(telemetry: RunTelemetry, now: float) -> str:

@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import shardkit
+from shardkit.telemetry import Record, read_run
+from shardkit.telemetry.recorder import record_path
 
 
 def png(shade: int) -> bytes:
@@ -57,3 +59,60 @@ def test_damage_is_said_and_nothing_of_it_shown(tmp_path: Path) -> None:
     page = ds._repr_html_()
     assert "mismatch" in page
     assert "base64" not in page
+
+
+class Tables(HTMLParser):
+    """Texts of the cells of a page, row by row."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+def test_a_plan_shows_its_grid_balance_and_locality(tmp_path: Path) -> None:
+    ds = made(tmp_path / "a", [bytes([number]) * 9 for number in range(64)])
+    plan = ds.plan(16, lanes=4, seed=0)
+    page = Tables(plan._repr_html_())
+    assert page.tags == {"div", "p", "b", "code", "table", "tr", "th", "td"}
+    assert page.rows[0] == ["step", "lane 0", "lane 1", "lane 2", "lane 3"]
+    assert [row[0] for row in page.rows[1:5]] == ["0", "1", "2", "3"]
+    for step, row in enumerate(page.rows[1:5]):
+        for lane, text in enumerate(row[1:]):
+            assert text == ", ".join(map(str, plan.cell(step, lane)[:3].tolist())) + ", …"
+    balance = {row[0]: row[1:] for row in page.rows}
+    assert balance["strata in a batch"][1] == "2"
+    assert float(balance["strata in a batch"][0]) < 2
+    assert [row[0] for row in page.rows[-3:]] == ["1", "2", "4"], "as many nodes as have lanes"
+
+
+def test_a_run_shows_its_ranks_escaped(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = record_path(tmp_path, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(
+            b"".join(
+                Record(time=1000.0 + at, rank=rank, world=2, host="<script>n1", session="s", lanes=(rank,),
+                       values={"loader.step": at * 10, "loader.steps": at * 10, "loader.samples": at * 640}).to_line()
+                for at in range(3)
+            )
+        )  # fmt: skip
+    page = read_run(tmp_path)._repr_html_()
+    assert "<script" not in page
+    rows = Tables(page).rows
+    assert [row[:2] + row[3:4] for row in rows[1:3]] == [["0", "<script>n1", "20"], ["1", "<script>n1", "20"]]
+    assert rows[1][4] == "640", "samples a second"
+    assert "step 20" in page
+    assert "no records yet" in read_run(tmp_path / "nothing")._repr_html_()

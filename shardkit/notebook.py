@@ -1,0 +1,27 @@
+"""Facts as a notebook shows them: a line and tables, without scripts or addresses, everything escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+__all__ = ["page", "table"]
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12) -> str:
+    """HTML of the first rows, and how many more there are."""
+    given = list(rows)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in given[:most])
+    more = f"<p>… and {len(given) - most:,} more</p>" if len(given) > most else ""
+    return f"<table><tr>{head}</tr>{body}</table>{more}"
+
+
+def page(kind: str, name: str, said: str, *parts: str) -> str:
+    """What it is, its name, one line of facts, and parts that are HTML already."""
+    head = f"<p><b>shardkit {escape(kind)}</b> <code>{escape(name)}</code>, {escape(said)}</p>"
+    return f"<div>{head}{''.join(parts)}</div>"
+
+
+def _cell(value: object) -> str:
+    return f"<td>{escape(f'{value:,}' if isinstance(value, int) else str(value))}</td>"
