@@ -1,6 +1,6 @@
 """Hugging Face Accelerate over shardkit: the loader is used as it is, its position is registered for checkpoints.
 
-accelerate launch --num_processes 2 examples/accelerate_loop.py DATA RUN --steps 40
+accelerate launch --num_processes 2 examples/accelerate_loop.py [DATA] RUN --steps 40
 """
 
 # mypy: ignore-errors
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-import shardkit
+from points import open_points
 
 
 class Position:
@@ -33,14 +33,14 @@ class Position:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
 
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    ds = shardkit.open(options.data)
+    ds = open_points(options.data)
     loader = ds.loader(
         ds.plan(global_batch=32, lanes=8, seed=1), run=options.run
     )  # not prepared: ranks are dealt by lanes

@@ -1,8 +1,9 @@
 """Data × pipeline parallel with torch's own parts: a schedule of microbatches over "pp", averaged gradients over "dp".
 
-torchrun --nproc-per-node 4 examples/data_pipeline_parallel.py DATA --steps 40
+torchrun --nproc-per-node 4 examples/data_pipeline_parallel.py [DATA] --steps 40
 
-DATA has fields x (float32[8]) and y (int64). The stages of one pipeline share a data-parallel coordinate: `mesh=` gives
+DATA has fields x (float32[8]) and y (int64); without it points are made.
+The stages of one pipeline share a data-parallel coordinate: `mesh=` gives
 them the same cells, of which the first uses the inputs and the last the targets.
 """
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-import shardkit
+from points import open_points
 
 
 def make_stages() -> list[nn.Sequential]:
@@ -29,7 +30,7 @@ def make_stages() -> list[nn.Sequential]:
     ]
 
 
-def train(data: str, steps: int, microbatches: int = 4) -> tuple[int, nn.Sequential]:
+def train(data: str | None, steps: int, microbatches: int = 4) -> tuple[int, nn.Sequential]:
     """Train for some steps; returns this rank's stage and its number."""
     stages = make_stages()
     shape = (dist.get_world_size() // len(stages), len(stages))
@@ -40,7 +41,7 @@ def train(data: str, steps: int, microbatches: int = 4) -> tuple[int, nn.Sequent
     schedule = Schedule1F1B(stage, microbatches, loss_fn=F.cross_entropy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    ds = shardkit.open(data)
+    ds = open_points(data)
     with ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), mesh=mesh) as loader:
         for batch in loader:
             if number == 0:
@@ -58,7 +59,7 @@ def train(data: str, steps: int, microbatches: int = 4) -> tuple[int, nn.Sequent
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     dist.init_process_group("gloo")

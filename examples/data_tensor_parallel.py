@@ -1,8 +1,9 @@
 """Data × tensor parallel with torch's own parts: fully_shard over "dp", colwise and rowwise layers over "tp".
 
-torchrun --nproc-per-node 4 examples/data_tensor_parallel.py DATA --steps 40
+torchrun --nproc-per-node 4 examples/data_tensor_parallel.py [DATA] --steps 40
 
-DATA has fields x (float32[8]) and y (int64). Ranks of one "tp" group share a data-parallel coordinate: `mesh=` gives
+DATA has fields x (float32[8]) and y (int64); without it points are made.
+Ranks of one "tp" group share a data-parallel coordinate: `mesh=` gives
 them the same cells.
 """
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import shardkit
+from points import open_points
 
 
 class Feed(nn.Module):
@@ -39,7 +40,7 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), Feed(16), Feed(16), nn.Linear(16, 2))
 
 
-def train(data: str, steps: int, tensor_parallel: int = 2) -> nn.Sequential:
+def train(data: str | None, steps: int, tensor_parallel: int = 2) -> nn.Sequential:
     """Train for some steps; the parameters are DTensors."""
     shape = (dist.get_world_size() // tensor_parallel, tensor_parallel)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -51,7 +52,7 @@ def train(data: str, steps: int, tensor_parallel: int = 2) -> nn.Sequential:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    ds = shardkit.open(data)
+    ds = open_points(data)
     with ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), mesh=mesh) as loader:
         for batch in loader:
             loss = F.cross_entropy(model(batch["x"]), batch["y"])
@@ -65,7 +66,7 @@ def train(data: str, steps: int, tensor_parallel: int = 2) -> nn.Sequential:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -1,6 +1,6 @@
 """Plain DistributedDataParallel over shardkit: killed anywhere, resumed at any world size, on the same samples.
 
-torchrun --nproc-per-node 2 examples/ddp.py DATA RUN --steps 40
+torchrun --nproc-per-node 2 examples/ddp.py [DATA] RUN --steps 40
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import shardkit
+from points import open_points
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    ds = shardkit.open(options.data)
+    ds = open_points(options.data)
     plan = ds.plan(global_batch=32, lanes=8, seed=1)
     model = DistributedDataParallel(torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,6 +1,6 @@
 """An FSDP2 loop in the manner of torchtitan: device mesh, fully_shard, checkpoints through DCP into the run directory.
 
-torchrun --nproc-per-node 2 examples/fsdp2.py DATA RUN --steps 40
+torchrun --nproc-per-node 2 examples/fsdp2.py [DATA] RUN --steps 40
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import shardkit
+from points import open_points
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names
 
 
 class Trainer:
     """Model, optimizer and loader as one state; DCP asks for it and gives it back."""
 
-    def __init__(self, data: str, run: Path) -> None:
+    def __init__(self, data: str | None, run: Path) -> None:
         self.run = run
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
         torch.manual_seed(0)
@@ -33,7 +33,7 @@ class Trainer:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        ds = shardkit.open(data)
+        ds = open_points(data)
         self.loader = ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), mesh=mesh, run=run)
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()

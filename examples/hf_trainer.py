@@ -1,6 +1,6 @@
 """Hugging Face Trainer over shardkit: its step counter is the loader's position, so nothing is replayed on resume.
 
-torchrun --nproc-per-node 2 examples/hf_trainer.py DATA RUN --steps 40
+torchrun --nproc-per-node 2 examples/hf_trainer.py [DATA] RUN --steps 40
 """
 
 # mypy: ignore-errors
@@ -15,14 +15,14 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-import shardkit
+from points import open_points
 
 
 class PlanTrainer(Trainer):
     """Takes its batches from a plan; one optimizer step is one step of the plan."""
 
-    def __init__(self, data: str, run: Path, **settings: Any) -> None:
-        ds = shardkit.open(data)
+    def __init__(self, data: str | None, run: Path, **settings: Any) -> None:
+        ds = open_points(data)
         self.plan_loader = ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), run=run)
         super().__init__(train_dataset=ds, **settings)
 
@@ -37,7 +37,7 @@ class PlanTrainer(Trainer):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()

@@ -1,8 +1,9 @@
 """Hybrid sharding (HSDP): parameters are sharded inside a node, replicated between nodes; only gradients cross over.
 
-torchrun --nnodes 2 --nproc-per-node 2 examples/hybrid_sharding.py DATA --steps 40
+torchrun --nnodes 2 --nproc-per-node 2 examples/hybrid_sharding.py [DATA] --steps 40
 
-DATA has fields x (float32[8]) and y (int64). Both dimensions of the mesh deal data. Contiguous lanes go to the ranks of
+DATA has fields x (float32[8]) and y (int64); without it points are made.
+Both dimensions of the mesh deal data. Contiguous lanes go to the ranks of
 one node, so what they read lies close together.
 """
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import shardkit
+from points import open_points
 
 
 def make_model() -> nn.Sequential:
@@ -27,7 +28,7 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 2))
 
 
-def train(data: str, steps: int, ranks_per_node: int) -> nn.Sequential:
+def train(data: str | None, steps: int, ranks_per_node: int) -> nn.Sequential:
     """Train for some steps; the parameters are DTensors, sharded over a node."""
     shape = (dist.get_world_size() // ranks_per_node, ranks_per_node)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -38,7 +39,7 @@ def train(data: str, steps: int, ranks_per_node: int) -> nn.Sequential:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    ds = shardkit.open(data)
+    ds = open_points(data)
     with ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), mesh=mesh) as loader:
         for batch in loader:
             loss = F.cross_entropy(model(batch["x"]), batch["y"])
@@ -52,7 +53,7 @@ def train(data: str, steps: int, ranks_per_node: int) -> nn.Sequential:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     dist.init_process_group("gloo")

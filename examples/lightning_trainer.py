@@ -1,6 +1,6 @@
 """Lightning's Trainer over shardkit: mid-epoch checkpoints, sanity validation, any world size on resume.
 
-torchrun --nproc-per-node 2 examples/lightning_trainer.py DATA RUN --steps 40
+torchrun --nproc-per-node 2 examples/lightning_trainer.py [DATA] RUN --steps 40
 """
 
 # mypy: ignore-errors
@@ -16,15 +16,15 @@ import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-import shardkit
+from points import open_points
 
 
 class Points(lightning.LightningDataModule):
     """Loaders of this rank; what goes into the checkpoint is the batch that was trained on last."""
 
-    def __init__(self, data: str, run: Path) -> None:
+    def __init__(self, data: str | None, run: Path) -> None:
         super().__init__()
-        self.ds, self.run = shardkit.open(data), run
+        self.ds, self.run = open_points(data), run
         self.plan = self.ds.plan(global_batch=32, lanes=8, seed=1)
         self.position: dict[str, Any] | None = None
 
@@ -64,7 +64,7 @@ class Model(lightning.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()

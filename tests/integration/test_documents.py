@@ -18,6 +18,7 @@ import typer.main
 from shardkit.exit_codes import ExitCode
 from shardkit_tools.main import COMMANDS, make_app
 from shardkit_trainer import load_configuration
+from tests.command_line import call
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "examples" / "deployment"
@@ -101,6 +102,45 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resumed.step == 1
     planned = names["plan"].step(1)[list(names["loader"].lanes)].ravel()
     assert resumed.samples.tolist() == planned[planned >= 0].tolist()
+
+
+RUN = """
+[run]
+directory = "runs/mine"
+steps = 2
+[data]
+dataset = "data/photos@train"
+global_batch = 24
+lanes = 4
+[model]
+kind = "classifier"
+image_size = 8
+width = 4
+stages = 1
+"""
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, in their order, on a folder of pictures and a small run."""
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    for number in range(600):
+        path = Path("photos") / f"class{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.new("L", (8, 8), number % 256).save(path)
+    Path("run.toml").write_text(RUN)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n(.*?)```", readme, re.DOTALL)
+    lines = [
+        shlex.split(line[11:], comments=True) for line in re.findall(r"(?m)^\$ shardkit.*$", "".join(blocks))
+    ]
+    assert [words[0] for words in lines] == ["build", "show", "plan", "verify", "train", "audit", "top"]
+    said = {words[0]: call(*words) for words in lines}
+    assert {name: code for name, (code, _) in said.items() if code} == {}, said
+    assert "clean" in said["audit"][1]
+    assert "step 2" in said["top"][1]
 
 
 def test_every_exit_code_is_explained() -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +22,13 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40  # of 25 an epoch
+sys.path.append(str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = str(tmp_path_factory.mktemp("data") / "points")
-    rng = np.random.default_rng(0)
-    with shardkit.create(
-        root, schema={"x": "float32[8]", "y": "int64"}, format="arrow", block_size="1KiB"
-    ) as writer:
-        for _ in range(800):
-            x = rng.normal(size=8).astype(np.float32)
-            writer.add({"x": x, "y": int(x.sum() > 0)})
+    import_module("points").make_points(Path(root))
     return root
 
 
@@ -101,3 +97,28 @@ def test_killed_and_resumed_at_another_world_size(
     cells = {(record.step, record.lane) for record in records}
     assert {(step, lane) for step in range(STEPS) for lane in range(8)} <= cells
     assert 0 < min(record.step for record in resumed) <= killed_at + 1  # it went on, and did not begin again
+
+
+def _run(example: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_example_makes_its_own_data(tmp_path: Path) -> None:
+    done = _run("ddp", "run", "--steps", "3", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), "no warning either"
+    assert len(shardkit.open(str(tmp_path / "points"))) == 800
+    assert {record.step for record in _records(tmp_path / "run")} >= {0, 1, 2}
+
+
+def test_an_example_says_which_fields_it_takes(tmp_path: Path) -> None:
+    with shardkit.create(str(tmp_path / "other"), schema={"x": "float32[4]", "label": "int64"}) as writer:
+        writer.add({"x": np.zeros(4, np.float32), "label": 1})
+    done = _run("ddp", "other", "run", folder=tmp_path)
+    assert done.returncode == 1
+    assert "takes {'x': 'float32[8]', 'y': 'int64'}" in done.stderr
+    assert "Traceback" not in done.stderr
+    for program in EXAMPLES.glob("*.py"):
+        assert program.stem == "points" or "shardkit.open(" not in program.read_text(), program.name

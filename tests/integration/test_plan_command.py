@@ -107,7 +107,7 @@ def test_axes_of_the_picture_say_steps_lanes_and_counts(
         assert [text for _, text in ticks] == [
             f"{round(at):,}" if axis is distance.xaxis else str(round(at)) for at, _ in ticks
         ]
-    assert sorted(grid.get_xlim()) == [-0.5, plan.steps_per_epoch - 0.5]
+    assert sorted(grid.get_xlim()) == [-0.5, plan.loop_steps - 0.5]
     assert grid.get_ylim() == (lanes - 0.5, -0.5)
     plt.close(figure)
 

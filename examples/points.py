@@ -1,0 +1,47 @@
+"""The data of the examples beside it: DATA where it is given and has their fields, else points that they make."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+import shardkit
+from shardkit.errors import NotFoundError
+
+FIELDS = {"x": "float32[8]", "y": "int64"}
+OWN = Path("points")
+
+
+def open_points(data: str | None) -> shardkit.Dataset:
+    """The dataset, on every rank; without DATA the first rank makes one in the working directory."""
+    if data is None and int(os.environ.get("RANK", "0")) == 0 and not OWN.exists():
+        make_points(OWN)
+    ds = shardkit.open(data) if data is not None else _once_it_is_there()
+    found = {name: str(kind) for name, kind in ds.schema.items()}
+    if any(found.get(name) != kind for name, kind in FIELDS.items()):
+        raise SystemExit(
+            f"{data} has the fields {found}, this example takes {FIELDS}; leave DATA out to have some made"
+        )
+    return ds
+
+
+def make_points(root: Path) -> None:
+    """800 points in eight dimensions, of two classes: on which side of a plane they are."""
+    numbers = np.random.default_rng(0)
+    with shardkit.create(str(root), schema=FIELDS, format="arrow", block_size="1KiB") as writer:
+        for x in numbers.normal(size=(800, 8)).astype(np.float32):
+            writer.add({"x": x, "y": int(x.sum() > 0)})
+
+
+def _once_it_is_there() -> shardkit.Dataset:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return shardkit.open(str(OWN))
+        except NotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
