@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from typing import Any
 
-__all__ = ["page", "table"]
+__all__ = ["Shown", "page", "pages", "table"]
+
+pages: dict[type, Callable[[Any], str]] = {}
+"""Class → what makes its page; packages say it, so that a class need not know what reports on it."""
+
+
+class Shown:
+    """What a notebook shows as its page."""
+
+    def _repr_html_(self) -> str:
+        return pages[type(self)](self)
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12) -> str:

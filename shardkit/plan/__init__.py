@@ -4,6 +4,8 @@ No I/O, no clock, no threads; integers decide every cell, and no step walks thos
 mathematics.
 """
 
+from shardkit.notebook import pages
+
 from .assignment import Assignment, assign, data_coordinates
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
@@ -13,3 +15,12 @@ __all__ = [
     "EARLIER_WINDOW_BLOCKS", "Assignment", "Plan", "Population", "assign", "cell_digest", "data_coordinates",
     "make_plan",
 ]  # fmt: skip
+
+
+def _plan_page(plan: Plan) -> str:
+    from .report import plan_page  # what reports on plans is imported where somebody looks
+
+    return plan_page(plan)
+
+
+pages[Plan] = _plan_page

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
+from shardkit.notebook import Shown
 
 from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
 from .buckets import BucketGrid, find_buckets
@@ -33,7 +34,7 @@ DEALING = 2
 """Part of the digests of amendments that release 0.1 dealt otherwise, and wrongly (SPEC.md §6)."""
 
 
-class Plan:
+class Plan(Shown):
     """Who reads what, when: ``lanes`` columns by steps, each cell ``cell_size`` sample numbers.
 
     Steps count over the whole run; epoch ``step // steps_per_epoch``. All methods are pure, cost the same at any step,
@@ -83,12 +84,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan(global_batch={self.global_batch}, lanes={self.lanes}, digest={self.digest[:12]})"
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from .report import plan_page  # where somebody looks
-
-        return plan_page(self)
 
     @property
     def global_batch(self) -> int:

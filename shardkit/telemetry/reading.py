@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import NotFoundError
+from shardkit.notebook import Shown
 from shardkit.telemetry.recorder import telemetry_directory
 from shardkit.telemetry.records import MAX_LINE_BYTES, Record, parse_record, read_documents, read_lines
 
@@ -19,7 +20,7 @@ _TAIL_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True)
-class RunTelemetry:
+class RunTelemetry(Shown):
     """What the files of a run say.
 
     Attributes:
@@ -56,12 +57,6 @@ class RunTelemetry:
         """Whether every rank of the present world closed its session."""
         ranks = self.ranks.values()
         return bool(ranks) and all(one[-1].state == "ended" for one in ranks)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from shardkit.telemetry.summary import run_page  # where somebody looks
-
-        return run_page(self)
 
 
 def check_run(run: Path) -> Path:
