@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shardkit.audit.replay import PlanRecipe, cell_digests, configured_settings, recipe_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
+from shardkit.dataset.costs import costs_of
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.plan import Plan, Population
@@ -123,7 +124,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
 
     try:
         if event.get("history"):
-            recipe = recipe_of(event["history"], rows_of)
+            recipe = recipe_of(event["history"], rows_of, lambda text: costs_of(dataset, text))
             candidates.append(("the ledger's settings", recipe, recipe.make()))
         if record.settings.get("configuration"):
             history = event.get("history") or [{"settings": {}}]

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, PlanError, RunError
 from shardkit.ledger import step_digests
-from shardkit.plan import Plan, Population, assign, make_plan
+from shardkit.plan import Costs, Plan, Population, assign, make_plan
 
 _PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffle", "epoch_steps")
-_KNOWN = {*_PLAIN, "stages", "buckets", "join"}
+_KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "balance"}
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,17 @@ class PlanRecipe:
         return plan
 
 
-def recipe_of(history: Sequence[Mapping[str, Any]], population_of: Callable[[str], Population]) -> PlanRecipe:
+def recipe_of(
+    history: Sequence[Mapping[str, Any]],
+    population_of: Callable[[str], Population],
+    costs_of: Callable[[str], Costs] | None = None,
+) -> PlanRecipe:
     """From what the ledger recorded (`plan.history()`).
 
     Args:
         history: the first plan's settings, then each amendment.
         population_of: the rows of a manifest, by its id.
+        costs_of: what they cost, by the plan's ``cost``; a plan that has one cannot be made again without.
 
     Raises:
         PlanError: settings that this version does not know.
@@ -63,7 +68,15 @@ def recipe_of(history: Sequence[Mapping[str, Any]], population_of: Callable[[str
         if now is not before:
             amendment["manifest"] = before = now
         amendments.append(amendment)
-    return PlanRecipe(population, _arguments(population, first["settings"]), tuple(amendments))
+    arguments = _arguments(population, first["settings"])
+    if first["settings"].get("cost"):
+        if costs_of is None:
+            raise PlanError("this plan has costs, which are read from its dataset; none is open")
+        arguments |= {
+            "cost": costs_of(first["settings"]["cost"]),
+            "balance": first["settings"].get("balance"),
+        }
+    return PlanRecipe(population, arguments, tuple(amendments))
 
 
 def _amendment(population: Population, one: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ mathematics.
 from shardkit.notebook import pages
 
 from .assignment import Assignment, assign, data_coordinates
+from .costs import Costs, encode_costs
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
 from .settings import EARLIER_WINDOW_BLOCKS
 
 __all__ = [
-    "EARLIER_WINDOW_BLOCKS", "Assignment", "Plan", "Population", "assign", "cell_digest", "data_coordinates",
+    "EARLIER_WINDOW_BLOCKS", "Assignment", "Costs", "Plan", "Population", "assign", "cell_digest", "data_coordinates",
+    "encode_costs",
     "make_plan",
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from shardkit.errors import PlanError
 
 from .buckets import BucketGrid
+from .costs import Costs
 from .leftover import NaturalLeftover, natural_heads, weighted_heads
 from .natural import NaturalGrid
 from .population import Population
@@ -75,10 +76,16 @@ def amended(leg: Leg, change: Change) -> Leg:
             raise PlanError(
                 "plan: a plan with group_by or sequence does not change its manifest; make a new plan"
             )
+        if settings.cost is not None:
+            raise PlanError("plan: a plan with cost does not change its manifest; make a new plan")
         return _anew(leg, settings, change.population, change)
     if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
         if change.weights is not None or settings != leg.settings:
             raise PlanError("plan: a plan with group_by or sequence is amended by skip only")
+        return _skipped(leg, change)
+    if isinstance(leg.grid, NaturalGrid) and leg.grid.costs is not None:
+        if change.weights is not None or settings != leg.settings:
+            raise PlanError("plan: a plan with cost is amended by skip only")
         return _skipped(leg, change)
     if isinstance(leg.grid, WeightedGrid):
         return _after_weighted(leg, leg.grid, settings, change)
@@ -181,7 +188,9 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
     return Leg(settings, leg.population, rest, change.from_step, change.from_step, continues=rest.steps > 0)
 
 
-def natural_grid(population: Population, settings: Settings, rows: Sequence[int]) -> NaturalGrid:
+def natural_grid(
+    population: Population, settings: Settings, rows: Sequence[int], costs: Costs | None = None
+) -> NaturalGrid:
     """The grid of settings without weights.
 
     Raises:
@@ -197,6 +206,8 @@ def natural_grid(population: Population, settings: Settings, rows: Sequence[int]
         remainder=settings.remainder,
         window_blocks=settings.window_blocks,
         shuffle=settings.shuffle,
+        costs=costs,
+        balance=settings.balance,
     )
 
 

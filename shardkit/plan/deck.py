@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base_order import BaseOrder, Blocks
+from .costs import Balance
 from .permutation import Feistel, derive_each, grouped_order
 from .rounding import ragged
 
@@ -52,6 +53,7 @@ class WindowDeck:
         window_row: int64[windows + 1], position at which each window starts.
         window_block: int64[windows + 1], block at which each window starts.
         window_key: uint64[windows]; empty where rows are not shuffled.
+        balance: how windows are arranged by cost, if they are.
     """
 
     start: NDArray[np.int64]
@@ -60,6 +62,7 @@ class WindowDeck:
     window_row: NDArray[np.int64]
     window_block: NDArray[np.int64]
     window_key: NDArray[np.uint64]
+    balance: Balance | None = None
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +87,10 @@ class WindowDeck:
         if len(self.window_key):
             numbers = ragged(first, last - first)
             rows = rows[grouped_order(self.window_key[numbers], sizes)]
+            if self.balance is not None:
+                hand = np.searchsorted(self.start, self.window_row[numbers], side="right") - 1
+                step = (self.window_row[numbers] - self.start[hand]) // self.balance.size
+                rows = self.balance.arrange(rows, sizes, hand, step)
         # the windows reach beyond the ranges: cut
         whole = self.window_row[last] - self.window_row[first]
         return rows[ragged(np.cumsum(whole) - whole + lo - self.window_row[first], hi - lo)]
@@ -154,12 +161,12 @@ Deck = WindowDeck | FullDeck
 """How a hand is shuffled."""
 
 
-def build_deck(order: BaseOrder, hands: Hands, shuffle: str) -> Deck:
+def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | None = None) -> Deck:
     """Cut hands into blocks, permute them, and mark the windows.
 
     ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time, the first window
     shorter by a keyed amount so that lanes do not change windows in the same step; ``"none"`` keeps blocks
-    and rows in base order.
+    and rows in base order. With `balance` windows begin where cells do, and are arranged by cost.
     """
     if shuffle == "full":
         return _full_deck(order, hands)
@@ -183,8 +190,26 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str) -> Deck:
     position = np.concatenate(([0], np.cumsum(blocks.rows)))
     window_block = np.append(begin, len(blocks.rows))
     keys = derive_each(hands.keys, np.full(num_hands, _WINDOWS, dtype=np.int64))
+    start = np.append(position[firsts], position[-1])
+    if balance is not None:
+        before = position[begin] - start[hand]
+        border, which = np.unique(
+            start[hand] + before // balance.size * balance.size, return_index=True
+        )  # a window of less than a cell joins the next
+        pieces = np.union1d(position, border)  # blocks, cut where a window begins inside
+        of = np.searchsorted(position, pieces[:-1], side="right") - 1
+        border = np.append(border, position[-1])
+        return WindowDeck(
+            start,
+            blocks.sample[of] + pieces[:-1] - position[of],
+            np.diff(pieces),
+            border,
+            np.searchsorted(pieces, border),
+            derive_each(keys[hand], place)[which],
+            balance,
+        )
     return WindowDeck(
-        np.append(position[firsts], position[-1]),
+        start,
         blocks.sample,
         blocks.rows,
         position[window_block],

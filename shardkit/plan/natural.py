@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .base_order import BaseOrder
 from .cells import assemble, chunk_steps, permute_cells
+from .costs import BALANCES, Balance, Costs
 from .deal import Deal
 from .deck import Deck, Hands, build_deck
 from .permutation import derive, derive_each
@@ -26,7 +27,7 @@ _Key = tuple[int, Lanes, int]  # epoch, lanes, number of the chunk or first step
 _LARGE_CHUNK = 1 << 13  # samples
 _TOGETHER = 1 << 17  # samples: a draw of so many holds nobody up
 _FEW_GROUPS = 32
-_HANDS, _CELLS, _DROPS = 1, 2, 3  # what a key below the seed is for
+_HANDS, _CELLS, _DROPS, _CLASSES = 1, 2, 3, 4  # what a key below the seed is for
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,8 @@ class NaturalGrid:
         remainder: ``"drop"`` or ``"short"``.
         window_blocks: a lane's budget of open blocks.
         shuffle: ``"window"``, ``"full"`` or ``"none"``.
+        costs: what samples cost, where windows are arranged by it; of one group.
+        balance: ``"spread"`` or ``"align"``.
     """
 
     def __init__(
@@ -78,8 +81,11 @@ class NaturalGrid:
         remainder: str,
         window_blocks: int,
         shuffle: str,
+        costs: Costs | None = None,
+        balance: str | None = None,
     ) -> None:
         self.population, self.groups = population, groups
+        self.costs, self.balance = costs, balance
         self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
         self.cell_size = global_batch // lanes
         self.rows = groups.total
@@ -161,9 +167,14 @@ class NaturalGrid:
 
     def deck(self, number: int, lanes: Lanes) -> Deck:
         """Some lanes' hands of an epoch, shuffled: O(segments / L) per lane once, then kept."""
-        return self._kept(lanes).decks.get(
-            (number, lanes), lambda key: build_deck(self.order, self.hands(*key), self.shuffle)
-        )
+        return self._kept(lanes).decks.get((number, lanes), self._make_deck)
+
+    def _make_deck(self, key: tuple[int, Lanes]) -> Deck:
+        balance = None
+        if self.costs is not None:
+            classes, lanes = derive(self.seed, _CLASSES, key[0]), np.array(key[1], dtype=np.int64)
+            balance = Balance.of(self.costs, self.cell_size, classes, lanes, self.balance or BALANCES[0])
+        return build_deck(self.order, self.hands(*key), self.shuffle, balance)
 
     def _kept(self, lanes: Lanes) -> _Kept:
         return self._alone if len(lanes) == 1 else self._joint

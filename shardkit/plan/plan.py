@@ -15,6 +15,7 @@ from shardkit.notebook import Shown
 
 from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
 from .buckets import BucketGrid, find_buckets
+from .costs import BALANCES, Costs
 from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
@@ -145,7 +146,9 @@ class Plan(Shown):
         settings, size = self.settings, self.global_batch // self.lanes
         strata = len(self.population.strata)
         if strata <= 1:
-            return settings.window_blocks
+            return settings.window_blocks + (
+                settings.cost is not None
+            )  # windows of cells begin inside a block
         # a stratum that is in few cells has a block at least, and at most two of them are open per slot
         return max(settings.window_blocks, 2 * size) + min(strata, size)
 
@@ -356,6 +359,8 @@ def make_plan(
     group_by: Mapping[str, int] | None = None,
     sequence: int | None = None,
     row_tokens: int | None = None,
+    cost: Costs | None = None,
+    balance: str | None = None,
 ) -> Plan:
     """Plan a population.
 
@@ -377,6 +382,10 @@ def make_plan(
             ones hold more samples, by the token budget of a cell of the longest, of which B / L make one.
         sequence: tokens of a training sequence: consecutive rows are joined, and B counts sequences.
         row_tokens: tokens of a row, for ``sequence``.
+        cost: what each sample costs: the cells of a lane's window then cost nearly the same. For one stratum, natural
+            weights and ``shuffle="window"``.
+        balance: ``"spread"`` (default): dear cells of neighbouring lanes come in other steps, so that ranks of several
+            lanes cost the same. ``"align"``: in the same steps, so that ranks of one lane do; steps then differ.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
@@ -399,9 +408,13 @@ def make_plan(
         stages=resolved,
         epoch_steps=epoch_steps,
         join=join,
+        cost=None if cost is None else cost.text,
+        balance=balance if cost is None else balance or BALANCES[0],
     )
     if not total:
         raise PlanError("plan: the dataset has no selected row")
+    if cost is not None or balance is not None:
+        _check_cost(cost, settings, population, group_by)
     if group_by is not None:
         if resolved or join is not None:
             raise PlanError("plan: group_by goes neither with weights nor with sequence; leave one out")
@@ -411,5 +424,25 @@ def make_plan(
     if resolved:
         grid: NaturalGrid | WeightedGrid = weighted_grid(units, settings)
     else:
-        grid = natural_grid(units, settings, stratum_rows(units))
+        grid = natural_grid(units, settings, stratum_rows(units), cost)
     return Plan(Leg(settings, population, grid if join is None else JoinedGrid(grid, population, join)))
+
+
+def _check_cost(
+    cost: Costs | None, settings: Settings, population: Population, group_by: Mapping[str, int] | None
+) -> None:
+    """Refuse what cost is not combined with."""
+    if cost is None:
+        raise PlanError(f"plan: balance is {settings.balance!r}, expected it only with cost")
+    others = {
+        "weights or stages": bool(settings.stages),
+        "group_by": group_by is not None,
+        "sequence": settings.join is not None,
+        f"shuffle={settings.shuffle!r}": settings.shuffle != "window",
+        "more than one stratum": sum(rows > 0 for rows in stratum_rows(population)) > 1,
+    }
+    found = ", ".join(name for name, is_there in others.items() if is_there)
+    if found:
+        raise PlanError(f"plan: cost does not go with {found}; leave one out")
+    if len(cost.codes) != population.rows:
+        raise PlanError(f"plan: cost is of {len(cost.codes)} samples, expected {population.rows}")

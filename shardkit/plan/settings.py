@@ -8,6 +8,7 @@ from math import gcd
 from shardkit.errors import ConfigurationError, PlanError
 from shardkit.ranges import Range
 
+from .costs import BALANCES
 from .deck import SHUFFLES
 from .population import Population
 from .rounding import divisors
@@ -51,6 +52,8 @@ class Settings:
     epoch_steps: int | None = None
     buckets: tuple[tuple[int, tuple[int, ...]], ...] = ()
     join: int | None = None
+    cost: str | None = None
+    balance: str | None = None
 
     def __post_init__(self) -> None:
         _at_least("global_batch", self.global_batch, 1)
@@ -67,6 +70,8 @@ class Settings:
             )
         _one_of("remainder", self.remainder, REMAINDERS)
         _one_of("shuffle", self.shuffle, SHUFFLES)
+        if self.balance is not None:
+            _one_of("balance", self.balance, BALANCES)
 
     def canonical(self) -> dict[str, object]:
         """The settings as canonical JSON takes them.

@@ -1,0 +1,121 @@
+"""`ds.plan(cost=…)` from the dataset to the audit of a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.audit import audit_run
+from shardkit.dataset.costs import costs_of
+from shardkit.errors import UsageError
+
+ROWS, BATCH, LANES = 240, 24, 8
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("costs") / "data"
+    schema = {"text": "str", "number": "int64"}
+    with shardkit.create(
+        str(root), schema=schema, format="tar", shard_size="64KiB", block_size="4KiB"
+    ) as writer:
+        for number in range(ROWS):
+            writer.add({"text": "x" * (1 + number * number % 997), "number": number}, key=f"n{number}")
+    return str(root)
+
+
+def skew(numbers: np.ndarray) -> float:
+    """Of (steps, lanes, m) costs: the dearest lane over the mean one."""
+    cells = numbers.sum(axis=2)
+    return float(cells.max(axis=1).sum() / cells.mean(axis=1).sum())
+
+
+def test_lanes_cost_nearly_the_same(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    ds = shardkit.open(root)
+    sizes = np.array([len(ds[sample]["text"]) for sample in range(ROWS)])
+    plain, spread = ds.plan(BATCH, lanes=LANES), ds.plan(BATCH, lanes=LANES, cost="bytes(text) ")
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        align = ds.plan(BATCH, lanes=LANES, cost="bytes(text)", balance="align")
+    assert "gradients vary more" in caplog.text
+    found = [skew(sizes[plan.steps(0, ROWS // BATCH)]) for plan in (plain, spread, align)]
+    assert found[2] < found[1] < found[0]
+    assert spread.digest == ds.plan(BATCH, lanes=LANES, cost="bytes( text)").digest
+    assert (
+        len(
+            {
+                plain.digest,
+                spread.digest,
+                align.digest,
+                ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2").digest,
+            }
+        )
+        == 4
+    )
+
+
+def test_costs_are_those_of_the_rows_that_are_selected(root: str) -> None:
+    ds = shardkit.open(root)
+    odd = ds.select(rows=list(range(1, ROWS, 2)))
+    text = "3 * bytes(text) // 2 + 1"
+    whole, half = costs_of(ds, text), costs_of(odd, text)
+    assert np.array_equal(half.codes, whole.codes[1::2])
+    assert len(np.unique(half.codes)) > 8
+
+
+def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    seen: list[int] = []
+    for world, first, last in ((2, 0, 4), (1, 4, 10), (4, 10, 15)):
+        ds = shardkit.open(root)
+        plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
+        for rank in range(world):
+            with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
+                loader.seek(first)
+                step = first
+                while step < last:
+                    for batch in loader:
+                        seen += batch["number"].tolist() if batch.step < 10 else []
+                        step = batch.step + 1
+                        if step == last:
+                            break
+    assert sorted(seen) == list(range(ROWS))
+    audit = audit_run(run, dataset=root)
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.first, audit.checked) == (0, 15)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bytes(txt)", "no field 'txt'; the fields are text, number"),
+        ("text", "'text' is not understood"),
+        ("bytes(text) - 1", "is not understood"),
+        ("bytes(text)**-1", "is not understood"),
+        ("bytes(text)**9", "is not understood"),
+        ("bytes(text) // 0", "is not understood"),
+        ("bytes(text) // bytes(number)", "is not understood"),
+        ("__import__('os')", "is not understood"),
+        ("bytes(text)(", "cannot be read"),
+        ("7", "names no field"),
+        ("", "cannot be read"),
+        ("bytes(text)**4", "expected below 2\\*\\*32"),
+        ("(bytes(text)**4)**4 // 4000000000", "expected below 2\\*\\*32"),
+        ("((((bytes(text)**4)**4)**4)**4)**4", "expected below 2\\*\\*32"),
+    ],
+)
+def test_what_is_no_cost_is_refused_with_the_reason(root: str, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        shardkit.open(root).plan(BATCH, cost=text)
+
+
+def test_shards_that_know_no_sizes_are_refused(tmp_path: Path) -> None:
+    with shardkit.create(str(tmp_path / "d"), schema={"text": "str"}, format="arrow") as writer:
+        for number in range(ROWS):
+            writer.add({"text": "x" * number}, key=f"n{number}")
+    with pytest.raises(UsageError, match="format arrow, whose index holds no sizes of rows"):
+        shardkit.open(str(tmp_path / "d")).plan(BATCH, cost="bytes(text)")

@@ -1,0 +1,245 @@
+"""Plans with costs: what holds of every plan holds of them, windows are even, and ranks wait less."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import PlanError
+from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
+from shardkit.plan.costs import Balance
+
+few = settings(max_examples=40, deadline=None)
+balances = st.sampled_from(["spread", "align"])
+GOLDEN = Path(__file__).parents[1] / "golden" / "plans-with-costs.json"
+
+
+def population(rows: list[int], block_rows: int = 16) -> Population:
+    return Population.of("sha256:costs", ["all"], [(i, 0, n) for i, n in enumerate(rows)], block_rows)
+
+
+def costs_of(rows: int, seed: int) -> Costs:
+    drawn = np.exp(np.random.default_rng(seed).normal(np.log(1000), 1.5, rows)).astype(np.int64)
+    return Costs("drawn", encode_costs(np.clip(drawn, 1, 32_000)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
+    """A plan with costs, and the same one without."""
+    rows = draw(st.lists(st.integers(1, 300), min_size=1, max_size=8))
+    lanes, size = draw(st.sampled_from([1, 2, 3, 8])), draw(st.integers(1, 9))
+    assume(sum(rows) >= lanes * size)
+    people = population(rows, draw(st.integers(1, 40)))
+    given_ = {
+        "global_batch": lanes * size, "lanes": lanes, "seed": draw(st.integers(0, 99)),
+        "remainder": draw(st.sampled_from(["drop", "short"])), "window_blocks": draw(st.integers(1, 9)),
+    }  # fmt: skip
+    cost = costs_of(people.rows, draw(st.integers(0, 9)))
+    return make_plan(people, cost=cost, balance=draw(balances), **given_), make_plan(people, **given_)  # type: ignore[arg-type]
+
+
+def again(plan: Plan) -> Plan:
+    grid, own = plan.grid, plan.settings
+    return make_plan(
+        plan.population, global_batch=own.global_batch, lanes=own.lanes, seed=own.seed, remainder=own.remainder,
+        window_blocks=own.window_blocks, cost=grid.costs, balance=own.balance,  # type: ignore[union-attr]
+    )  # fmt: skip
+
+
+@few
+@given(plans(), st.integers(0, 3))
+def test_lanes_hold_what_they_hold_without_costs(both: tuple[Plan, Plan], epoch: int) -> None:
+    first = epoch * (both[0].steps_per_epoch or 0)
+    last = first + (both[0].steps_per_epoch or 0)
+    full = both[0].population.rows // both[0].global_batch
+    costed, plain = (plan.steps(first, last) for plan in both)
+    for lane in range(both[0].lanes):
+        assert sorted(costed[:, lane].ravel().tolist()) == sorted(plain[:, lane].ravel().tolist())
+    assert (costed[:full] >= 0).all()
+    assert np.array_equal((costed >= 0).sum(axis=2), (plain >= 0).sum(axis=2))
+
+
+@few
+@given(plans(), st.data())
+def test_any_step_is_had_alone_and_no_rank_or_chunk_decides(
+    both: tuple[Plan, Plan], data: st.DataObject
+) -> None:
+    plan = both[0]
+    whole = plan.steps(0, 2 * (plan.steps_per_epoch or 0))
+    step, lane = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, plan.lanes - 1))
+    assert np.array_equal(again(plan).cell(step, lane), whole[step, lane])
+    some = sorted(data.draw(st.sets(st.integers(0, plan.lanes - 1), min_size=1)))
+    assert np.array_equal(again(plan).steps(step, len(whole), some), whole[step:, some])
+
+
+@settings(max_examples=20, deadline=None)
+@given(plans())
+def test_locate_is_the_exact_inverse(both: tuple[Plan, Plan]) -> None:
+    plan = both[0]
+    steps = plan.steps_per_epoch or 0
+    for epoch in (0, 1):
+        whole = plan.steps(epoch * steps, (epoch + 1) * steps)
+        there = {
+            int(s): tuple(map(int, at))
+            for *at, s in zip(*np.nonzero(whole + 1), whole[whole >= 0], strict=True)
+        }
+        for sample in range(0, plan.population.rows, 67):
+            found = plan.locate(sample, epoch)
+            assert found == (
+                None if sample not in there else (there[sample][0] + epoch * steps, *there[sample][1:])
+            )
+
+
+@few
+@given(plans(), st.data())
+def test_a_skip_shifts_the_same_cells(both: tuple[Plan, Plan], data: st.DataObject) -> None:
+    plan = both[0]
+    start, past = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 5))
+    skipped = plan.amend(skip=(start, start + past))
+    last = plan.epoch_bounds(start + past)[1] - past
+    for step in range(start, max(start, last)):
+        assert np.array_equal(skipped.step(step), plan.step(step + past))
+
+
+@few
+@given(
+    st.integers(1, 12),
+    st.lists(st.integers(0, 200), min_size=1, max_size=5),
+    st.integers(0, 99),
+    st.booleans(),
+)
+def test_a_window_is_permuted_into_even_cells(size: int, sizes: list[int], seed: int, equal: bool) -> None:
+    rng = np.random.default_rng(seed)
+    rows = sum(sizes)
+    octaves = rng.integers(0, 5, rows) * (not equal)
+    numbers = (
+        rng.integers(8, 16, rows) << octaves
+    )  # 8 to 15 are the levels of an octave: codes tell them exactly
+    windows = len(sizes)
+    order, starts = rng.permutation(rows), np.cumsum(sizes) - sizes
+    firsts = rng.integers(0, 1000, windows)
+    hands = np.zeros(windows, dtype=np.int64)
+
+    def arranged(scale: int) -> np.ndarray:
+        balance = Balance(encode_costs(numbers << scale), size, seed, np.array([5], dtype=np.uint64))
+        return balance.arrange(order, np.array(sizes), hands, firsts)
+
+    found = arranged(0)
+    assert np.array_equal(found, arranged(7))  # only proportions count
+    for start, length in zip(starts.tolist(), sizes, strict=True):
+        window, before = found[start : start + length], order[start : start + length]
+        assert sorted(window.tolist()) == sorted(before.tolist())
+        whole = length // size * size
+        assert np.array_equal(window[whole:], before[whole:])
+        if whole:
+            cells = numbers[window[:whole]].reshape(-1, size)
+            ranked = -np.sort(-numbers[before[:whole]]).reshape(size, -1)
+            assert np.array_equal((-np.sort(-cells, axis=1)).min(axis=0), ranked[:, -1])
+            # sums of middles of levels, which lie half a level above the numbers, differ by no round more
+            middles = cells + (1 << np.log2(cells // 8).astype(np.int64)) / 2
+            widest = -np.sort(-middles.ravel()).reshape(size, -1)
+            assert np.ptp(middles.sum(axis=1)) <= (widest[:, 0] - widest[:, -1]).max()
+
+
+@given(st.lists(st.integers(1, 2**32 - 1), min_size=2))
+def test_codes_are_monotone_and_within_an_eighth(numbers: list[int]) -> None:
+    costs = np.array(sorted(numbers))
+    codes = encode_costs(costs).astype(np.int64)
+    assert (np.diff(codes) >= 0).all()
+    for a, b in zip(costs.tolist(), codes.tolist(), strict=True):
+        low = (8 + b % 8) * 2 ** (b // 8)
+        assert low <= 8 * a < low + 2 ** (b // 8)
+
+
+@pytest.mark.parametrize("number", [0, -3, 2**32])
+def test_a_cost_out_of_range_is_refused(number: int) -> None:
+    with pytest.raises(PlanError, match="expected 1 to"):
+        encode_costs(np.array([5, number]))
+
+
+def test_what_cost_does_not_go_with_is_refused_by_name() -> None:
+    people, cost = population([64, 64]), costs_of(128, 0)
+    two = Population.of("sha256:two", ["a", "b"], [(0, 0, 64), (0, 1, 64)])
+    for rows, more, named in (
+        (people, {"shuffle": "full"}, "shuffle='full'"),
+        (people, {"weights": {"all": 2}}, "weights"),
+        (people, {"group_by": {"all": 8}}, "group_by"),
+        (people, {"sequence": 8, "row_tokens": 4}, "sequence"),
+        (two, {}, "more than one stratum"),
+        (people, {"balance": "even"}, "one of spread, align"),
+        (population([64]), {}, "128 samples, expected 64"),
+    ):
+        with pytest.raises(PlanError, match=named):
+            make_plan(rows, global_batch=16, lanes=4, cost=cost, **more)
+    with pytest.raises(PlanError, match="only with cost"):
+        make_plan(people, global_batch=16, lanes=4, balance="spread")
+    plan = make_plan(people, global_batch=16, lanes=4, cost=cost)
+    for change in ({"weights": {"all": 3}}, {"lanes": 8}, {"global_batch": 32}):
+        with pytest.raises(PlanError, match="skip only"):
+            plan.amend(from_step=2, **change)
+    with pytest.raises(PlanError, match="make a new plan"):
+        plan.amend(from_step=2, manifest=two)
+
+
+# ---- statistics, of fixed seeds
+
+
+def waits(plan: Plan, numbers: np.ndarray, ranks: int) -> float:
+    """Sum over steps of the slowest rank's cost, over that of the mean rank's."""
+    cells = numbers[plan.steps(0, plan.steps_per_epoch or 0)].sum(axis=2)
+    shares = cells.reshape(len(cells), ranks, -1).sum(axis=2)
+    return float(shares.max(axis=1).sum() / shares.mean(axis=1).sum())
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "spread", "align"), [(8, 64, 2.0, 1.35), (8, 8, 1.15, 1.10), (32, 64, 1.25, 1.25)]
+)
+def test_ranks_wait_no_longer_than_the_study_found(
+    size: int, ranks: int, spread: float, align: float
+) -> None:
+    """On lognormal costs (1,000, 1.5, cut at 32,000), 64 lanes, windows of 2,048 rows."""
+    rows = 64 * 2048 * 3
+    drawn = np.exp(np.random.default_rng(7).normal(np.log(1000), 1.5, rows)).astype(np.int64)
+    numbers = np.clip(drawn, 1, 32_000)
+    people, cost = population([rows // 64] * 64, 128), Costs("drawn", encode_costs(numbers))
+    chosen = {"global_batch": 64 * size, "lanes": 64, "window_blocks": 16}
+    plain = waits(make_plan(people, **chosen), numbers, ranks)  # type: ignore[arg-type]
+    found = [
+        waits(make_plan(people, cost=cost, balance=balance, **chosen), numbers, ranks)  # type: ignore[arg-type]
+        for balance in ("spread", "align")
+    ]
+    assert found[0] < spread < plain
+    assert found[1] < align < plain
+
+
+@pytest.mark.parametrize("balance", ["spread", "align"])
+def test_every_step_of_a_window_is_equally_likely(balance: str) -> None:
+    """Of 512 rows in 64 cells over 300 keys: chi-square per degree of freedom of where the dearest rows come."""
+    rows, size, keys = 512, 8, 300
+    cost = costs_of(rows, 3)
+    people = population([rows], rows)
+    seen = np.zeros((16, rows // size))
+    dearest = np.argsort(-cost.codes.astype(int), kind="stable")[:16]
+    for seed in range(keys):
+        plan = make_plan(people, global_batch=size, lanes=1, seed=seed, cost=cost, balance=balance)
+        steps = np.argsort(plan.steps(0, rows // size).ravel()) // size
+        seen[np.arange(16), steps[dearest]] += 1
+    expected = keys / (rows // size)
+    assert 0.8 < float(((seen - expected) ** 2 / expected).sum() / (16 * (rows // size - 1))) < 1.2
+
+
+def test_golden_plans_with_costs() -> None:
+    """Written once; never again. Costs come from plain arithmetic."""
+    numbers = np.arange(5000, dtype=np.int64) * 7919 % 3001 + 1
+    for document in json.loads(GOLDEN.read_text()):
+        cost = Costs("squares", encode_costs(numbers**2))
+        plan = make_plan(population([1250] * 4), cost=cost, **document["settings"])
+        assert plan.digest == document["digest"]
+        assert [plan.cell_digest(step, lane) for step, lane, _ in document["cells"]] == [
+            digest for *_, digest in document["cells"]
+        ]
