@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,12 +44,19 @@ class Costs:
     """What each sample of one manifest costs.
 
     Attributes:
-        text: how the costs follow from the manifest's rows; part of the plan's digest.
+        text: how the costs follow from the manifest's rows.
         codes: uint8[rows], from `encode_costs`, by sample number. Not copied; must not change.
+
+    Both are part of the plan's digest: with other costs it is another plan.
     """
 
     text: str
     codes: NDArray[np.uint8]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the codes, in hex."""
+        return hashlib.sha256(np.ascontiguousarray(self.codes)).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -409,6 +409,7 @@ def make_plan(
         epoch_steps=epoch_steps,
         join=join,
         cost=None if cost is None else cost.text,
+        cost_digest=None if cost is None else cost.digest,
         balance=balance if cost is None else balance or BALANCES[0],
     )
     if not total:

@@ -233,6 +233,15 @@ def test_every_step_of_a_window_is_equally_likely(balance: str) -> None:
     assert 0.8 < float(((seen - expected) ** 2 / expected).sum() / (16 * (rows // size - 1))) < 1.2
 
 
+def test_other_costs_under_the_same_name_are_another_plan() -> None:
+    people = population([100, 100])
+    first, second = (
+        make_plan(people, global_batch=8, lanes=4, cost=Costs("drawn", np.full(200, code, np.uint8)))
+        for code in (9, 10)
+    )
+    assert first.digest != second.digest
+
+
 def test_golden_plans_with_costs() -> None:
     """Written once; never again. Costs come from plain arithmetic."""
     numbers = np.arange(5000, dtype=np.int64) * 7919 % 3001 + 1
