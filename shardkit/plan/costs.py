@@ -56,7 +56,7 @@ class Costs:
     @property
     def digest(self) -> str:
         """SHA-256 of the codes, in hex."""
-        return hashlib.sha256(np.ascontiguousarray(self.codes)).hexdigest()
+        return hashlib.sha256(np.ascontiguousarray(self.codes).data).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
