@@ -27,18 +27,21 @@ def imports() -> dict[str, set[str]]:
             parts = path.relative_to(top.parent).with_suffix("").parts
             files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return {
-        name: set(_imported(path, files)) - {name} if path.suffix == ".py" else set()
+        name: set(_imported(name, path, files)) - {name} if path.suffix == ".py" else set()
         for name, path in files.items()
     }
 
 
-def _imported(path: Path, files: Mapping[str, Path]) -> Iterator[str]:
+def _imported(name: str, path: Path, files: Mapping[str, Path]) -> Iterator[str]:
+    here = [*name.split("."), "__init__"] if path.stem == "__init__" else name.split(".")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
-        elif isinstance(node, ast.ImportFrom) and (module := node.module or "") in files:
+        elif isinstance(node, ast.ImportFrom):
+            package = here[: -node.level] if node.level else []
+            module = ".".join([*package, *filter(None, [node.module])])
             names = (f"{module}.{alias.name}" for alias in node.names)
-            yield from (name if name in files else module for name in names)
+            yield from (one if one in files else module for one in names if module in files)
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:

@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> int:
     from shardkit.exit_codes import exit_code
 
     from .configuration import load_configuration
-    from .launch import end_with_supervisor
+    from .ending import end_with_supervisor
 
     # under the supervisor ranks change: a process keeps its name
     name = os.environ.get("SHARDKIT_MEMBER") or f"rank {os.environ.get('RANK', '0')}"

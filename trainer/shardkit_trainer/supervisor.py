@@ -21,7 +21,7 @@ from shardkit.exit_codes import ExitCode
 
 from .configuration import Configuration
 from .distributed import ADDRESS, NAME, publish
-from .launch import LIFELINE, on_stop_signals
+from .ending import LIFELINE, on_stop_signals
 
 __all__ = ["supervise"]
 

@@ -21,7 +21,7 @@ from shardkit.ledger import ledger_head
 from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
-from .launch import on_stop_signals
+from .ending import on_stop_signals
 from .reading import CellsAhead, RunData
 from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
