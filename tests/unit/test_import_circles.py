@@ -17,8 +17,16 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("line", ["import shardkit.one", "from shardkit import one", "from .one import x", "from . import one",
-                                  "from ..one import x"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import shardkit.one",
+        "from shardkit import one",
+        "from .one import x",
+        "from . import one",
+        "from ..one import x",
+    ],
+)
 def test_a_circle_is_found_however_its_imports_are_written(tmp_path: Path, line: str) -> None:
     (tmp_path / "tools").mkdir()
     shutil.copy(CHECK, tmp_path / "tools")
