@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import webdataset
@@ -152,3 +153,12 @@ def test_shards_with_nulls_are_read_by_others(tmp_path: Path) -> None:
         assert texts.get(f"{key}.age.cls") == (None if row["age"] is None else b"%d" % row["age"])
         assert texts.get(f"{key}.name.txt") == (None if row["name"] is None else row["name"].encode())
         assert (f"{key}.tokens.npy" in names) == (row["tokens"] is not None)
+
+
+def test_a_null_among_the_values_of_a_dictionary(tmp_path: Path) -> None:
+    """Arrow counts the nulls of a dictionary's indices alone."""
+    held = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 0], pa.int32()), pa.array(["a", None, "c"]))
+    pa.feather.write_feather(pa.table({"name": held}), str(tmp_path / "names.arrow"))
+    importer = open_source(str(tmp_path / "names.arrow"))
+    assert {name: str(kind) for name, kind in importer.schema.items()} == {"name": "str?"}
+    assert [row.sample["name"] for row in check_importer(importer)] == ["a", None, "c", "a"]

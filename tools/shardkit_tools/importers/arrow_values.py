@@ -94,7 +94,7 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
     """Columns of record batches that hold a null, other than inside of a value."""
     return {
         name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        if (_media_bytes(column) if is_media(column.type) else column).null_count
+        if (_media_bytes(column) if is_media(column.type) else _plain(column)).null_count
     }  # fmt: skip
 
 
