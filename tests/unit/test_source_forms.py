@@ -79,8 +79,11 @@ def test_a_compressed_text_that_is_cut_names_the_file(tmp_path: Path, packed: st
 def test_xz_streams_behind_one_another_are_one_text_and_memory_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.xz"
     lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
-    path.write_bytes(lzma.compress(b"".join(lines[:20])) + bytes(8) + lzma.compress(b"".join(lines[20:])))
-    assert samples(path) == ROWS
+    streams = lzma.compress(b"".join(lines[:20])), lzma.compress(b"".join(lines[20:]))
+    for padding in (0, 8, 300_000, 600_000):  # more than is read at a time
+        for end in (0, padding):
+            path.write_bytes(streams[0] + bytes(padding) + streams[1] + bytes(end))
+            assert samples(path) == ROWS
     greedy = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}]
     path.write_bytes(lzma.compress(lines[0], lzma.FORMAT_XZ, filters=greedy))
     with pytest.raises(SourceError, match="Memory usage limit"):

@@ -322,15 +322,12 @@ class _XzReader:
         while True:
             given = b""
             if self._decoder.eof:
-                # zeros may stand between streams
-                given = (self._decoder.unused_data or self._packed.read(1 << 18)).lstrip(b"\0")
-                if given:
-                    self._decoder = self._new()
-                elif not (given := self._packed.read(1 << 18)):
+                given = self._decoder.unused_data.lstrip(b"\0")  # zeros may stand between streams
+                while not given and (piece := self._packed.read(1 << 18)):
+                    given = piece.lstrip(b"\0")
+                if not given:
                     return b""
-                else:
-                    given = given.lstrip(b"\0")
-                    self._decoder = self._new()
+                self._decoder = self._new()
             elif self._decoder.needs_input and not (given := self._packed.read(1 << 18)):
                 raise EOFError("the file ends before its xz stream does")
             if data := self._decoder.decompress(given, size):
