@@ -77,9 +77,8 @@ class _Formula:
         self.text = text
         try:
             self._tree = ast.parse(text, mode="eval").body
-            self.canonical = "".join(
-                text.split()
-            )  # the plan's digest has it: no version of Python decides it
+            # the plan's digest has it: no version of Python decides it
+            self.canonical = "".join(text.split())
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
             raise UsageError(f"cost={text!r} cannot be read: {error}; {_WRITE}") from None
         self.fields: list[str] = []

@@ -146,9 +146,8 @@ class Plan(Shown):
         settings, size = self.settings, self.global_batch // self.lanes
         strata = len(self.population.strata)
         if strata <= 1:
-            return settings.window_blocks + (
-                settings.cost is not None
-            )  # windows of cells begin inside a block
+            # windows of cells begin inside a block
+            return settings.window_blocks + (settings.cost is not None)
         # a stratum that is in few cells has a block at least, and at most two of them are open per slot
         return max(settings.window_blocks, 2 * size) + min(strata, size)
 

@@ -17,6 +17,7 @@ from shardkit_tools.importers.arrow_values import (
     batch_samples,
     check_same_fields,
     column_types,
+    kept_columns,
     null_columns,
 )
 from shardkit_tools.importers.protocol import (
@@ -99,9 +100,11 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
             first = reader.schema if first is None else first
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
-    kept = pa.schema([column for column in first if options.keeps(column.name)])
     types = column_types(
-        kept, options.field_types, source.files[0].path, null_columns(_first_batches(source))
+        kept_columns(first, options),
+        options.field_types,
+        source.files[0].path,
+        null_columns(_first_batches(source)),
     )
     return ArrowImporter(source, options.schema(types, source.given, names=first.names), tuple(batches))
 

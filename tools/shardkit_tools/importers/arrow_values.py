@@ -32,7 +32,13 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType, presence_of
-from shardkit_tools.importers.protocol import SampleColumns, SourceFailure, SourceFile, SourceSample
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SampleColumns,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+)
 
 __all__ = [
     "KEY",
@@ -45,6 +51,7 @@ __all__ = [
     "check_same_fields",
     "column_types",
     "is_media",
+    "kept_columns",
     "null_columns",
 ]
 
@@ -55,6 +62,11 @@ SCAN_ROWS = 100_000
 
 RowOrError = dict[str, object] | SourceError
 """A row, or why there is none."""
+
+
+def kept_columns(schema: Any, options: ImportOptions) -> Any:
+    """A pyarrow schema without the columns that are left out."""
+    return pa.schema([column for column in schema if options.keeps(column.name)])
 
 
 def column_types(

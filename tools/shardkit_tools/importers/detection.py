@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shardkit.errors import SourceError, UsageError
@@ -12,7 +12,7 @@ from shardkit_tools.importers.chosen_fields import ChosenFields
 from shardkit_tools.importers.protocol import Importer, ImportOptions
 from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, list_source
 
-__all__ = ["IMPORTERS", "MEDIA", "detect", "find_source", "open_source"]
+__all__ = ["IMPORTERS", "MEDIA", "SIDECARS", "detect", "find_source", "media_of", "open_source"]
 
 
 def _imported(module: str, function: str) -> Callable[[Source, ImportOptions], Importer]:
@@ -46,11 +46,12 @@ MEDIA = {
     "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
 }  # fmt: skip
 """Field → file extensions that are of its kind."""
+SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
+"""File extension of what describes a file of the same stem → its field and type."""
 
 # Extensions that belong to one importer: files of records, never samples by themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
 _RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
-# A .json file beside others describes them; where there is nothing else it is an array, or lines.
 _RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "mds": "mds"}
 _TEXTS = frozenset((
     "txt", "text", "md", "rst", "tex", "html", "htm", "xml", "log", "py", "pyi", "c", "h", "cc", "cpp", "hpp",
@@ -110,9 +111,7 @@ def _without_strays(source: Source, kind: str | None) -> Source:
     stems = {file_stem(name) for name, found in kinds.items() if found == most}
     kept, left_out = [], dict(source.left_out)
     for file in source.files:
-        is_sidecar = (
-            most in MEDIA and file_suffix(file.name) in ("json", "txt") and file_stem(file.name) in stems
-        )
+        is_sidecar = most in MEDIA and file_suffix(file.name) in SIDECARS and file_stem(file.name) in stems
         if kinds[file.name] in keep or is_sidecar:
             kept.append(file)
         else:
@@ -122,9 +121,8 @@ def _without_strays(source: Source, kind: str | None) -> Source:
 
 def _kind_of(name: str) -> str:
     suffix = file_suffix(name)
-    found = next((field for field, known in MEDIA.items() if suffix in known), None)
     return (
-        found
+        media_of(suffix)
         or _RECORDS.get(suffix)
         or ("json" if suffix == "json" else "text" if suffix in _TEXTS else "blob")
     )
@@ -151,7 +149,7 @@ def detect(source: Source) -> str:
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
-    if suffixes.keys() == {"json"}:
+    if suffixes.keys() == {"json"}:  # beside others it describes them; alone it is an array, or lines
         return "jsonl"
     if len(records) == 1 and not others:
         return next(iter(records))
@@ -165,7 +163,7 @@ def detect(source: Source) -> str:
         )
     if suffixes.keys() <= _TEXTS:
         return "text"
-    if source.is_single_file and not _is_media(suffixes):
+    if source.is_single_file and not any(map(media_of, suffixes)):
         raise SourceError(
             f"{source.given}: its extension calls for no importer; name one with --from "
             f"({', '.join(IMPORTERS)})"
@@ -184,5 +182,6 @@ def _index_of(source: Source) -> str | None:
     return "mds" if "index.json" in bases and any(".mds" in base for base in bases) else None
 
 
-def _is_media(suffixes: Iterable[str]) -> bool:
-    return any(suffix in known for suffix in suffixes for known in MEDIA.values())
+def media_of(suffix: str) -> str | None:
+    """The field of `MEDIA` that files of an extension are of."""
+    return next((field for field, known in MEDIA.items() if suffix in known), None)

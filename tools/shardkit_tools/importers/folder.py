@@ -15,7 +15,7 @@ import xxhash
 from shardkit.dataset.extents import Extent
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.detection import MEDIA
+from shardkit_tools.importers.detection import SIDECARS, media_of
 from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
 from shardkit_tools.importers.protocol import (
     ImportOptions,
@@ -29,7 +29,6 @@ from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["FolderImporter", "open_folder"]
 
-_SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (
@@ -78,7 +77,7 @@ class FolderImporter:
     @property
     def _width(self) -> int:
         """Files of a sample."""
-        return 1 + sum(name in self.schema for name, _ in _SIDECARS.values())
+        return 1 + sum(name in self.schema for name, _ in SIDECARS.values())
 
     def read_files(
         self, task: SourceTask, seen: Callable[[SourceFile, bytes], None], *, extents: bool
@@ -112,7 +111,7 @@ class FolderImporter:
         if self.classes:
             sample["label"] = self.layout.label(own.name)
         for sidecar in sidecars:
-            name, _ = _SIDECARS[file_suffix(sidecar.name)]
+            name, _ = SIDECARS[file_suffix(sidecar.name)]
             text = read_file(sidecar)
             seen(sidecar, text)
             sample[name] = _sidecar_value(name, sidecar, text)
@@ -134,8 +133,8 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
     media: dict[str, SourceFile] = {}
     for file in source.files:
         by_stem.setdefault(file_stem(file.name), []).append(file)
-        if file_suffix(file.name) not in _SIDECARS:
-            media.setdefault(_media_of(file), file)
+        if file_suffix(file.name) not in SIDECARS:
+            media.setdefault(media_of(file_suffix(file.name)) or "blob", file)
     if len(media) != 1:
         raise SourceError(f"{source.given}: {_mixture(media, source)}")
     samples = sorted((_arranged(files) for files in by_stem.values()), key=lambda sample: sample[0].name)
@@ -143,13 +142,8 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
     layout = folder_layout(source, options, [sample[0].name for sample in samples])
     (own,) = media
     fields = {own: "bytes"} | ({"label": "int64"} if layout.classes else {})
-    fields |= dict(_SIDECARS[suffix] for suffix in sidecars)
+    fields |= dict(SIDECARS[suffix] for suffix in sidecars)
     return FolderImporter(tuple(samples), own, options.schema(fields, source.given), layout)
-
-
-def _media_of(file: SourceFile) -> str:
-    suffix = file_suffix(file.name)
-    return next((name for name, suffixes in MEDIA.items() if suffix in suffixes), "blob")
 
 
 def _mixture(media: dict[str, SourceFile], source: Source) -> str:
@@ -166,7 +160,7 @@ def _mixture(media: dict[str, SourceFile], source: Source) -> str:
 
 
 def _arranged(files: list[SourceFile]) -> tuple[SourceFile, ...]:
-    own = [file for file in files if file_suffix(file.name) not in _SIDECARS]
+    own = [file for file in files if file_suffix(file.name) not in SIDECARS]
     if len(own) > 1:
         raise SourceError(
             f"{own[1].path}: has the same stem as {own[0].name}; rename one, for the stem is the sample's key"

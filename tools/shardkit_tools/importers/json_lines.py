@@ -61,7 +61,7 @@ class JsonLinesImporter:
             lines = None if file.name in self.arrays else self.lines.read_file(file, task)
             for number, where, found in _values(file, lines):
                 try:
-                    row = _kept(_object(found, where), self.options)
+                    row = self.options.kept(_object(found, where))
                     check_row(row, self.types, self.given, where)
                 except SourceError as error:
                     yield SourceFailure(file.name, number, error)
@@ -79,32 +79,24 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         SourceError: a line is not an object, or a field's values have no common type.
     """
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
-    names: dict[str, None] = {}
+    left_out: dict[str, None] = {}
     arrays = frozenset(file.name for file in source.files if _is_array(file))
     rows = itertools.islice(_rows(source, arrays, options.skip_bad_rows), SCAN_ROWS)
-    types = infer_types(
-        ((where, _kept(row, options, names)) for where, row in rows),
-        options.field_types,
-        skip=options.skip_bad_rows,
-    )
-    if not (types or names):
+
+    def kept() -> Iterator[tuple[str, Mapping[str, object]]]:
+        for where, row in rows:
+            found = options.kept(row)
+            left_out.update(dict.fromkeys(name for name in row if name not in found))
+            yield where, found
+
+    types = infer_types(kept(), options.field_types, skip=options.skip_bad_rows)
+    if not (types or left_out):
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
-    schema = options.schema(types, source.given, names=names)
+    schema = options.schema(types, source.given, names=left_out)
     given, lines = dict(options.field_types), cut_lines(source.files, arrays)
     return JsonLinesImporter(source, schema, types, given, lines, options, arrays)
-
-
-def _kept(
-    row: dict[str, object], options: ImportOptions, names: dict[str, None] | None = None
-) -> dict[str, object]:
-    """A row without the fields that are left out; notes the names of all of them."""
-    if not options.chooses:
-        return row
-    if names is not None:
-        names |= dict.fromkeys(row)
-    return {name: value for name, value in row.items() if options.keeps(name)}
 
 
 def _is_array(file: SourceFile) -> bool:
@@ -115,22 +107,20 @@ def _is_array(file: SourceFile) -> bool:
         return stream.read(_LOOKED_AT).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _values(
-    file: SourceFile, lines: Iterator[tuple[SourceFile, int, bytes]] | None
-) -> Iterator[tuple[int, str, object]]:
+def _values(file: SourceFile, lines: Iterator[tuple[int, bytes]] | None) -> Iterator[tuple[int, str, object]]:
     """(number from 0, what messages call it, bytes of a line or item of the file's array)."""
     if lines is None:
         for number, item in enumerate(read_array(file)):
             yield number, f"{file.path} item {number + 1}", item
         return
-    for _, number, line in lines:
+    for number, line in lines:
         if line.strip():
             yield number, f"{file.path} line {number + 1}", line
 
 
 def _rows(source: Source, arrays: Collection[str], skip: bool) -> Iterator[tuple[str, dict[str, object]]]:
     for file in source.files:
-        lines = None if file.name in arrays else ((file, n, line) for n, line in enumerate(read_lines(file)))
+        lines = None if file.name in arrays else enumerate(read_lines(file))
         for _, where, found in _values(file, lines):
             try:
                 row = _object(found, where)

@@ -32,13 +32,13 @@ class LineTasks:
     def read(self, task: SourceTask) -> Iterator[tuple[SourceFile, int, bytes]]:
         """(file, line number from 0, line without its end) of a task's lines."""
         for file in task.files:
-            yield from self.read_file(file, task)
+            for number, line in self.read_file(file, task):
+                yield file, number, line
 
-    def read_file(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[SourceFile, int, bytes]]:
+    def read_file(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, bytes]]:
         """`read` of one file of the task."""
         first = self.first_lines.get((file.name, task.start), 0)
-        for number, line in enumerate(read_lines(file, task.start, task.stop), first):
-            yield file, number, line
+        return enumerate(read_lines(file, task.start, task.stop), first)
 
 
 def cut_lines(files: tuple[SourceFile, ...], whole: Collection[str] = ()) -> LineTasks:

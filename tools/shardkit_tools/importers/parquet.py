@@ -18,6 +18,7 @@ from shardkit_tools.importers.arrow_values import (
     check_same_fields,
     column_types,
     is_media,
+    kept_columns,
     null_columns,
 )
 from shardkit_tools.importers.protocol import (
@@ -105,7 +106,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
-    names, first = first.names, pa.schema([column for column in first if options.keeps(column.name)])
+    names, first = first.names, kept_columns(first, options)
     types = column_types(first, options.field_types, source.files[0].path)
     inferred = {name for name, kind in types.items() if name not in options.field_types and kind != "json"}
     types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred)}

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -34,6 +34,8 @@ __all__ = [
     "one_by_one",
     "parse_field_types",
 ]
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,10 @@ class ImportOptions:
     def keeps(self, name: str) -> bool:
         """Whether a field of the source is taken."""
         return name not in self.drop and (not self.columns or name in self.columns)
+
+    def kept(self, fields: Mapping[str, _Value]) -> Mapping[str, _Value]:
+        """Fields of a sample without those that are left out."""
+        return {name: value for name, value in fields.items() if self.keeps(name)} if self.chooses else fields
 
     def schema(self, inferred: Mapping[str, str], source: str, *, names: Iterable[str] = ()) -> Schema:
         """The inferred schema with the user's types in place of the inferred ones, without what is left out.

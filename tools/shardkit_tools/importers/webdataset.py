@@ -63,7 +63,7 @@ class WebDatasetImporter:
         optional = {name for name, kind in self.schema.items() if kind.optional}
         for found in _samples(file):
             where = f"{file.path} sample {found.key!r}"
-            members = {name: member for name, member in found.members.items() if self.options.keeps(name)}
+            members = self.options.kept(found.members)
             try:
                 check_fields(members, types, where, optional)
                 sample = {
