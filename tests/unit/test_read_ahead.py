@@ -230,6 +230,50 @@ class TestSupply:
             supply.close()
             assert not cache.holds(shard.request(2).sha256)
 
+    def test_who_waits_for_what_never_begins_reads_it_himself(
+        self, shard: Shard, store: LocatedStore
+    ) -> None:
+        """It is closed while one group is read, others wait for the thread, and somebody waits for each of them."""
+        order = [0, 100, 200, 300]
+        shard.open_to.clear()
+        supply = BlockFetcher(None, threads=1)
+        self.follow(supply, shard, store, order)
+        while len(supply._waiting) < len(order):
+            threading.Event().wait(0.01)
+        with ThreadPoolExecutor(len(order) + 1) as pool:
+            waiting = {block: pool.submit(supply.read, store, shard.request(block)) for block in order}
+            while len(supply._reading) < len(order):
+                threading.Event().wait(0.01)
+            closing = pool.submit(supply.close)
+            while not supply._closed:
+                threading.Event().wait(0.01)
+            shard.open_to.set()
+            closing.result(60)
+            for block, answer in waiting.items():
+                assert bytes(answer.result(60)) == shard.bytes_of(block)
+
+    @pytest.mark.parametrize("fill", [False, True])
+    def test_an_error_that_nobody_foresaw_leaves_no_one_waiting(
+        self, shard: Shard, store: LocatedStore, tmp_path: Path, fill: bool
+    ) -> None:
+        order = [0, 1, 2, 3]
+        alone = shard.get_range
+
+        def without_memory(name: str, offset: int, length: int) -> bytes:
+            if length > BLOCK:
+                raise MemoryError("no memory for what is read together")
+            return alone(name, offset, length)
+
+        shard.get_range = without_memory  # type: ignore[method-assign]
+        cache = BlockCache(tmp_path / "cache", limit=1 << 30) if fill else None
+        supply = BlockFetcher(cache)
+        self.follow(supply, shard, store, order, fill=fill)
+        while len(supply._waiting) < len(order):
+            threading.Event().wait(0.01)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.read_all, supply, shard, store, order).result(60)
+        supply.close()
+
 
 def after_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reading ahead begin when it is known what is needed later; until then nothing comes along."""

@@ -259,36 +259,46 @@ class BlockFetcher:
                         self._along[place].add_done_callback(functools.partial(self._read_later, one, answer))
                         continue
                 reads.append((one, answer))
-            self._pool.submit(self._read_group, reads)
+            self._begin(reads)
 
     def _read_later(self, one: Wanted, answer: Answer[Any], _came: Answer[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: nobody waits
-            self._pool.submit(self._read_group, [(one, answer)])
+        self._begin([(one, answer)])
+
+    def _begin(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
+        """Read blocks of one shard on a thread.
+
+        Whatever ends that, an unforeseen error or that it is closed before it begins, ends their answers too: somebody
+        may wait for one already, and reads the block himself then.
+        """
+
+        def ended(_reading: Answer[None] | None = None) -> None:
+            for one, answer in reads:
+                if one.step < 0:
+                    self._along.pop(one.request.place, None)
+                answer.cancel()
+
+        try:
+            self._pool.submit(self._read_group, reads).add_done_callback(ended)
+        except RuntimeError:  # closed
+            ended()
 
     def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
         """Read blocks of one shard: what the cache holds from there, the others together."""
         cache, shared = self.cache, self._shared
-        try:
-            if shared is not None:
-                with shared.claimed([one.request for one, _ in reads]) as mine:
-                    claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
-                    self._read_joined([one for one in claimed if not shared.holds(one[0].request)])
-            else:
-                self._read_joined(
-                    [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
-                )
-            for one, answer in reads:
-                if one.step >= 0 and not answer.done():
-                    try:
-                        answer.set_result(self._obtain(one.store, one.request))
-                    except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
-                        answer.set_exception(error)
-        finally:
-            for one, answer in reads:
-                if one.step < 0:
-                    self._along.pop(one.request.place, None)
-                    if not answer.done():
-                        answer.cancel()
+        if shared is not None:
+            with shared.claimed([one.request for one, _ in reads]) as mine:
+                claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
+                self._read_joined([one for one in claimed if not shared.holds(one[0].request)])
+        else:
+            self._read_joined(
+                [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
+            )
+        for one, answer in reads:
+            if one.step >= 0 and not answer.done():
+                try:
+                    answer.set_result(self._obtain(one.store, one.request))
+                except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
+                    answer.set_exception(error)
 
     def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
         """All with one request; one alone, and those that fail, are left to be read one by one."""
