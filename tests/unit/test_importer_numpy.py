@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import shardkit_tools.importers.numpy_archives as numpy_archives
 import shardkit_tools.importers.numpy_rows as numpy_rows
-from shardkit.errors import SourceError
+from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import open_source
 from shardkit_tools.importers.conformance import check_importer, read_all
+from shardkit_tools.importers.protocol import ImportOptions
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -72,3 +76,111 @@ def test_damaged_files(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(SourceError, match=message):
             read_all(open_source(str(path)))
+
+
+def test_files_whose_fields_would_be_called_alike(tmp_path: Path) -> None:
+    """One of them was lost without a word."""
+    for name in ("a-b", "a_b"):
+        np.save(tmp_path / f"{name}.npy", np.arange(3))
+    with pytest.raises(SourceError, match=r"a_b\.npy: its field would be called 'a_b', as that of a-b\.npy"):
+        open_source(str(tmp_path))
+
+
+def test_a_file_that_is_left_out_may_have_other_rows(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(3))
+    np.save(tmp_path / "mean.npy", np.arange(2))
+    for options in (ImportOptions(columns=("x",)), ImportOptions(drop=("mean",))):
+        importer = open_source(str(tmp_path), options=options)
+        assert [int(np.asarray(row.sample["x"])) for row in check_importer(importer)] == [0, 1, 2]
+
+
+class TestArchives:
+    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+    @pytest.mark.parametrize("order", ["C", "F"])
+    def test_arrays_are_fields(
+        self, tmp_path: Path, save: Any, order: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of several archives the rows follow each other, in the order of their names."""
+        monkeypatch.setattr(numpy_archives, "_PIECE_BYTES", 50)
+        images = np.asarray(np.arange(60).reshape(10, 2, 3), dtype=">i4", order=order)  # type: ignore[call-overload]
+        labels = np.arange(10) % 3
+        save(tmp_path / "0.npz", image=images[:7], label=labels[:7])
+        save(tmp_path / "1.npz", image=images[7:], label=labels[7:])
+        importer = open_source(str(tmp_path))
+        assert {name: str(kind) for name, kind in importer.schema.items()} == {
+            "image": "int32[2,3]",
+            "label": "int64",
+        }
+        samples = check_importer(importer)
+        assert np.array_equal(np.stack([np.asarray(row.sample["image"]) for row in samples]), images)
+        assert [int(np.asarray(row.sample["label"])) for row in samples] == labels.tolist()
+        assert [(row.source_name, row.source_row) for row in samples][6:8] == [("0.npz", 6), ("1.npz", 0)]
+
+    def test_one_split_of_an_archive_of_two(self, tmp_path: Path) -> None:
+        """As Keras keeps MNIST."""
+        path = tmp_path / "mnist.npz"
+        np.savez_compressed(
+            path, x_train=np.zeros((6, 2)), y_train=np.arange(6), x_test=np.zeros((2, 2)), y_test=np.arange(2)
+        )
+        with pytest.raises(SourceError, match=r"x_test\.npy: 2 rows, but .*x_train\.npy has 6.*--columns"):
+            open_source(str(path))
+        options = ImportOptions(columns=("x_train", "y_train"), rename={"y_train": "label"})
+        importer = open_source(str(path), options=options)
+        assert list(importer.schema) == ["x_train", "label"]
+        assert [int(np.asarray(row.sample["label"])) for row in check_importer(importer)] == list(range(6))
+        with pytest.raises(SchemaError, match="did you mean 'x_train'"):
+            open_source(str(path), options=ImportOptions(columns=("x_trian", "y_train")))
+        with pytest.raises(SchemaError, match="leave no field; its fields are x_train, y_train"):
+            open_source(str(path), options=ImportOptions(drop=("x_train", "y_train", "x_test", "y_test")))
+
+    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+    def test_no_flipped_bit_and_no_cut_goes_unseen(self, tmp_path: Path, save: Any) -> None:
+        """A row is handed out right, or none of its archive is: with --on-error skip rows would stay otherwise."""
+        path = tmp_path / "a.npz"
+        expected = np.random.default_rng(1).integers(0, 9, (50, 3))
+        save(path, a=expected, b=np.arange(50))
+        whole = path.read_bytes()
+        seen = 0
+        for at in range(0, len(whole), 7):
+            for data in (whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :], whole[:at]):
+                path.write_bytes(data)
+                rows: list[Any] = []
+                try:
+                    importer = open_source(str(path))
+                    for task in importer.tasks():
+                        rows.extend(importer.read(task))
+                except (SourceError, SchemaError):
+                    assert not rows
+                    seen += 1
+                else:  # a date, say
+                    found = importer.schema
+                    if list(found) == ["a", "b"]:
+                        assert np.array_equal(np.stack([row.sample["a"] for row in rows]), expected)
+        assert seen > len(whole) // 7 * 1.2
+
+    def test_what_cannot_be_stored(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.npz"
+        for arrays, message in (
+            ({"a": np.array([{"b": 1}], dtype=object)}, "a.npy: an array of dtype object holds pickled"),
+            ({"a": np.arange(3), "scale": np.array(2.0)}, "scale.npy: an array without axes has no rows"),
+            ({"a": np.zeros((0, 2))}, "the array has no rows"),
+            ({"a b": np.arange(2), "a_b": np.arange(2)}, "would be called 'a_b', as that of 'a b.npy'"),
+            ({}, "holds no array"),
+        ):
+            np.savez(path, allow_pickle=True, **arrays)
+            with pytest.raises(SourceError, match=message):
+                open_source(str(path))
+        path.write_bytes(b"no archive")
+        with pytest.raises(SourceError, match=r"a\.npz: not a readable \.npz archive"):
+            open_source(str(path))
+        np.savez(path, a=np.arange(2))
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("notes.txt", "text")
+        with pytest.raises(SourceError, match=r"holds 'notes\.txt', which is no array"):
+            open_source(str(path))
+
+    def test_archives_with_other_arrays(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "0.npz", a=np.arange(3))
+        np.savez(tmp_path / "1.npz", a=np.arange(3, dtype="int32"))
+        with pytest.raises(SourceError, match=r"1\.npz: its arrays are a int32, those of 0\.npz are a int64"):
+            open_source(str(tmp_path))

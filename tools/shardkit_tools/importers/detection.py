@@ -30,6 +30,7 @@ IMPORTERS = {
     "text": _imported("shardkit_tools.importers.text", "open_text"),
     "jsonl": _imported("shardkit_tools.importers.json_lines", "open_json_lines"),
     "npy": _imported("shardkit_tools.importers.numpy_rows", "open_numpy"),
+    "npz": _imported("shardkit_tools.importers.numpy_archives", "open_archives"),
     "webdataset": _imported("shardkit_tools.importers.webdataset", "open_webdataset"),
     "parquet": _imported("shardkit_tools.importers.parquet", "open_parquet"),
     "arrow": _imported("shardkit_tools.importers.arrow", "open_arrow"),
@@ -52,7 +53,7 @@ SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
 # Extensions that belong to one importer: files of records, never samples by themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
 _RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
-_RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "mds": "mds"}
+_RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "npz": "npz", "mds": "mds"}
 _TEXTS = frozenset((
     "txt", "text", "md", "rst", "tex", "html", "htm", "xml", "log", "py", "pyi", "c", "h", "cc", "cpp", "hpp",
     "rs", "go", "java", "js", "ts", "sh", "sql", "r", "jl",

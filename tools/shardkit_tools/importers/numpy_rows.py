@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -32,7 +33,7 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.remote_files import is_url
 from shardkit_tools.importers.source_files import Source, file_stem, open_file
 
-__all__ = ["NumpyImporter", "open_numpy"]
+__all__ = ["NumpyImporter", "check_rows", "field_name", "open_numpy", "read_header", "row_type"]
 
 _TASK_BYTES = 64 << 20
 _MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
@@ -63,10 +64,7 @@ class ArrayFile:
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape[1:], dtype=np.int64))
 
     def field_type(self) -> str:
-        """The field type of a row, in native spelling (`>i4` and `<i4` are both int32)."""
-        name = np.dtype(self.dtype).newbyteorder("=").name
-        inner = self.shape[1:]
-        return f"{name}[{','.join(map(str, inner))}]" if inner else name
+        return row_type(self.dtype, self.shape)
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
         """Rows start … stop − 1 as a fresh array."""
@@ -188,59 +186,96 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     """
     source.keep(("npy",), "a NumPy array")
     single = len(source.files) == 1
-    arrays = tuple(_read_header(file, "value" if single else _field_name(file)) for file in source.files)
-    first = arrays[0]
-    for array in arrays[1:]:
-        if array.shape[0] != first.shape[0]:
+    arrays: dict[str, ArrayFile] = {}
+    for file in source.files:
+        field = "value" if single else field_name(file_stem(file.name))
+        if field in arrays:
             raise SourceError(
-                f"{array.file.path}: {array.shape[0]} rows, but {first.file.name} has {first.shape[0]}; the "
-                "files of a folder are the fields of one sample, so they need equally many rows"
+                f"{file.path}: its field would be called {field!r}, as that of {arrays[field].file.name}; "
+                "rename one of the files"
             )
-    if not first.shape[0]:
-        raise SourceError(f"{first.file.path}: the array has no rows; give an array with samples in it")
-    return NumpyImporter(arrays, options.schema({a.field: a.field_type() for a in arrays}, source.given))
+        if options.keeps(field):
+            arrays[field] = _read_header(file, field)
+        else:
+            arrays[field] = ArrayFile(file, field, "b1", (0,), 0, columns_first=False)
+    types = {field: array.field_type() for field, array in arrays.items()}
+    schema = options.schema(types, source.given)
+    kept = tuple(arrays[field] for field in schema)
+    check_rows({array.file.path: array.shape[0] for array in kept}, "the files of a folder")
+    return NumpyImporter(kept, schema)
 
 
-def _field_name(file: SourceFile) -> str:
-    return re.sub(r"[^A-Za-z0-9_]", "_", file_stem(file.name))
+def field_name(stem: str) -> str:
+    """The field that an array of this name becomes."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", stem)
+
+
+def row_type(dtype: str, shape: Sequence[int]) -> str:
+    """The field type of a row, in native spelling (`>i4` and `<i4` are both int32)."""
+    name = np.dtype(dtype).newbyteorder("=").name
+    return f"{name}[{','.join(map(str, shape[1:]))}]" if shape[1:] else name
+
+
+def check_rows(rows: Mapping[str, int], what: str) -> None:
+    """Arrays are the fields of one sample: where → how many rows are the same everywhere, and not none.
+
+    Raises:
+        SourceError: names the first array that has another number than the one before all, or none.
+    """
+    (first, expected), *others = rows.items()
+    for where, count in others:
+        if count != expected:
+            raise SourceError(
+                f"{where}: {count} rows, but {first.rpartition('/')[2]} has {expected}; {what} are the fields of one "
+                "sample, so they need equally many rows; choose some with --columns or leave out others with --drop"
+            )
+    if not expected:
+        raise SourceError(f"{first}: the array has no rows; give an array with samples in it")
+
+
+def read_header(stream: IO[bytes], where: str, size: int) -> tuple[str, tuple[int, ...], bool]:
+    """dtype, shape and whether columns come first, of an array of so many bytes; the stream is then at its data.
+
+    Raises:
+        SourceError: begins with `where`: it is damaged, or cannot be stored.
+    """
+    start = stream.tell()
+    try:
+        version = npy_format.read_magic(stream)
+        read = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}.get(
+            version
+        )
+        if read is None:  # 3.0 has field names in UTF-8 only
+            raise ValueError(f"format version {version} is not 1.0 or 2.0")
+        shape, columns_first, dtype = read(stream)
+    except (ValueError, EOFError) as error:
+        raise SourceError(
+            f"{where}: not a readable .npy file ({error}); write it again with numpy.save"
+        ) from error
+    if dtype.hasobject:
+        raise SourceError(
+            f"{where}: an array of dtype {dtype} holds pickled Python objects, which are never loaded; save it with "
+            "a plain dtype"
+        )
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise SourceError(
+            f"{where}: an array of dtype {dtype}: only booleans, integers and floats up to 64 bits can be stored; "
+            "convert it first"
+        )
+    if not shape:
+        raise SourceError(
+            f"{where}: an array without axes has no rows; save it with the samples on the first axis"
+        )
+    expected = stream.tell() - start + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if expected != size:
+        raise SourceError(
+            f"{where}: {size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; it "
+            "is cut short or damaged, write it again"
+        )
+    return dtype.str, tuple(int(n) for n in shape), bool(columns_first and len(shape) > 1)
 
 
 def _read_header(file: SourceFile, field: str) -> ArrayFile:
     with open_file(file) as stream:
-        try:
-            version = npy_format.read_magic(stream)
-            read = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}.get(
-                version
-            )
-            if read is None:
-                raise ValueError(
-                    f"format version {version} is not 1.0 or 2.0"
-                )  # 3.0 has field names in UTF-8 only
-            shape, columns_first, dtype = read(stream)
-        except (ValueError, EOFError) as error:
-            raise SourceError(
-                f"{file.path}: not a readable .npy file ({error}); write it again with numpy.save"
-            ) from error
-        offset = stream.tell()
-    where = f"{file.path}: an array of dtype {dtype}"
-    if dtype.hasobject:
-        raise SourceError(
-            f"{where} holds pickled Python objects, which are never loaded; save it with a plain dtype"
-        )
-    if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise SourceError(
-            f"{where}: only booleans, integers and floats up to 64 bits can be stored; convert it first"
-        )
-    if not shape:
-        raise SourceError(
-            f"{file.path}: an array without axes has no rows; save it with the samples on the first axis"
-        )
-    expected = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
-    if expected != file.size:
-        raise SourceError(
-            f"{file.path}: {file.size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; it "
-            "is cut short or damaged, write it again"
-        )
-    return ArrayFile(
-        file, field, dtype.str, tuple(int(n) for n in shape), offset, bool(columns_first and len(shape) > 1)
-    )
+        dtype, shape, columns_first = read_header(stream, file.path, file.size)
+        return ArrayFile(file, field, dtype, shape, stream.tell(), columns_first)

@@ -1,0 +1,250 @@
+"""NumPy ``.npz`` archives: arrays by name, as `numpy.savez` and `numpy.savez_compressed` write them.
+
+Each array is a field, the rows of their first axes are the samples; of several archives the rows follow each other.
+
+Archives carry a CRC of each array. It is checked before the first row is handed out, so that an array is
+decompressed twice; a range of rows is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.formats import Schema
+from shardkit_tools.importers.numpy_rows import check_rows, field_name, read_header, row_type
+from shardkit_tools.importers.protocol import (
+    ImportOptions,
+    SampleColumns,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+    one_by_one,
+)
+from shardkit_tools.importers.source_files import Source, open_file
+
+__all__ = ["ArchiveImporter", "open_archives"]
+
+_PIECE_BYTES = 1 << 20
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError, ValueError
+)  # fmt: skip
+"""What `zipfile` raises: damage, a place before the file's start, a compression that it lacks, a password."""
+
+
+@dataclass(frozen=True)
+class ArrayMember:
+    """An array of an archive, whose header has been read."""
+
+    member: str
+    dtype: str
+    shape: tuple[int, ...]
+    columns_first: bool
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape[1:], dtype=np.int64))
+
+    @property
+    def row_type(self) -> str:
+        return row_type(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A ``.npz`` file whose headers have been read: field → array."""
+
+    file: SourceFile
+    arrays: Mapping[str, ArrayMember]
+
+    @property
+    def rows(self) -> int:
+        return next(iter(self.arrays.values())).shape[0]
+
+
+@dataclass(frozen=True)
+class ArchiveImporter:
+    """Archives as a source; made by `open_archives`."""
+
+    archives: tuple[Archive, ...]
+    schema: Schema
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        return [archive.file for archive in self.archives]
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """An archive each: what is compressed is read from its start."""
+        return [
+            SourceTask(archive.file.name, (archive.file,), archive.file.size, 0, archive.rows)
+            for archive in self.archives
+        ]
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        """One sample per row."""
+        return one_by_one(self.read_columns(task))
+
+    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+        """About a MiB of rows at a time."""
+        archive = next(one for one in self.archives if one.file.name == task.files[0].name)
+        with _opened(archive.file) as members, contextlib.ExitStack() as stack:
+            for array in archive.arrays.values():
+                _check(members, archive.file, array.member)
+            readers = {
+                field: _Rows(
+                    stack.enter_context(members.open(array.member)),
+                    archive.file,
+                    array,
+                    members.getinfo(array.member).file_size,
+                )
+                for field, array in archive.arrays.items()
+            }
+            step = max(1, _PIECE_BYTES // max(1, sum(array.row_bytes for array in archive.arrays.values())))
+            for start in range(0, archive.rows, step):
+                count = min(step, archive.rows - start)
+                columns = {field: reader.take(count) for field, reader in readers.items()}
+                yield SampleColumns(columns, archive.file.name, start)
+
+    def describe(self) -> dict[str, object]:
+        return {"importer": "npz"}
+
+
+class _Rows:
+    """The rows of one array, in order."""
+
+    def __init__(self, stream: IO[bytes], file: SourceFile, array: ArrayMember, size: int) -> None:
+        self._stream, self._file, self._array, self._where = (
+            stream,
+            file,
+            array,
+            f"{file.path}: {array.member}",
+        )
+        found = read_header(stream, self._where, size)
+        if found != (array.dtype, array.shape, array.columns_first):
+            raise SourceError(
+                f"{self._where}: changed since it was listed; build again when nothing writes it"
+            )
+        self._at = 0
+        self._whole: NDArray[np.generic] | None = None
+        if array.columns_first:  # a row lies scattered over the array
+            data = self._read(array.row_bytes * array.shape[0])
+            self._whole = np.frombuffer(data, array.dtype).reshape(array.shape, order="F")
+
+    def take(self, count: int) -> NDArray[np.generic]:
+        """So many more, as an array of their own."""
+        if self._whole is not None:
+            self._at += count
+            return np.array(self._whole[self._at - count : self._at], order="C")
+        data = self._read(count * self._array.row_bytes)
+        return np.frombuffer(data, self._array.dtype).reshape(count, *self._array.shape[1:])
+
+    def _read(self, length: int) -> bytes:
+        with _named(self._file, self._array.member):
+            data = self._stream.read(length)
+        if len(data) != length:
+            raise SourceError(f"{self._where}: ends inside of its rows; write it again with numpy.savez")
+        return data
+
+
+def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
+    """Read the headers of a source of ``.npz`` files.
+
+    Raises:
+        SourceError: a file is damaged, holds objects or something else than arrays; its arrays differ in their numbers
+            of rows; or files differ in their arrays.
+    """
+    source.keep(("npz",), "a NumPy archive")
+    archives = tuple(_read_archive(file, options) for file in source.files)
+    first = archives[0]
+    types = {field: array.row_type for field, array in first.arrays.items()}
+    for archive in archives[1:]:
+        found = {field: array.row_type for field, array in archive.arrays.items()}
+        if found != types:
+            raise SourceError(
+                f"{archive.file.path}: its arrays are {_told(found)}, those of {first.file.name} are {_told(types)}; "
+                "the archives of a source hold the same arrays; name one of them, or choose arrays with --columns"
+            )
+    with _opened(first.file) as members:
+        left_out = [field for field in _fields(members, first.file) if field not in types]
+    return ArchiveImporter(archives, options.schema(types, source.given, names=left_out))
+
+
+def _told(types: Mapping[str, str]) -> str:
+    return ", ".join(f"{field} {kind}" for field, kind in types.items())
+
+
+def _read_archive(file: SourceFile, options: ImportOptions) -> Archive:
+    arrays: dict[str, ArrayMember] = {}
+    with _opened(file) as members:
+        fields = _fields(members, file)
+        for field, member in fields.items():
+            if options.keeps(field):
+                with _named(file, member), members.open(member) as stream:
+                    size = members.getinfo(member).file_size
+                    arrays[field] = ArrayMember(member, *read_header(stream, f"{file.path}: {member}", size))
+    if not arrays:
+        options.schema(dict.fromkeys(fields, "bool"), file.path)  # says what the fields are
+    check_rows(
+        {f"{file.path}: {array.member}": array.shape[0] for array in arrays.values()},
+        "the arrays of an archive",
+    )
+    return Archive(file, arrays)
+
+
+def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
+    """Field → name of its member."""
+    fields: dict[str, str] = {}
+    for member in members.namelist():
+        stem, dot, suffix = member.rpartition(".")
+        if not dot or suffix != "npy" or not stem:
+            raise SourceError(f"{file.path}: holds {member!r}, which is no array; write it with numpy.savez")
+        field = field_name(stem)
+        if field in fields:
+            raise SourceError(
+                f"{file.path}: the field of {member!r} would be called {field!r}, as that of {fields[field]!r}; "
+                "write it again with other names"
+            )
+        fields[field] = member
+    if not fields:
+        raise SourceError(f"{file.path}: holds no array; write some with numpy.savez")
+    return fields
+
+
+@contextlib.contextmanager
+def _opened(file: SourceFile) -> Iterator[zipfile.ZipFile]:
+    with open_file(file) as stream:
+        with _named(file):
+            members = zipfile.ZipFile(stream)
+        with members:
+            yield members
+
+
+@contextlib.contextmanager
+def _named(file: SourceFile, member: str = "") -> Iterator[None]:
+    """What `zipfile` raises as an error that names the file."""
+    try:
+        yield
+    except ShardkitError:
+        raise
+    except _DAMAGED as error:
+        inside = f": {member}" if member else ""
+        raise SourceError(
+            f"{file.path}{inside}: not a readable .npz archive ({error}); write it again with numpy.savez"
+        ) from error
+
+
+def _check(members: zipfile.ZipFile, file: SourceFile, member: str) -> None:
+    """Read an array to its end, where its CRC is checked."""
+    with _named(file, member), members.open(member) as stream:
+        while stream.read(_PIECE_BYTES):
+            pass
