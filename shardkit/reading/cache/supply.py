@@ -277,9 +277,14 @@ class BlockFetcher:
                     self._along.pop(one.request.place, None)
                 answer.cancel()
 
+        if (
+            self._closed
+        ):  # by this thread perhaps: what shutting down cancels ends here, with the pool's lock held
+            ended()
+            return
         try:
             self._pool.submit(self._read_group, reads).add_done_callback(ended)
-        except RuntimeError:  # closed
+        except RuntimeError:  # closed meanwhile
             ended()
 
     def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
