@@ -277,9 +277,8 @@ class BlockFetcher:
                     self._along.pop(one.request.place, None)
                 answer.cancel()
 
-        if (
-            self._closed
-        ):  # by this thread perhaps: what shutting down cancels ends here, with the pool's lock held
+        # closed by this thread perhaps: what shutting down cancels ends here, with the pool's lock held
+        if self._closed:
             ended()
             return
         try:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.numpy_rows import check_rows, field_name, read_header, row_type
+from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, field_name, read_header
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SampleColumns,
@@ -43,29 +43,17 @@ _DAMAGED = (
 
 
 @dataclass(frozen=True)
-class ArrayMember:
-    """An array of an archive, whose header has been read."""
-
-    member: str
-    dtype: str
-    shape: tuple[int, ...]
-    columns_first: bool
-
-    @property
-    def row_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape[1:], dtype=np.int64))
-
-    @property
-    def row_type(self) -> str:
-        return row_type(self.dtype, self.shape)
-
-
-@dataclass(frozen=True)
 class Archive:
-    """A ``.npz`` file whose headers have been read: field → array."""
+    """A ``.npz`` file whose headers have been read.
+
+    Attributes:
+        members: field → name in the archive, of all arrays.
+        arrays: field → header, of those that are taken.
+    """
 
     file: SourceFile
-    arrays: Mapping[str, ArrayMember]
+    members: Mapping[str, str]
+    arrays: Mapping[str, ArrayHeader]
 
     @property
     def rows(self) -> int:
@@ -98,14 +86,14 @@ class ArchiveImporter:
         """About a MiB of rows at a time."""
         archive = next(one for one in self.archives if one.file.name == task.files[0].name)
         with _opened(archive.file) as members, contextlib.ExitStack() as stack:
-            for array in archive.arrays.values():
-                _check(members, archive.file, array.member)
+            for field in archive.arrays:
+                _check(members, archive.file, archive.members[field])
             readers = {
                 field: _Rows(
-                    stack.enter_context(members.open(array.member)),
+                    stack.enter_context(members.open(archive.members[field])),
                     archive.file,
+                    members.getinfo(archive.members[field]),
                     array,
-                    members.getinfo(array.member).file_size,
                 )
                 for field, array in archive.arrays.items()
             }
@@ -122,15 +110,12 @@ class ArchiveImporter:
 class _Rows:
     """The rows of one array, in order."""
 
-    def __init__(self, stream: IO[bytes], file: SourceFile, array: ArrayMember, size: int) -> None:
-        self._stream, self._file, self._array, self._where = (
-            stream,
-            file,
-            array,
-            f"{file.path}: {array.member}",
-        )
-        found = read_header(stream, self._where, size)
-        if found != (array.dtype, array.shape, array.columns_first):
+    def __init__(
+        self, stream: IO[bytes], file: SourceFile, member: zipfile.ZipInfo, array: ArrayHeader
+    ) -> None:
+        self._stream, self._file, self._member, self._array = stream, file, member.filename, array
+        self._where = f"{file.path}: {member.filename}"
+        if read_header(stream, self._where, member.file_size) != array:
             raise SourceError(
                 f"{self._where}: changed since it was listed; build again when nothing writes it"
             )
@@ -149,7 +134,7 @@ class _Rows:
         return np.frombuffer(data, self._array.dtype).reshape(count, *self._array.shape[1:])
 
     def _read(self, length: int) -> bytes:
-        with _named(self._file, self._array.member):
+        with _named(self._file, self._member):
             data = self._stream.read(length)
         if len(data) != length:
             raise SourceError(f"{self._where}: ends inside of its rows; write it again with numpy.savez")
@@ -174,9 +159,7 @@ def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
                 f"{archive.file.path}: its arrays are {_told(found)}, those of {first.file.name} are {_told(types)}; "
                 "the archives of a source hold the same arrays; name one of them, or choose arrays with --columns"
             )
-    with _opened(first.file) as members:
-        left_out = [field for field in _fields(members, first.file) if field not in types]
-    return ArchiveImporter(archives, options.schema(types, source.given, names=left_out))
+    return ArchiveImporter(archives, options.schema(types, source.given, names=first.members))
 
 
 def _told(types: Mapping[str, str]) -> str:
@@ -184,21 +167,21 @@ def _told(types: Mapping[str, str]) -> str:
 
 
 def _read_archive(file: SourceFile, options: ImportOptions) -> Archive:
-    arrays: dict[str, ArrayMember] = {}
+    arrays: dict[str, ArrayHeader] = {}
     with _opened(file) as members:
         fields = _fields(members, file)
         for field, member in fields.items():
             if options.keeps(field):
                 with _named(file, member), members.open(member) as stream:
                     size = members.getinfo(member).file_size
-                    arrays[field] = ArrayMember(member, *read_header(stream, f"{file.path}: {member}", size))
+                    arrays[field] = read_header(stream, f"{file.path}: {member}", size)
     if not arrays:
-        options.schema(dict.fromkeys(fields, "bool"), file.path)  # says what the fields are
+        options.schema({}, file.path, names=fields)  # says what the fields are
     check_rows(
-        {f"{file.path}: {array.member}": array.shape[0] for array in arrays.values()},
+        {f"{file.path}: {fields[field]}": array.shape[0] for field, array in arrays.items()},
         "the arrays of an archive",
     )
-    return Archive(file, arrays)
+    return Archive(file, fields, arrays)
 
 
 def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:

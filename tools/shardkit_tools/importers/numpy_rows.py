@@ -33,7 +33,7 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.remote_files import is_url
 from shardkit_tools.importers.source_files import Source, file_stem, open_file
 
-__all__ = ["NumpyImporter", "check_rows", "field_name", "open_numpy", "read_header", "row_type"]
+__all__ = ["ArrayHeader", "NumpyImporter", "check_rows", "field_name", "open_numpy", "read_header"]
 
 _TASK_BYTES = 64 << 20
 _MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
@@ -42,20 +42,15 @@ _PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read a
 
 
 @dataclass(frozen=True)
-class ArrayFile:
-    """A ``.npy`` file whose header has been read.
+class ArrayHeader:
+    """What the header of an array says.
 
     Attributes:
-        field: the field that its rows become.
-        offset: first byte of the data.
         columns_first: Fortran order: a row is not one run of bytes.
     """
 
-    file: SourceFile
-    field: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
     columns_first: bool
 
     @property
@@ -63,8 +58,26 @@ class ArrayFile:
         """Bytes of one row."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape[1:], dtype=np.int64))
 
-    def field_type(self) -> str:
-        return row_type(self.dtype, self.shape)
+    @property
+    def row_type(self) -> str:
+        """The field type of a row, in native spelling (`>i4` and `<i4` are both int32)."""
+        name = np.dtype(self.dtype).newbyteorder("=").name
+        inner = self.shape[1:]
+        return f"{name}[{','.join(map(str, inner))}]" if inner else name
+
+
+@dataclass(frozen=True)
+class ArrayFile(ArrayHeader):
+    """A ``.npy`` file whose header has been read.
+
+    Attributes:
+        field: the field that its rows become.
+        offset: first byte of the data.
+    """
+
+    file: SourceFile
+    field: str
+    offset: int
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
         """Rows start … stop − 1 as a fresh array."""
@@ -186,21 +199,17 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     """
     source.keep(("npy",), "a NumPy array")
     single = len(source.files) == 1
-    arrays: dict[str, ArrayFile] = {}
+    files: dict[str, SourceFile] = {}
     for file in source.files:
         field = "value" if single else field_name(file_stem(file.name))
-        if field in arrays:
+        if field in files:
             raise SourceError(
-                f"{file.path}: its field would be called {field!r}, as that of {arrays[field].file.name}; "
+                f"{file.path}: its field would be called {field!r}, as that of {files[field].name}; "
                 "rename one of the files"
             )
-        if options.keeps(field):
-            arrays[field] = _read_header(file, field)
-        else:
-            arrays[field] = ArrayFile(file, field, "b1", (0,), 0, columns_first=False)
-    types = {field: array.field_type() for field, array in arrays.items()}
-    schema = options.schema(types, source.given)
-    kept = tuple(arrays[field] for field in schema)
+        files[field] = file
+    kept = tuple(_read_header(file, field) for field, file in files.items() if options.keeps(field))
+    schema = options.schema({array.field: array.row_type for array in kept}, source.given, names=files)
     check_rows({array.file.path: array.shape[0] for array in kept}, "the files of a folder")
     return NumpyImporter(kept, schema)
 
@@ -208,12 +217,6 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
 def field_name(stem: str) -> str:
     """The field that an array of this name becomes."""
     return re.sub(r"[^A-Za-z0-9_]", "_", stem)
-
-
-def row_type(dtype: str, shape: Sequence[int]) -> str:
-    """The field type of a row, in native spelling (`>i4` and `<i4` are both int32)."""
-    name = np.dtype(dtype).newbyteorder("=").name
-    return f"{name}[{','.join(map(str, shape[1:]))}]" if shape[1:] else name
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
@@ -233,8 +236,8 @@ def check_rows(rows: Mapping[str, int], what: str) -> None:
         raise SourceError(f"{first}: the array has no rows; give an array with samples in it")
 
 
-def read_header(stream: IO[bytes], where: str, size: int) -> tuple[str, tuple[int, ...], bool]:
-    """dtype, shape and whether columns come first, of an array of so many bytes; the stream is then at its data.
+def read_header(stream: IO[bytes], where: str, size: int) -> ArrayHeader:
+    """The header of an array of so many bytes; the stream is then at its data.
 
     Raises:
         SourceError: begins with `where`: it is damaged, or cannot be stored.
@@ -272,10 +275,12 @@ def read_header(stream: IO[bytes], where: str, size: int) -> tuple[str, tuple[in
             f"{where}: {size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; it "
             "is cut short or damaged, write it again"
         )
-    return dtype.str, tuple(int(n) for n in shape), bool(columns_first and len(shape) > 1)
+    return ArrayHeader(dtype.str, tuple(int(n) for n in shape), bool(columns_first and len(shape) > 1))
 
 
 def _read_header(file: SourceFile, field: str) -> ArrayFile:
     with open_file(file) as stream:
-        dtype, shape, columns_first = read_header(stream, file.path, file.size)
-        return ArrayFile(file, field, dtype, shape, stream.tell(), columns_first)
+        header = read_header(stream, file.path, file.size)
+        return ArrayFile(
+            header.dtype, header.shape, header.columns_first, file=file, field=field, offset=stream.tell()
+        )
