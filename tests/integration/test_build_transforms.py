@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit
@@ -26,7 +31,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit_tools.building import passes
-from shardkit_tools.importers import line_ranges
+from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
 from shardkit_tools.transforms import tokenizing
 
@@ -54,6 +59,11 @@ def fails(sample):
 
 def odd(sample):
     return 7
+
+def mend(sample):
+    number = sample["n"]
+    name = sample.get("Full name/first") or sample.get("name")
+    return {"n": int(number) if str(number).isdigit() else -1, "name": name if isinstance(name, str) else "?"}
 
 constant = 3
 """
@@ -261,7 +271,7 @@ KILLED = """
 import os, signal, sys
 import shardkit_tools
 from shardkit_tools.building import reading
-from shardkit_tools.importers import line_ranges
+from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 500, 100
 real, left = reading.write_record, [int(sys.argv[4])]
 def record(*arguments):
@@ -296,3 +306,75 @@ def test_a_killed_build_goes_on_unless_the_code_has_changed(tmp_path: Path, modu
     assert changed.reused_tasks == 0
     assert changed.manifest is not None
     assert changed.manifest.id != whole.manifest.id
+
+
+UNFIT: list[dict[str, Any]] = [{"n": n if n % 7 else str(n), "Full name/first": f"n{n}"} for n in range(200)]
+del UNFIT[3]["n"]
+UNFIT[150] |= {"n": "many", "Full name/first": None, "extra": {"a": 1}}
+MENDED = [(-1 if n in (3, 150) else n, "?" if n == 150 else f"n{n}") for n in range(200)]
+
+
+def unfit_lines(path: Path) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in UNFIT))
+    return str(path)
+
+
+def unfit_csv(path: Path) -> str:
+    lines = [f"{row.get('n', '')},{row['Full name/first'] or ''}\n" for row in UNFIT]
+    path.write_text("n,Full name/first\n" + "".join(lines).replace("150,\n", "many,?\n"))
+    return str(path)
+
+
+def unfit_parquet(path: Path) -> str:
+    texts = [str(row["n"]) if "n" in row else None for row in UNFIT]
+    left = pa.array([None] * 200, pa.list_(pa.list_(pa.binary())))  # no field type holds it
+    names = [row["Full name/first"] for row in UNFIT]
+    pq.write_table(pa.table({"n": texts, "Full name/first": names, "left": left}), path)
+    return str(path)
+
+
+def unfit_tar(path: Path) -> str:
+    with tarfile.open(path, "w") as tar:
+        for n, row in enumerate(UNFIT):
+            data = {"cls": row.get("n"), "name.txt": row["Full name/first"], "extra.json": row.get("extra")}
+            for extension, value in data.items():
+                content = str(value).encode() if n != 150 or extension != "name.txt" else b"\xff"
+                if value is not None or content == b"\xff":
+                    info = tarfile.TarInfo(f"{n:03}.{'n.cls' if extension == 'cls' else extension}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(unfit_lines, "a.jsonl"), (unfit_csv, "a.csv"), (unfit_parquet, "a.parquet"), (unfit_tar, "a.tar")],
+)
+def test_a_function_mends_rows_that_would_be_refused(
+    tmp_path: Path, module: Module, write: Callable[[Path], str], name: str
+) -> None:
+    given, root = write(tmp_path / name), str(tmp_path / "root")
+    with pytest.raises(ShardkitError, match=re.escape(name)):
+        shardkit_tools.build(given, root)
+    for options in (ImportOptions(), ImportOptions(field_types={"n": "int64"}, rename={"n": "n"})):
+        shardkit_tools.build(
+            given, root, apply=module("mend"), options=options, shuffle=False, replace=True, jobs=1
+        )
+        kinds = {field: str(kind.required) for field, kind in shardkit.open(root).schema.items()}
+        assert kinds == {"n": "int64", "name": "str"}
+        assert [(row["n"], row["name"]) for row in samples(tmp_path / "root")] == MENDED
+
+
+def test_what_a_function_leaves_unmended_is_refused_or_left_out(tmp_path: Path, module: Module) -> None:
+    rows = [{"text": text_of(n), "n": "bad" if n in (5, 80) else n} for n in range(90)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given, root = str(tmp_path / "a.jsonl"), tmp_path / "root"
+    with pytest.raises(
+        SchemaError, match=r"field 'n' is int64 in .* row 0 and str in .* row 5;.*--output-schema"
+    ):
+        shardkit_tools.build(given, root, apply=module("double"))
+    with pytest.raises(SampleError, match=r"row 5\b.*field 'n' \(int64\) cannot take .*'bad'"):
+        shardkit_tools.build(given, root, apply=module("double"), output_schema={"n": "int64"})
+    made = shardkit_tools.build(given, root, apply=module("double"), on_error="skip")
+    assert (made.rows, [row.source_row for row in made.skipped]) == (88, [5, 80])
+    assert str(shardkit.open(str(root)).schema["n"]) == "int64"

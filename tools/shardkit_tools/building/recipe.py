@@ -142,6 +142,7 @@ def build(
     if isinstance(source, Importer):
         importer = source
     else:
+        options = dataclasses.replace(options, unchecked=apply is not None)
         importer, left_out = find_source(os.fspath(source), from_, options)
     layout = getattr(importer, "layout", None)
     folders = layout.splits if isinstance(layout, FolderLayout) else {}

@@ -46,6 +46,7 @@ class ArrowImporter:
     schema: Schema
     batches: tuple[tuple[int, ...], ...] = ()
     """Of each file: rows of its record batches; empty where they are known only to who has read them."""
+    unchecked: bool = False
     classes: tuple[str, ...] = ()
     name: str = "arrow"
     """Of the importer, in the recipe."""
@@ -79,7 +80,7 @@ class ArrowImporter:
         row = sum(self.batches[self.source.files.index(file)][: task.start])
         with open_ipc(file) as reader:
             for batch in _record_batches(reader, file, task.start, task.stop):
-                yield from batch_samples(batch, types, file, row)
+                yield from batch_samples(batch, types, file, row, unchecked=self.unchecked)
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
@@ -102,11 +103,12 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
     types = column_types(
         kept_columns(first, options),
-        options.field_types,
+        options,
         source.files[0].path,
         null_columns(_first_batches(source)),
     )
-    return ArrowImporter(source, options.schema(types, source.given, names=first.names), tuple(batches))
+    schema = options.schema(types, source.given, names=first.names)
+    return ArrowImporter(source, schema, tuple(batches), options.unchecked)
 
 
 def _first_batches(source: Source) -> Iterator[Any]:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType, presence_of
 from shardkit_tools.importers.protocol import (
+    MIXED,
     ImportOptions,
     SampleColumns,
     SourceFailure,
@@ -70,13 +71,13 @@ def kept_columns(schema: Any, options: ImportOptions) -> Any:
 
 
 def column_types(
-    schema: Any, given: Mapping[str, str], where: str, nulls: Collection[str] = ()
+    schema: Any, options: ImportOptions, where: str, nulls: Collection[str] = ()
 ) -> dict[str, str]:
     """Field → type text of a pyarrow schema.
 
     Args:
         schema: of the file.
-        given: types that the user has named; they replace the inferred ones.
+        options: of the user, whose types replace the inferred ones.
         where: the file, for messages.
         nulls: columns of which some rows have no value.
 
@@ -87,17 +88,17 @@ def column_types(
     if len(set(schema.names)) != len(schema.names):
         twice = next(name for name in schema.names if schema.names.count(name) > 1)
         raise SourceError(f"{where}: two columns are called {twice!r}; rename one")
-    types = {}
+    types, given = {}, options.field_types
     for column in schema:
         if column.name == KEY:
             continue
-        inferred = given.get(column.name) or _type_text(column.type)
+        inferred = given.get(column.name) or _type_text(column.type) or (MIXED if options.unchecked else None)
         if inferred is None:
             raise SourceError(
                 f"{where}: column {column.name!r} is {column.type}, which no field type holds as it is; say what it "
                 f"becomes: --schema {column.name}=json (bytes in it as base64), or {column.name}=str for its text"
             )
-        is_optional = column.name in nulls and column.name not in given and inferred != "json"
+        is_optional = column.name in nulls and column.name not in given and inferred not in ("json", MIXED)
         types[column.name] = f"{inferred}?" if is_optional else inferred
     return types
 
@@ -135,19 +136,20 @@ def as_sample(found: RowOrError, file: SourceFile, row: int) -> SourceSample | S
 
 
 def batch_samples(
-    batch: Any, types: Mapping[str, FieldType], file: SourceFile, first_row: int
+    batch: Any, types: Mapping[str, FieldType], file: SourceFile, first_row: int, *, unchecked: bool
 ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
     """The rows of a record batch: all at once where that can be, else one by one."""
     columns = batch_columns(batch, types, file.path, first_row) if batch.num_rows else None
     if columns is not None:
         yield SampleColumns(columns, file.name, first_row)
         return
-    for row, found in enumerate(batch_rows(batch, types, file.path, first_row), first_row):
+    rows = batch_rows(batch, types, file.path, first_row, unchecked=unchecked)
+    for row, found in enumerate(rows, first_row):
         yield as_sample(found, file, row)
 
 
 def batch_rows(
-    batch: Any, types: Mapping[str, FieldType], where: str, first_row: int
+    batch: Any, types: Mapping[str, FieldType], where: str, first_row: int, *, unchecked: bool
 ) -> Iterator[RowOrError]:
     """The rows of a record batch, in order; a row that cannot be read is an error in its place.
 
@@ -156,13 +158,18 @@ def batch_rows(
         types: of the fields.
         where: the file, for messages.
         first_row: number of the batch's first row in the file.
+        unchecked: see `ImportOptions`.
 
     Raises:
         SourceError: the batch is damaged, or a column cannot be cast to its type at all.
     """
     _check_batch(batch, where, first_row)
     try:
-        columns, bad = _columns(batch, types, where, first_row)
+        columns, bad = (
+            (_columns_as_they_are(batch, types), dict[int, SourceError]())
+            if unchecked
+            else _columns(batch, types, where, first_row)
+        )
     except (UnicodeDecodeError, pa.ArrowException) as error:
         raise SourceError(
             f"{where} from row {first_row} on: damaged ({error}); fetch or write it again"
@@ -224,8 +231,7 @@ def _columns(
     """Values of every column, and the rows that hold a null where none can be stored."""
     bad: dict[int, SourceError] = {}
     columns = {}
-    keys = [(KEY, FieldType("str"))] if KEY in batch.schema.names else []
-    for name, kind in [*types.items(), *keys]:
+    for name, kind in _with_key(batch, types):
         column = _plain(batch.column(batch.schema.get_field_index(name)))
         if kind.kind == "bytes" and is_media(column.type):
             for row in _paths_alone(column):
@@ -241,6 +247,28 @@ def _columns(
             values = [None if row in absent else value for row, value in enumerate(values)]
         columns[name] = values
     return columns, bad
+
+
+def _columns_as_they_are(batch: Any, types: Mapping[str, FieldType]) -> dict[str, Sequence[Any]]:
+    """Values of every column; what Arrow has where there is none, or it does not fit the type."""
+    columns: dict[str, Sequence[Any]] = {}
+    for name, kind in _with_key(batch, types):
+        column = _plain(batch.column(batch.schema.get_field_index(name)))
+        held = _media_bytes(column) if kind.kind == "bytes" and is_media(column.type) else column
+        absent = held.is_null().to_pylist()
+        try:
+            values = column.to_pylist() if kind.kind == MIXED else _values(held, kind, "")
+        except SchemaError:
+            values = column.to_pylist()
+        if any(absent):
+            own = column.to_pylist()
+            values = [own[row] if absent[row] else value for row, value in enumerate(values)]
+        columns[name] = values
+    return columns
+
+
+def _with_key(batch: Any, types: Mapping[str, FieldType]) -> list[tuple[str, FieldType]]:
+    return [*types.items(), *([(KEY, FieldType("str"))] if KEY in batch.schema.names else [])]
 
 
 def is_media(kind: Any) -> bool:

@@ -16,6 +16,7 @@ from shardkit_tools.importers.protocol import (
     SourceFailure,
     SourceFile,
     SourceSample,
+    SourceSchema,
     SourceTask,
     one_by_one,
 )
@@ -36,7 +37,8 @@ class ChosenFields:
     def __init__(self, importer: Importer, options: ImportOptions) -> None:
         self._importer = importer
         self._names = {name: options.rename.get(name, name) for name in importer.schema}
-        self._schema = Schema({self._names[name]: kind for name, kind in importer.schema.items()})
+        kinds = {self._names[name]: kind for name, kind in importer.schema.items()}
+        self._schema = SourceSchema(kinds) if options.unchecked else Schema(kinds)
 
     @property
     def schema(self) -> Schema:
@@ -81,4 +83,4 @@ class ChosenFields:
 
 
 def _renamed(values: Mapping[str, _Value], names: Mapping[str, str]) -> dict[str, _Value]:
-    return {names[name]: value for name, value in values.items() if name in names}
+    return {names.get(name, name): value for name, value in values.items()}

@@ -54,6 +54,7 @@ class CsvImporter:
     names: tuple[str, ...]
     """Of all columns, those included that are left out."""
     encoding: str = _UTF8
+    unchecked: bool = False
     borders: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Name of a large file → (first byte, number of its first row) of the ranges it is cut into."""
     classes: tuple[str, ...] = ()
@@ -83,7 +84,8 @@ class CsvImporter:
             try:
                 _check_width(cells, self.names, where)
                 named = zip(self.names, cells, strict=True)
-                sample = {n: _value(cell, types[n], n, where) for n, cell in named if n in types}
+                value_of = _value_or_cell if self.unchecked else _value
+                sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
             except SourceError as error:
                 yield SourceFailure(file.name, row, error)
                 continue
@@ -120,6 +122,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         options.schema(types, source.given),
         tuple(first),
         encoding,
+        options.unchecked,
         {name: cuts for name, cuts in borders.items() if cuts},
     )
 
@@ -198,6 +201,14 @@ def _value(cell: str, kind: str, name: str, where: str) -> object:
         f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema "
         f"{name}={'str' if cell else f'{kind}?'}"
     )
+
+
+def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
+    """The value, or the cell itself where it is none; nothing of an empty one."""
+    try:
+        return _value(cell, kind, name, where)
+    except SourceError:
+        return cell or None
 
 
 def _check_width(cells: list[str], names: Collection[str], where: str) -> None:

@@ -18,6 +18,7 @@ from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
+    MIXED,
     ImportOptions,
     SourceFailure,
     SourceFile,
@@ -62,7 +63,8 @@ class JsonLinesImporter:
             for number, where, found in _values(file, lines):
                 try:
                     row = self.options.kept(_object(found, where))
-                    check_row(row, self.types, self.given, where)
+                    if not self.options.unchecked:
+                        check_row(row, self.types, self.given, where)
                 except SourceError as error:
                     yield SourceFailure(file.name, number, error)
                     continue
@@ -89,7 +91,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
             left_out.update(dict.fromkeys(name for name in row if name not in found))
             yield where, found
 
-    types = infer_types(kept(), options.field_types, skip=options.skip_bad_rows)
+    types = infer_types(kept(), options.field_types, skip=options.skip_bad_rows, unchecked=options.unchecked)
     if not (types or left_out):
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
@@ -170,7 +172,11 @@ class _Seen:
 
 
 def infer_types(
-    rows: Iterable[tuple[str, Mapping[str, object]]], given: Mapping[str, str], *, skip: bool = False
+    rows: Iterable[tuple[str, Mapping[str, object]]],
+    given: Mapping[str, str],
+    *,
+    skip: bool = False,
+    unchecked: bool = False,
 ) -> dict[str, str]:
     """Field types that hold every row.
 
@@ -179,6 +185,7 @@ def infer_types(
         given: field → type for fields that the user has typed; these are not inferred and take any value
         here.
         skip: leave out rows that do not fit those before them; they fail again when they are read.
+        unchecked: a field without a common type is `MIXED`, and no error; rows are left out first.
 
     Returns:
         field → type text; optional where a row lacks the field, or has null there.
@@ -187,14 +194,20 @@ def infer_types(
         SourceError: a field's values have no common type.
     """
     seen: dict[str, _Seen] = {}
+    mixed: set[str] = set()
     held: dict[str, int] = {}  # field → rows in which it has a value
     rows_seen = 0
     for where, row in rows:
         known = {name: replace(one) for name, one in seen.items()} if skip else seen
         try:
             for name, value in row.items():
-                if name not in given and value is not None:
-                    _learn(known, name, value, where)
+                if name not in given and name not in mixed and value is not None:
+                    try:
+                        _learn(known, name, value, where)
+                    except SourceError:
+                        if skip or not unchecked:
+                            raise
+                        mixed.add(name)
         except SourceError:
             if not skip:
                 raise
@@ -203,10 +216,17 @@ def infer_types(
         rows_seen += 1
         for name, value in row.items():
             held[name] = held.get(name, 0) + (value is not None)
-    return {
-        name: given[name] if name in given else _conclude(name, seen.get(name)) + "?" * (count < rows_seen)
-        for name, count in held.items()
-    }
+    types: dict[str, str] = {}
+    for name, count in held.items():
+        try:
+            types[name] = given.get(name) or (
+                MIXED if name in mixed else _conclude(name, seen.get(name)) + "?" * (count < rows_seen)
+            )
+        except SourceError:
+            if not unchecked:
+                raise
+            types[name] = MIXED
+    return types
 
 
 def check_row(

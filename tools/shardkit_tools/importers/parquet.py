@@ -22,6 +22,7 @@ from shardkit_tools.importers.arrow_values import (
     null_columns,
 )
 from shardkit_tools.importers.protocol import (
+    MIXED,
     ImportOptions,
     SampleColumns,
     SourceFailure,
@@ -45,6 +46,7 @@ class ParquetImporter:
     source: Source
     schema: Schema
     groups: tuple[tuple[tuple[int, int], ...], ...]  # of each file: (rows, bytes) of its row groups
+    unchecked: bool = False
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -82,7 +84,7 @@ class ParquetImporter:
                 [name for name in parquet.schema_arrow.names if name not in left_out] if left_out else None
             )
             for batch in _batches(parquet, range(task.start, task.stop or 0), file, wanted):
-                yield from batch_samples(batch, types, file, row)
+                yield from batch_samples(batch, types, file, row, unchecked=self.unchecked)
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
@@ -107,11 +109,15 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
     names, first = first.names, kept_columns(first, options)
-    types = column_types(first, options.field_types, source.files[0].path)
-    inferred = {name for name, kind in types.items() if name not in options.field_types and kind != "json"}
+    types = column_types(first, options, source.files[0].path)
+    inferred = {
+        name
+        for name, kind in types.items()
+        if name not in options.field_types and kind not in ("json", MIXED)
+    }
     types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred)}
     schema = options.schema(types, source.given, names=names)
-    return ParquetImporter(source, schema, tuple(groups))
+    return ParquetImporter(source, schema, tuple(groups), options.unchecked)
 
 
 def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:

@@ -20,6 +20,7 @@ from shardkit.errors import SchemaError, ShardkitError, UsageError
 from shardkit.formats import FieldType, Schema, presence_of
 
 __all__ = [
+    "MIXED",
     "ColumnImporter",
     "ExtentImporter",
     "ImportOptions",
@@ -36,6 +37,9 @@ __all__ = [
 ]
 
 _Value = TypeVar("_Value")
+
+MIXED = "mixed"
+"""Type text of a field whose values have no common type; only a source that is not checked has such a field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,8 @@ class ImportOptions:
         drop: fields that are left out.
         rename: field of the source → name that it gets.
         encoding: of CSV; "": UTF-8, or UTF-16 where the file begins with its mark.
+        unchecked: rows go to a function that may mend them: values that do not fit are given as the source has them,
+            None for a value that is not there, and no field name is refused.
     """
 
     field_types: Mapping[str, str] = field(default_factory=dict)
@@ -254,6 +260,7 @@ class ImportOptions:
     drop: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     encoding: str = ""
+    unchecked: bool = False
 
     def __post_init__(self) -> None:
         if self.per not in ("file", "line"):
@@ -315,6 +322,13 @@ class ImportOptions:
             raise SchemaError(
                 f"{source}: two fields would be called {twice!r}; --rename one of them otherwise"
             )
+        if self.unchecked:
+            return SourceSchema(
+                {
+                    name: FieldType(MIXED) if text == MIXED else FieldType.parse(text)
+                    for name, text in types.items()
+                }
+            )
         try:
             schema = Schema.parse(stored)
         except SchemaError as error:
@@ -323,7 +337,7 @@ class ImportOptions:
 
 
 class SourceSchema(Schema):
-    """Fields by the names that a source has, of which not all can be stored."""
+    """Fields by the names that a source has, of which not all can be stored; types may be `MIXED`."""
 
     def __init__(self, fields: Mapping[str, FieldType]) -> None:
         self._fields = dict(fields)

@@ -11,6 +11,7 @@ from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.member_values import field_of, field_type_of, value_of
 from shardkit_tools.importers.protocol import (
+    MIXED,
     ImportOptions,
     SourceFailure,
     SourceFile,
@@ -65,11 +66,17 @@ class WebDatasetImporter:
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
             try:
-                check_fields(members, types, where, optional)
-                sample = {
-                    name: value_of(extension, types[name], data, f"{where} .{extension}")
-                    for name, (extension, data) in members.items()
-                }
+                if self.options.unchecked:
+                    sample = {
+                        name: _value_or_bytes(*member, types.get(name, MIXED))
+                        for name, member in members.items()
+                    }
+                else:
+                    check_fields(members, types, where, optional)
+                    sample = {
+                        name: value_of(extension, types[name], data, f"{where} .{extension}")
+                        for name, (extension, data) in members.items()
+                    }
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
                 continue
@@ -102,16 +109,29 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
             if not options.keeps(name):
                 left_out[name] = None
             elif name not in options.field_types:
-                found = field_type_of(extension, data, f"{where} .{extension}")
-                types[name] = _merged(types.get(name, found), found, f"{where} .{extension}")
+                try:
+                    found = field_type_of(extension, data, f"{where} .{extension}")
+                    types[name] = _merged(types.get(name, found), found, f"{where} .{extension}")
+                except SourceError:
+                    if not options.unchecked:
+                        raise
+                    types[name] = MIXED
             else:
                 types[name] = options.field_types[name]
     if not (types or left_out):
         raise SourceError(f"{source.given}: the tar holds no samples; give tars with samples in them")
     for name, count in counts.items():
-        if count < scanned and name in types and name not in options.field_types:
+        if count < scanned and types.get(name, MIXED) != MIXED and name not in options.field_types:
             types[name] += "?"
     return WebDatasetImporter(source, options.schema(types, source.given, names=left_out), options)
+
+
+def _value_or_bytes(extension: str, data: bytes, kind: str) -> object:
+    """The value of a member, or the member itself where it is not what its extension says."""
+    try:
+        return value_of(extension, field_type_of(extension, data, "") if kind == MIXED else kind, data, "")
+    except SourceError:
+        return data
 
 
 def _samples(file: SourceFile) -> Iterator[_TarSample]:

@@ -16,12 +16,17 @@ import numpy as np
 
 from shardkit.errors import SampleError, SchemaError, SourceError
 from shardkit.formats import Schema
+from shardkit_tools.importers.protocol import MIXED
 
 _EMPTY = "[]"  # an empty list: of whatever the others are
 
 
 def types_of(
-    samples: Iterable[tuple[str, Mapping[str, object]]], source: Schema, given: Mapping[str, str]
+    samples: Iterable[tuple[str, Mapping[str, object]]],
+    source: Schema,
+    given: Mapping[str, str],
+    *,
+    skip: bool = False,
 ) -> Schema:
     """The schema that holds these samples.
 
@@ -29,6 +34,7 @@ def types_of(
         samples: (where, sample); the first one fixes the fields and their order.
         source: fields that keep their type where they can.
         given: field → type that the user says.
+        skip: values that do not fit those before them count for nothing; they are left out when they are read.
 
     Raises:
         SchemaError: values of a field have no common type; names both rows. Or ``given`` has other fields.
@@ -48,20 +54,22 @@ def types_of(
         {
             name: given[name]
             if name in given
-            else _field(name, [(where, row[name]) for where, row in rows if name in row], source)
+            else _field(name, [(where, row[name]) for where, row in rows if name in row], source, skip)
             for name in names
         }
     )
 
 
-def _field(name: str, values: list[tuple[str, object]], source: Schema) -> str:
-    if name in source and _all_fit(name, [value for _, value in values], source):
+def _field(name: str, values: list[tuple[str, object]], source: Schema, skip: bool) -> str:
+    if name in source and source[name].kind != MIXED and _fits(name, [v for _, v in values], source, skip):
         return str(source[name])
     kind, first = _EMPTY, ""
     some = [(where, value) for where, value in values if value is not None]
     for where, value in some:
         found = _type(name, value, where)
         common = _common(kind, found)
+        if common is None and skip:
+            continue
         if common is None:
             raise SchemaError(
                 f"field {name!r} is {kind} in {first} and {found} in {where}; make them of one type, or say which "
@@ -72,14 +80,17 @@ def _field(name: str, values: list[tuple[str, object]], source: Schema) -> str:
     return ("json" if kind == _EMPTY else kind) + "?" * (len(some) < len(values))
 
 
-def _all_fit(name: str, values: list[object], source: Schema) -> bool:
-    alone = Schema.parse({name: str(source[name])})
-    try:
-        for value in values:
-            alone.encode({name: value}, where="")
-    except SampleError:
-        return False
-    return True
+def _fits(name: str, values: list[object], source: Schema, skip: bool) -> bool:
+    """Whether all values fit the type that the source's field has, or most where others are left out."""
+    alone, fitting = Schema({"value": source[name]}), 0
+    for value in values:
+        try:
+            alone.encode({"value": value}, where="")
+            fitting += 1
+        except SampleError:
+            if not skip:
+                return False
+    return not skip or 2 * fitting > len(values)
 
 
 def _type(name: str, value: object, where: str) -> str:

@@ -51,7 +51,7 @@ class TransformedImporter:
         schema = importer.schema
         if function is not None:
             first = itertools.islice(self._first_samples(skip), _SAMPLES_LOOKED_AT)
-            schema = types_of(first, importer.schema, given)
+            schema = types_of(first, importer.schema, given, skip=skip)
         elif given:
             raise SchemaError(
                 f"--output-schema names {', '.join(given)}, which nothing makes; types of the source are given "
@@ -113,7 +113,8 @@ class TransformedImporter:
 
     def _rows(self, task: SourceTask) -> Iterator[tuple[SourceSample | SourceFailure, _Where]]:
         paths = {file.name: file.path for file in task.files}
-        gaps = dict.fromkeys(name for name, kind in self._importer.schema.items() if kind.optional)
+        is_seen = self._function is not None
+        gaps = dict.fromkeys(name for name, kind in self._importer.schema.items() if kind.optional or is_seen)
         for found in self._importer.read(task):
             if gaps and isinstance(found, SourceSample):  # a function sees None, and no field come and go
                 found = replace(found, sample={**gaps, **found.sample})
