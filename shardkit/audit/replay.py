@@ -25,7 +25,7 @@ from shardkit.ledger import step_digests
 from shardkit.plan import Costs, Plan, Population, assign, make_plan
 
 _PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffle", "epoch_steps")
-_KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "cost_digest", "balance"}
+_KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "balance"}
 
 
 @dataclass(frozen=True)

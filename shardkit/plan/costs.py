@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import PlanError
 
-from .permutation import GOLDEN, derive, derive_each, order_rows
+from .permutation import derive, derive_each, order_rows
 
-__all__ = ["BALANCES", "COST_LIMIT", "Balance", "Costs", "encode_costs"]
+__all__ = ["BALANCES", "COST_LIMIT", "Balance", "Codes", "Costs", "decode_costs", "encode_costs"]
 
 BALANCES = ("spread", "align")
-"""Dear cells of lanes in other steps, so that a rank of several lanes is balanced; or all in the same steps."""
+"""Dear cells of neighbouring lanes in other steps, so that batches are alike; or those of all lanes in the same."""
 COST_LIMIT = 1 << 32
 """Costs are below."""
 
 _RUN = 64  # steps of which each has another class
+_APART = 8  # lanes of which each reaches its dear cells in other steps than the others
+_TURNS = (np.array([0, 4, 2, 6, 1, 5, 3, 7], dtype=np.uint64)) << np.uint64(
+    61
+)  # eighths of a turn, bits reversed
 _ORDER, _TIES = 0, 1  # what a key of step classes is for
 _LEVELS = np.arange(256, dtype=np.int64)
 _VALUES = (2 * (8 + _LEVELS % 8) + 1) << (_LEVELS // 8)  # 16 times the middle of each level
@@ -39,24 +44,31 @@ def encode_costs(costs: NDArray[np.int64]) -> NDArray[np.uint8]:
     return (8 * octave + ((costs << 3) >> octave) % 8).astype(np.uint8)
 
 
+def decode_costs(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """About the costs that were encoded: the middle of each level."""
+    return _VALUES[codes] / 16
+
+
+class Codes(Protocol):
+    """What samples cost, to be had for some of them at a time; an array is one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, samples: NDArray[np.int64], /) -> NDArray[np.uint8]:
+        """uint8[n], from `encode_costs`, of samples by number; must never change."""
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """What each sample of one manifest costs.
 
     Attributes:
-        text: how the costs follow from the manifest's rows.
-        codes: uint8[rows], from `encode_costs`, by sample number. Not copied; must not change.
-
-    Both are part of the plan's digest: with other costs it is another plan.
+        text: how the costs follow from the manifest's rows; part of the plan's digest, as the manifest is. Equal texts
+            over one manifest mean equal codes.
+        codes: of all samples.
     """
 
     text: str
-    codes: NDArray[np.uint8]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the codes, in hex."""
-        return hashlib.sha256(np.ascontiguousarray(self.codes).data).hexdigest()
+    codes: Codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,22 +76,24 @@ class Balance:
     """How the windows of some hands of one epoch are arranged.
 
     Attributes:
-        codes: uint8[rows], what samples cost.
-        size: m, rows of a cell.
+        codes: what samples cost.
+        sizes: int64[hands], rows that a cell takes of each hand; of several groups about so many.
         key: of the epoch's step classes, which all lanes share.
-        offset: uint64[hands], by how much each lane's classes are turned.
+        offset: uint64[hands], by how much each hand's classes are turned.
+        steps: (hand, draw) → the epoch's step in which each of some hands makes each draw.
     """
 
-    codes: NDArray[np.uint8]
-    size: int
+    codes: Codes
+    sizes: NDArray[np.int64]
     key: int
     offset: NDArray[np.uint64]
+    steps: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 
-    @classmethod
-    def of(cls, costs: Costs, size: int, key: int, lanes: NDArray[np.int64], balance: str) -> Balance:
-        """Of the hands of some lanes."""
-        turn = np.uint64(GOLDEN if balance == "spread" else 0)
-        return cls(costs.codes, size, key, lanes.astype(np.uint64) * turn)
+    @staticmethod
+    def offsets(lanes: NDArray[np.int64], groups: int, balance: str) -> NDArray[np.uint64]:
+        """By how much classes are turned: uint64[lanes * groups], hand i * groups + g is that of lane i and group g."""
+        turns = _TURNS[(lanes[:, None] + np.arange(groups)).ravel() % _APART]
+        return turns if balance == "spread" else np.zeros_like(turns)
 
     def classes(self, steps: NDArray[np.int64]) -> NDArray[np.uint64]:
         """uint64: the class of each step of the epoch; of 64 steps that begin at a multiple of 64 all differ."""
@@ -105,33 +119,40 @@ class Balance:
             samples: int64[sum(sizes)], rows of each window in its keyed order, which decides between equals.
             sizes: int64[n], rows of each window.
             hand: int64[n], whose each window is.
-            first: int64[n], the epoch's step of its first cell.
+            first: int64[n], number of its first draw in the hand.
         """
-        out, starts = samples.copy(), np.cumsum(sizes) - sizes
-        for size in np.unique(sizes[sizes >= self.size]).tolist():
-            chosen, cells = np.flatnonzero(sizes == size), size // self.size
-            where = starts[chosen, None] + np.arange(cells * self.size, dtype=np.int64)
-            steps = first[chosen, None] + np.arange(cells, dtype=np.int64)
-            turned = self.classes(steps.ravel()).reshape(steps.shape) + self.offset[hand[chosen], None]
-            out[where.ravel()] = self._cells(samples[where], turned).ravel()
+        out, starts, codes = samples.copy(), np.cumsum(sizes) - sizes, self.codes[samples]
+        per_cell = self.sizes[hand]
+        alike = np.stack((sizes, per_cell), axis=1)[sizes >= per_cell]
+        for size, taken in np.unique(alike, axis=0).tolist():
+            chosen, cells = np.flatnonzero((sizes == size) & (per_cell == taken)), size // taken
+            where = starts[chosen, None] + np.arange(cells * taken, dtype=np.int64)
+            draws = first[chosen, None] + taken * np.arange(cells, dtype=np.int64)
+            hands = np.repeat(hand[chosen], cells)
+            turned = self.classes(self.steps(hands, draws.ravel())) + self.offset[hands]
+            order = _cells(codes[where], turned.reshape(draws.shape), taken)
+            out[where.ravel()] = np.take_along_axis(samples[where], order, axis=1).ravel()
         return out
 
-    def _cells(self, rows: NDArray[np.int64], classes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """(windows, cells, m) of (windows, cells * m): in each round the cheapest cell takes the dearest row."""
-        windows, cells = classes.shape
-        codes = self.codes[rows]
-        ranks = np.argsort(255 - codes, axis=1, kind="stable")
-        rounds = np.take_along_axis(rows, ranks, axis=1).reshape(windows, self.size, cells)
-        values = _VALUES[np.take_along_axis(codes, ranks, axis=1)].reshape(rounds.shape)
-        sums = np.zeros((windows, cells), dtype=np.int64)
-        taken = np.empty((windows, cells, self.size), dtype=np.int64)
-        for number in range(self.size):  # cells stand in the order of their classes: ties go by it
-            next_cells = np.argsort(sums, axis=1, kind="stable")
-            np.put_along_axis(taken[:, :, number], next_cells, rounds[:, number], axis=1)
-            np.put_along_axis(
-                sums, next_cells, np.take_along_axis(sums, next_cells, axis=1) + values[:, number], axis=1
-            )
-        dearest_first = np.argsort(~classes, axis=1, kind="stable")
-        out = np.empty_like(taken)
-        np.put_along_axis(out, dearest_first[:, :, None], taken, axis=1)
-        return out
+
+def _cells(codes: NDArray[np.uint8], classes: NDArray[np.uint64], size: int) -> NDArray[np.int64]:
+    """(windows, cells * m): places in the window, cell by cell.
+
+    In each round the cheapest cell takes the dearest row.
+    """
+    windows, cells = classes.shape
+    ranks = np.argsort(255 - codes, axis=1, kind="stable")
+    rounds = ranks.reshape(windows, size, cells)
+    values = _VALUES[np.take_along_axis(codes, ranks, axis=1)].reshape(rounds.shape)
+    sums = np.zeros((windows, cells), dtype=np.int64)
+    taken = np.empty((windows, cells, size), dtype=np.int64)
+    for number in range(size):  # cells stand in the order of their classes: ties go by it
+        next_cells = np.argsort(sums, axis=1, kind="stable")
+        np.put_along_axis(taken[:, :, number], next_cells, rounds[:, number], axis=1)
+        np.put_along_axis(
+            sums, next_cells, np.take_along_axis(sums, next_cells, axis=1) + values[:, number], axis=1
+        )
+    dearest_first = np.argsort(~classes, axis=1, kind="stable")
+    out = np.empty_like(taken)
+    np.put_along_axis(out, dearest_first[:, :, None], taken, axis=1)
+    return out.reshape(windows, cells * size)

@@ -89,8 +89,8 @@ class WindowDeck:
             rows = rows[grouped_order(self.window_key[numbers], sizes)]
             if self.balance is not None:
                 hand = np.searchsorted(self.start, self.window_row[numbers], side="right") - 1
-                step = (self.window_row[numbers] - self.start[hand]) // self.balance.size
-                rows = self.balance.arrange(rows, sizes, hand, step)
+                first_draw = self.window_row[numbers] - self.start[hand]
+                rows = self.balance.arrange(rows, sizes, hand, first_draw)
         # the windows reach beyond the ranges: cut
         whole = self.window_row[last] - self.window_row[first]
         return rows[ragged(np.cumsum(whole) - whole + lo - self.window_row[first], hi - lo)]
@@ -192,9 +192,9 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
     keys = derive_each(hands.keys, np.full(num_hands, _WINDOWS, dtype=np.int64))
     start = np.append(position[firsts], position[-1])
     if balance is not None:
-        before = position[begin] - start[hand]
+        before, size = position[begin] - start[hand], balance.sizes[hand]
         border, which = np.unique(
-            start[hand] + before // balance.size * balance.size, return_index=True
+            start[hand] + before // size * size, return_index=True
         )  # a window of less than a cell joins the next
         pieces = np.union1d(position, border)  # blocks, cut where a window begins inside
         of = np.searchsorted(position, pieces[:-1], side="right") - 1

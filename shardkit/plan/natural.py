@@ -66,7 +66,7 @@ class NaturalGrid:
         remainder: ``"drop"`` or ``"short"``.
         window_blocks: a lane's budget of open blocks.
         shuffle: ``"window"``, ``"full"`` or ``"none"``.
-        costs: what samples cost, where windows are arranged by it; of one group.
+        costs: what samples cost, where windows are arranged by it.
         balance: ``"spread"`` or ``"align"``.
     """
 
@@ -170,11 +170,31 @@ class NaturalGrid:
         return self._kept(lanes).decks.get((number, lanes), self._make_deck)
 
     def _make_deck(self, key: tuple[int, Lanes]) -> Deck:
-        balance = None
-        if self.costs is not None:
-            classes, lanes = derive(self.seed, _CLASSES, key[0]), np.array(key[1], dtype=np.int64)
-            balance = Balance.of(self.costs, self.cell_size, classes, lanes, self.balance or BALANCES[0])
-        return build_deck(self.order, self.hands(*key), self.shuffle, balance)
+        return build_deck(self.order, self.hands(*key), self.shuffle, self._balance(*key))
+
+    def _balance(self, number: int, lanes: Lanes) -> Balance | None:
+        if self.costs is None:
+            return None
+        groups, of, deal = self.groups, np.array(lanes, dtype=np.int64), self.epoch(number).deal
+        masses, total = groups.masses, groups.total
+        taken = [max(1, (2 * self.cell_size * mass + total) // (2 * total)) for mass in masses]
+
+        def steps(hand: NDArray[np.int64], draw: NDArray[np.int64]) -> NDArray[np.int64]:
+            lane, group = of[hand // len(groups)], hand % len(groups)
+            out = draw // self.cell_size  # of one group all lanes draw in step
+            if len(groups) > 1:
+                for one in np.unique(group).tolist():
+                    mine = np.flatnonzero(group == one)
+                    out[mine] = self._steps_of(deal, lane[mine], one, draw[mine])
+            return out
+
+        return Balance(
+            self.costs.codes,
+            np.tile(np.array(taken, dtype=np.int64), len(of)),
+            derive(self.seed, _CLASSES, number),
+            Balance.offsets(of, len(groups), self.balance or BALANCES[0]),
+            steps,
+        )
 
     def _kept(self, lanes: Lanes) -> _Kept:
         return self._alone if len(lanes) == 1 else self._joint
@@ -290,7 +310,8 @@ class NaturalGrid:
         if place is None:
             return None
         group, lane, number = place
-        step = self._step_of(self.epoch(epoch).deal, lane, group, number)
+        one = np.array([lane]), group, np.array([number])
+        step = int(self._steps_of(self.epoch(epoch).deal, *one)[0])
         first, _, cells = self._cells_at(epoch, step, step + 1, (lane,))
         slot = int(np.flatnonzero(cells[0, step - first] == sample)[0])
         return epoch * self.steps_per_epoch + step, lane, slot
@@ -317,19 +338,20 @@ class NaturalGrid:
         first = step - step % self.steps_per_epoch
         return first, first + self.steps_per_epoch
 
-    def _step_of(self, deal: Deal, lane: int, group: int, place: int) -> int:
-        """The step in which a lane draws its draw number ``place`` of a group.
+    def _steps_of(
+        self, deal: Deal, lanes: NDArray[np.int64], group: int, places: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """int64[n]: the step in which each of n lanes makes its draw number ``places`` of a group.
 
-        Bisection on the closed form.
+        Bisection on the closed form; draws of the short step come in step S.
         """
         chosen = np.array([group])
-        low, high = 0, self.full_steps  # draws before `low` <= place; before `high` + 1 possibly more
-        while low < high:
+        low = np.zeros(len(places), dtype=np.int64)  # draws before `low` <= place
+        high = np.full(len(places), self.full_steps)  # draws before `high` + 1 possibly more
+        while (low < high).any():
             middle = (low + high + 1) // 2
-            if int(deal.lane_counts(np.array([middle]), lane, chosen)[0, 0]) <= place:
-                low = middle
-            else:
-                high = middle - 1
+            there = deal.lane_counts(middle, lanes, chosen)[:, 0] <= places
+            low, high = np.where(there, middle, low), np.where(there, high, middle - 1)
         return low
 
     def _finish(

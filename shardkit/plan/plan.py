@@ -381,10 +381,11 @@ def make_plan(
             ones hold more samples, by the token budget of a cell of the longest, of which B / L make one.
         sequence: tokens of a training sequence: consecutive rows are joined, and B counts sequences.
         row_tokens: tokens of a row, for ``sequence``.
-        cost: what each sample costs: the cells of a lane's window then cost nearly the same. For one stratum, natural
-            weights and ``shuffle="window"``.
-        balance: ``"spread"`` (default): dear cells of neighbouring lanes come in other steps, so that ranks of several
-            lanes cost the same. ``"align"``: in the same steps, so that ranks of one lane do; steps then differ.
+        cost: what each sample costs: the cells of a lane's window then cost nearly the same. For natural weights and
+            ``shuffle="window"``.
+        balance: ``"spread"`` (default): dear cells of neighbouring lanes come in other steps, so that steps cost nearly
+            the same, and ranks of several lanes too. ``"align"``: in the same steps, so that ranks of one lane cost the
+            same too; steps then differ.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
@@ -408,7 +409,6 @@ def make_plan(
         epoch_steps=epoch_steps,
         join=join,
         cost=None if cost is None else cost.text,
-        cost_digest=None if cost is None else cost.digest,
         balance=balance if cost is None else balance or BALANCES[0],
     )
     if not total:
@@ -439,7 +439,6 @@ def _check_cost(
         "group_by": group_by is not None,
         "sequence": settings.join is not None,
         f"shuffle={settings.shuffle!r}": settings.shuffle != "window",
-        "more than one stratum": sum(rows > 0 for rows in stratum_rows(population)) > 1,
     }
     found = ", ".join(name for name, is_there in others.items() if is_there)
     if found:

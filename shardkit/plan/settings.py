@@ -53,7 +53,6 @@ class Settings:
     buckets: tuple[tuple[int, tuple[int, ...]], ...] = ()
     join: int | None = None
     cost: str | None = None
-    cost_digest: str | None = None
     balance: str | None = None
 
     def __post_init__(self) -> None:
