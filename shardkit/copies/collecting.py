@@ -57,7 +57,7 @@ _SETTLE_S: Final = 3.0
 _KEEP_LISTS_S: Final = 365 * 86_400
 
 _OBJECTS: Final = "objects/"
-_FIRST: Final = ("manifest", "page", "selection", "lookup", "sources", "about")
+_FIRST: Final = ("manifest", "page", "selection", "lookup", "cost", "sources", "about")
 """Kinds that go first: a version of which something is gone has no manifest, so that nothing names it by mistake."""
 
 Report = Callable[[int, int], None]

@@ -30,7 +30,9 @@ from shardkit.stores.store import Store, parse_object_name
 LARGE: Final = ("tar", "tar.zst", "arrow", "parity")
 """Extensions of objects that are not metadata."""
 
-ALWAYS_EVERYWHERE: Final = frozenset({"manifest", "page", "index", "selection", "sources", "about", "lookup"})
+ALWAYS_EVERYWHERE: Final = frozenset(
+    {"manifest", "page", "index", "selection", "sources", "about", "lookup", "cost"}
+)
 """Extensions of metadata: small, and without it no shard can be read or verified, so each location has all of it."""
 
 _FRACTION_BITS: Final = 32

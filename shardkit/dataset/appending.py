@@ -62,7 +62,7 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
 
     Raises:
         NotFoundError: there is no such ref.
-        UsageError: schema, format, compression, axes of strata, class names, splits or look-ups differ.
+        UsageError: schema, format, compression, axes of strata, class names, splits, look-ups or costs differ.
     """
     version = load_manifest(repository, repository.resolve(ref))
     manifest = version.manifest
@@ -85,6 +85,12 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
         raise UsageError(
             f"cannot append to {ref} with lookups of {', '.join(new.lookups)}: it has "
             f"{', '.join(held) or 'none'}; leave them out, or rebuild it with others first"
+        )
+    costs = tuple(one.expression for one in manifest.costs)
+    if new.costs and new.costs != costs:
+        raise UsageError(
+            f"cannot append to {ref} with costs {', '.join(new.costs)}: it has {', '.join(costs) or 'none'}; leave "
+            "them out, or rebuild it with others first"
         )
     keys = []
     row_strata = {}

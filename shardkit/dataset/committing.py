@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.appending import Base, load_base
+from shardkit.dataset.costs import put_costs
 from shardkit.dataset.lookups import put_lookups
 from shardkit.dataset.ref_moves import Moved, Standing, move_refs, standing_refs
 from shardkit.dataset.row_table import RowColumns, describe_row, join_parts
@@ -18,7 +19,16 @@ from shardkit.dataset.shard_writing import WrittenShard, write_shard
 from shardkit.dataset.version_plan import VersionPlan, plan_version
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import UsageError
-from shardkit.manifest import Lookup, Manifest, PageRef, ShardRecord, ShardTable, check_against, paginate
+from shardkit.manifest import (
+    Lookup,
+    Manifest,
+    PageRef,
+    RowCosts,
+    ShardRecord,
+    ShardTable,
+    check_against,
+    paginate,
+)
 from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
@@ -175,6 +185,7 @@ def _root(
         features=own.features if own else (),
         about=_put_about(repository, version, own),
         lookups=_put_lookups(repository, version, table, own),
+        costs=_put_costs(repository, version, table, own),
     )
 
 
@@ -195,6 +206,19 @@ def _put_lookups(
     reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
     new = put_lookups(repository, reader, table, fields)
     return tuple(Lookup(lookup.field, before.get(lookup.field, ()) + lookup.pieces) for lookup in new)
+
+
+def _put_costs(
+    repository: Repository, version: NewVersion, table: ShardTable, own: Manifest | None
+) -> tuple[RowCosts, ...]:
+    """What rows cost: pieces of the new shards, behind those of the base."""
+    before = {costs.expression: costs.pieces for costs in own.costs} if own else {}
+    expressions = tuple(before) if own else version.costs
+    if not expressions:
+        return ()
+    reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
+    new = put_costs(repository, reader, table, version.schema, expressions)
+    return tuple(RowCosts(costs.expression, before.get(costs.expression, ()) + costs.pieces) for costs in new)
 
 
 def _record(shard: WrittenShard, plan: VersionPlan) -> ShardRecord:

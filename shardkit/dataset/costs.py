@@ -1,43 +1,46 @@
-"""`cost="bytes(text)**2"`: a small language of integers over what the indexes know of each row.
-
-Parsed by Python's own parser and walked by hand: `bytes(FIELD)`, integers, `+`, `*`, `//`, `**`. Nothing is evaluated
-as code, nothing is below zero, and nothing overflows unseen: every part grows with the sizes, so the largest sizes
-bound it.
-"""
+"""What rows cost: pieces of a byte a row beside the shards, read for the windows of a plan (SPEC.md §15)."""
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable
-from typing import Any, Protocol
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import UsageError
+from shardkit.dataset.cost_formula import CostFormula, Term
+from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Schema
-from shardkit.manifest import ShardTable
+from shardkit.formats.columns import pack_columns, unpack_columns
+from shardkit.manifest import CostPiece, RowCosts, ShardTable
 from shardkit.plan import Costs, encode_costs
-from shardkit.plan.costs import COST_LIMIT
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version
 
-__all__ = ["costs_of"]
+__all__ = [
+    "CostCodes", "costs_of", "covers", "cut_pieces", "parse_costs", "put_costs", "read_piece", "write_piece",
+]  # fmt: skip
 
-_MOST_POWER = 4
-_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-}
-_WRITE = 'write for example "bytes(text)" or "bytes(text)**2 // 1024"'
+PIECE_ROWS: Final = 2**17
+"""Rows after which a piece ends: a seek reads some of them, each as a whole, and so verified."""
+
+KEPT_BYTES: Final = 32 << 20
+"""Codes that a plan keeps in memory."""
+
+_KIND: Final = "cost"
+_READERS: Final = 8
 
 
-class _Indexed(Protocol):
+class _Opened(Protocol):
     """What costs are read from: a dataset."""
 
+    version: Version
     table: ShardTable
     reader: BlockReader
 
@@ -47,95 +50,265 @@ class _Indexed(Protocol):
     def rows(self) -> RowMap: ...
 
 
-def costs_of(dataset: _Indexed, text: str) -> Costs:
-    """What each sample of a dataset costs: at least 1. Reads every index, and no block.
+def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
+    """Expressions, without spaces, sorted, each once.
 
     Raises:
-        UsageError: not such an expression, no such field, a cost of 2**32 or more, or shards whose indexes hold no
-            sizes of rows.
+        UsageError: one is no cost of such samples.
     """
-    formula = _Formula(text, dataset.schema)
-    parts = [np.empty(0, dtype=np.uint8)]
-    for shard in range(len(dataset.table.rows)):
-        rows = dataset.rows.rows_of_shard(shard)
-        if not len(rows):
-            continue
-        index = dataset.reader.index(shard)
-        if index.field_size is None:
-            raise UsageError(
-                f"cost={text!r}: shard {shard} is of format {index.format}, whose index holds no sizes of rows; "
-                "leave cost out, or build with --format tar"
-            )
-        names = list(index.schema)
-        sizes = {name: index.field_size[rows, names.index(name)].astype(np.int64) for name in formula.fields}
-        parts.append(encode_costs(formula(sizes)))
-    return Costs(formula.canonical, np.concatenate(parts))
+    texts = [text] if isinstance(text, str) else list(text)
+    return tuple(sorted({CostFormula(one, schema).canonical for one in texts}))
 
 
-class _Formula:
-    def __init__(self, text: str, schema: Schema) -> None:
-        self.text = text
-        try:
-            self._tree = ast.parse(text, mode="eval").body
-            # the plan's digest has it: no version of Python decides it
-            self.canonical = "".join(text.split())
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-            raise UsageError(f"cost={text!r} cannot be read: {error}; {_WRITE}") from None
-        self.fields: list[str] = []
-        self._check(self._tree, schema)
-        if not self.fields:
-            raise UsageError(f"cost={text!r} names no field; {_WRITE}")
+def put_costs(
+    repository: Repository, reader: BlockReader, table: ShardTable, schema: Schema, expressions: Sequence[str]
+) -> tuple[RowCosts, ...]:
+    """Make the costs of the rows of a table durable, for a manifest to name.
 
-    def __call__(self, sizes: dict[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-        """(n,) int64 of (n,) sizes of `fields`."""
-        largest = self._value(self._tree, {name: int(column.max()) for name, column in sizes.items()})
-        if largest >= COST_LIMIT:
-            raise self._too_large(largest)
-        costs: NDArray[np.int64] = np.maximum(1, self._value(self._tree, sizes))
-        return costs
+    Sizes and lengths of tar shards come from their indexes; for all else the blocks are read, each verified.
 
-    def _check(self, node: ast.expr, schema: Schema) -> None:
-        match node:
-            case ast.Constant(value=int() as value) if type(value) is int and value < COST_LIMIT:
-                return
-            case ast.Call(func=ast.Name(id="bytes"), args=[ast.Name(id=name)], keywords=[]):
-                if name not in schema:
-                    raise UsageError(
-                        f"cost={self.text!r}: there is no field {name!r}; the fields are {', '.join(schema)}"
-                    )
-                self.fields.append(name)
-            case ast.BinOp(left=left, op=ast.Add() | ast.Mult(), right=right):
-                self._check(left, schema)
-                self._check(right, schema)
-            case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=value) as right) if value:
-                self._check(left, schema)
-                self._check(right, schema)
-            case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if (
-                1 <= power <= _MOST_POWER
-            ):
-                self._check(left, schema)
-            case _:
-                raise UsageError(
-                    f"cost={self.text!r}: {ast.unparse(node)!r} is not understood; bytes(FIELD), integers, +, *, "
-                    f"// by an integer and ** up to {_MOST_POWER} are"
-                )
+    Args:
+        repository: where to.
+        reader: of the shards of `table`.
+        table: the shards, all of them or those that an append adds.
+        schema: of their samples.
+        expressions: of `parse_costs`.
 
-    def _value(self, node: ast.expr, sizes: dict[str, Any]) -> Any:
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Call(args=[ast.Name(id=name)]):
-                return sizes[name]
-            case ast.BinOp(left=left, op=op, right=right):
-                first, second = self._value(left, sizes), self._value(right, sizes)
-                value = _OPERATIONS[type(op)](first, second)
-                if isinstance(value, int) and value >= 1 << 62:  # of the largest sizes: arrays would overflow
-                    raise self._too_large(value)
-                return value
-        raise AssertionError(node)  # `_check` lets nothing else through
+    Raises:
+        UsageError: a row's cost is 2**32 or more, or a field has values below zero.
+    """
+    made = []
+    for text in expressions:
+        formula = CostFormula(text, schema)
+        pieces = []
+        for first, last in cut_pieces(table.rows, PIECE_ROWS):
+            codes = _codes(reader, formula, range(first, last))
+            placed = repository.put_object(write_piece(text, last - first, codes), _KIND)
+            pieces.append(CostPiece(placed.digest, placed.size, last - first, len(codes)))
+        made.append(RowCosts(formula.canonical, tuple(pieces)))
+    return tuple(made)
 
-    def _too_large(self, value: int) -> UsageError:
-        return UsageError(
-            f"cost={self.text!r} may reach {value}, expected below 2**32 (2**62 on the way); divide inside it, as in "
-            "(bytes(text) // 1024)**2"
+
+def write_piece(expression: str, shards: int, codes: NDArray[np.uint8]) -> bytes:
+    """The object of a piece: the same for the same codes."""
+    return pack_columns(_KIND, {"expression": expression, "shards": shards}, {"code": codes})
+
+
+def read_piece(repository: Repository, expression: str, piece: CostPiece) -> NDArray[np.uint8]:
+    """(rows,) uint8 of a piece, verified.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: it is gone, damaged, or of something else.
+    """
+    data = repository.get_object(piece.digest, _KIND, piece.size)
+    columns = unpack_columns(data, _KIND, max_raw_bytes=piece.rows)
+    codes = columns.arrays.get("code")
+    if (
+        columns.meta != {"expression": expression, "shards": piece.shards}
+        or list(columns.arrays) != ["code"]
+        or codes is None
+        or codes.dtype != np.uint8
+        or codes.shape != (piece.rows,)
+    ):
+        raise FormatError(
+            f"cost {piece.digest}: its header says {str(columns.meta)[:100]}, expected {expression!r} of "
+            f"{piece.rows} rows; do not trust it"
         )
+    return codes
+
+
+def covers(costs: RowCosts, rows: NDArray[np.int64]) -> bool:
+    """Whether the pieces are of shards of so many rows: releases before costs carry them on through any change."""
+    ends = np.cumsum([0, *(piece.shards for piece in costs.pieces)])
+    return int(ends[-1]) == len(rows) and all(
+        piece.rows == int(rows[ends[n] : ends[n + 1]].sum()) for n, piece in enumerate(costs.pieces)
+    )
+
+
+def costs_of(dataset: _Opened, text: str) -> Costs:
+    """What each sample of a dataset costs: at least 1.
+
+    Read when it is asked for: pieces of `put_costs` where the version has them, else the indexes of the shards, if
+    those have all that the expression needs.
+
+    Raises:
+        UsageError: not such an expression, no such field, a cost of 2**32 or more, or costs that nobody has put.
+    """
+    formula = CostFormula(text, dataset.schema)
+    rows = dataset.table.rows
+    starts = np.concatenate(([0], np.cumsum(rows)))
+    pieces, repositories = _pieces(dataset, formula.canonical)
+    load: Callable[[int], NDArray[np.uint8]]
+    if pieces:
+        first = np.cumsum([0, *(piece.rows for piece in pieces)])
+        load = _Pieces(formula.canonical, pieces, repositories)
+    else:
+        first, load = starts, _Indexes(dataset.reader, formula)
+    codes = CostCodes(dataset.rows, starts, first, load)
+    codes[np.zeros(min(1, len(codes)), dtype=np.int64)]  # what cannot be read is told at once
+    return Costs(formula.canonical, codes)
+
+
+class CostCodes:
+    """Codes by sample number, loaded where they are asked for and kept while there is room. Safe for many threads.
+
+    Args:
+        rows: where samples lie.
+        starts: int64[shards + 1], rows before each shard, selected or not.
+        first: int64[units + 1], rows before each unit that is loaded as a whole.
+        load: uint8[rows] of a unit.
+    """
+
+    def __init__(
+        self,
+        rows: RowMap,
+        starts: NDArray[np.int64],
+        first: NDArray[np.int64],
+        load: Callable[[int], NDArray[np.uint8]],
+    ) -> None:
+        self._rows, self._starts, self._first, self._load = rows, starts, first, load
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
+        self._bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_rows", "_starts", "_first", "_load")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, samples: NDArray[np.int64], /) -> NDArray[np.uint8]:
+        places = self._rows.locate(samples)
+        at = self._starts[places.shard] + places.row
+        unit = np.searchsorted(self._first, at, side="right") - 1
+        out, order = np.empty(len(at), dtype=np.uint8), np.argsort(unit, kind="stable")
+        wanted, begin = np.unique(unit[order], return_index=True)
+        groups = np.split(order, begin[1:])
+        for some in range(
+            0, len(groups), _READERS
+        ):  # as many are in memory at a time beside those that are kept
+            chosen = wanted[some : some + _READERS].tolist()
+            for number, codes, mine in zip(chosen, self._units(chosen), groups[some:], strict=False):
+                out[mine] = codes[at[mine] - self._first[number]]
+        return out
+
+    def _units(self, numbers: list[int]) -> list[NDArray[np.uint8]]:
+        with self._lock:
+            found = {number: self._kept[number] for number in numbers if number in self._kept}
+            for number in found:
+                self._kept.move_to_end(number)
+        missing = [number for number in numbers if number not in found]
+        if len(missing) > 1:
+            with ThreadPoolExecutor(len(missing), thread_name_prefix="shardkit-costs") as pool:
+                found |= zip(missing, pool.map(self._load, missing), strict=True)
+        else:
+            found |= {number: self._load(number) for number in missing}
+        with self._lock:
+            for number in missing:
+                if number not in self._kept:
+                    self._bytes += len(found[number])
+                    self._kept[number] = found[number]
+            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= len(self._kept.popitem(last=False)[1])
+        return [found[number] for number in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    expression: str
+    pieces: Sequence[CostPiece]
+    repositories: Sequence[Repository]
+    """Of each piece."""
+
+    def __call__(self, number: int) -> NDArray[np.uint8]:
+        return read_piece(self.repositories[number], self.expression, self.pieces[number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Indexes:
+    reader: BlockReader
+    formula: CostFormula
+
+    def __call__(self, shard: int) -> NDArray[np.uint8]:
+        return _codes(self.reader, self.formula, [shard], blocks=False)
+
+
+def _pieces(dataset: _Opened, expression: str) -> tuple[list[CostPiece], list[Repository]]:
+    """Those of all parts and where each lies; none where a part lacks them.
+
+    Raises:
+        UsageError: they do not cover the rows: something that does not know costs has changed the version.
+    """
+    found: list[CostPiece] = []
+    where: list[Repository] = []
+    for part in dataset.version.parts:
+        costs = next((one for one in part.manifest.costs if one.expression == expression), None)
+        if costs is None:
+            return [], []
+        sizes = dataset.table.rows[part.first_shard : part.first_shard + part.manifest.shards]
+        if not covers(costs, sizes):
+            url = part.repository.url
+            raise UsageError(
+                f"cost={expression!r}: its pieces are not of the {len(sizes)} shards of {url}, which an older "
+                f"shardkit has changed; run: shardkit rebuild {url} --cost '{expression}'"
+            )
+        found += costs.pieces
+        where += [part.repository] * len(costs.pieces)
+    return found, where
+
+
+def _codes(
+    reader: BlockReader, formula: CostFormula, shards: Sequence[int], *, blocks: bool = True
+) -> NDArray[np.uint8]:
+    """(rows,) uint8 of some shards, one after the other."""
+
+    def one(shard: int) -> NDArray[np.uint8]:
+        return encode_costs(formula(_terms(reader, formula, shard, blocks=blocks)))
+
+    if len(shards) == 1:
+        return one(shards[0])
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="shardkit-costs") as pool:
+        return np.concatenate(list(pool.map(one, shards)))
+
+
+def _terms(
+    reader: BlockReader, formula: CostFormula, shard: int, *, blocks: bool
+) -> dict[Term, NDArray[np.int64]]:
+    index, schema = reader.index(shard), formula.schema
+    found = {term: term.of_index(schema[term.field], index) for term in formula.terms}
+    known = {term: column for term, column in found.items() if column is not None}
+    rest = [term for term in formula.terms if term not in known]
+    if not rest:
+        return known
+    if not blocks:
+        url = reader.repository_of(shard).url
+        raise UsageError(
+            f"cost={formula.text!r} is not in the indexes of these {index.format} shards, and nobody has written it "
+            f"beside them; run: shardkit rebuild {url} --cost '{formula.canonical}' (it writes no shard)"
+        )
+    fields = sorted({term.field for term in rest})
+    parts: dict[Term, list[NDArray[np.int64]]] = {term: [] for term in rest}
+    for number in range(index.blocks):
+        block = reader.read(shard, number, keys=False, fields=fields)
+        for term in rest:
+            parts[term].append(term.of_block(schema[term.field], block))
+    return known | {term: np.concatenate(columns) for term, columns in parts.items()}
+
+
+def cut_pieces(rows: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
+    """(first, last) shards of pieces of at most so many rows, where no shard alone has more."""
+    first = held = 0
+    for shard, count in enumerate(rows.tolist()):
+        if held and held + count > most:
+            yield first, shard
+            first, held = shard, 0
+        held += count
+    if first < len(rows):
+        yield first, len(rows)

@@ -45,6 +45,7 @@ def create(
     single_writer: bool = False,
     about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
+    cost: str | Sequence[str] = (),
     ref: str = "main",
     replace: bool = False,
     message: str = "",
@@ -75,12 +76,13 @@ def create(
         single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
+        cost: what rows cost, for plans with ``cost=``, such as ``"len(tokens)**2"``; or several expressions.
         ref: the ref that is moved to the new version.
         replace: whatever the refs name, another schema and what other writers commit meanwhile included.
         message: of the commit.
         part: name of a part of a version that many writers make, on one machine or on many that share the root: closing
             commits nothing and leaves the part, in place of one of the same name, for `commit_parts`. All parts
-            need the same settings; ref, message, append, about and lookup are given to `commit_parts`.
+            need the same settings; ref, message, append, about, lookup and cost are given to `commit_parts`.
         scratch: directory for what does not fit in memory; by default inside ``root``. Parts of a root that is not a
             local folder need one that all writers share.
 
@@ -101,12 +103,15 @@ def create(
         split_by=split_by,
         about=about,
         lookup=lookup,
+        cost=cost,
     )
     version = settings.version(Schema.parse(schema), classes, ref=ref)
     encoder = settings.encoder(version.schema, version.classes)
-    if part is not None and (append or about is not None or lookup or message or replace or ref != "main"):
+    if part is not None and (
+        append or about is not None or lookup or cost or message or replace or ref != "main"
+    ):
         raise UsageError(
-            f"part={part!r} with append, about, lookup, message, replace or ref: a part commits nothing; "
+            f"part={part!r} with append, about, lookup, cost, message, replace or ref: a part commits nothing; "
             "give them to commit_parts"
         )
     repository = Repository.open(root) if append else Repository.create(root, single_writer=single_writer)

@@ -185,10 +185,12 @@ class Dataset(Samples):
                 see `shardkit.plan.make_plan`. For ``sequence=`` the tokens of a row are found in the schema where
                 one field alone is a fixed row of numbers; else pass ``row_tokens=``.
 
-        ``cost="bytes(text)**2"`` says what a sample costs, from the sizes of fields in the indexes, which are all read
-        for it (of tar shards; those of Arrow have no sizes of rows). Cells of a lane then cost nearly the same, so that
-        ranks wait less for each other. ``balance="align"`` also makes all lanes' dear cells fall in the same steps:
-        steps differ in cost then, and batches are less like each other.
+        ``cost="len(tokens)**2"`` says what a sample costs: integer fields, ``bytes(field)``, ``len(field)`` and
+        ``squares(field)`` (of borders, the sum of squared lengths). What ``shardkit build --cost`` or ``shardkit
+        rebuild --cost`` wrote is read for the windows that a step is in; without it the indexes of tar shards are,
+        which know sizes and lengths. Cells of a lane then cost nearly the same, so that ranks wait less for each other.
+        ``balance="align"`` also makes all lanes' dear cells fall in the same steps: steps differ in cost then, and
+        batches are less like each other.
 
         Where the default leaves fewer than 8 lanes, the logger ``shardkit.plan`` says so, and names batches that allow
         more.

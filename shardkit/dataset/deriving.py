@@ -1,4 +1,4 @@
-"""Versions that reuse the shards of others: several as one (SPEC.md §11), other look-ups, other words."""
+"""Versions that reuse the shards of others: several as one (SPEC.md §11), other look-ups, costs, other words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.dataset.about import About, check_strata, given_about
+from shardkit.dataset.costs import covers, parse_costs, put_costs
 from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.lookups import parse_lookup, put_lookups
 from shardkit.dataset.ref_moves import Moved, move_refs, standing_refs
@@ -68,23 +69,25 @@ def relabel(
     *,
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] | None = None,
+    cost: str | Sequence[str] | None = None,
 ) -> Manifest:
-    """Put a manifest of the same shards with other look-ups or another about; what is not given stays.
+    """Put a manifest of the same shards with other look-ups, costs or another about; what is not given stays.
 
     Args:
         repository: of the dataset, open for writing.
         dataset: not merged.
         about: see `shardkit.create`.
         lookup: fields; sidecars that are there are taken over, others made by reading the shards back.
+        cost: expressions; costs that are there are taken over, others made from indexes or shards.
 
     Raises:
-        UsageError: the dataset is merged, or a field cannot be looked up.
+        UsageError: the dataset is merged, a field cannot be looked up, or an expression is no cost.
         ConfigurationError: the about speaks of strata that are not there.
     """
     manifest = dataset.manifest
     if manifest.parts:
         raise UsageError(
-            "a merged dataset takes look-ups and about from its parts; change those, then merge again"
+            "a merged dataset takes look-ups, costs and about from its parts; change those, then merge again"
         )
     new = manifest
     if about is not None:
@@ -100,6 +103,14 @@ def relabel(
             found.field: found for found in put_lookups(repository, dataset.reader, dataset.table, missing)
         }
         new = dataclasses.replace(new, lookups=tuple(held[field] for field in fields))
+    if cost is not None:
+        texts = parse_costs(cost, manifest.schema) if cost else ()
+        rows = dataset.table.rows
+        known = {found.expression: found for found in manifest.costs if covers(found, rows)}
+        wanted = [text for text in texts if text not in known]
+        made = put_costs(repository, dataset.reader, dataset.table, manifest.schema, wanted)
+        known |= {found.expression: found for found in made}
+        new = dataclasses.replace(new, costs=tuple(known[text] for text in texts))
     if new == manifest:
         return manifest
     new = dataclasses.replace(new, parent=manifest.id)

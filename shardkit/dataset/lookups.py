@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.costs import cut_pieces
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, Manifest, ShardTable
@@ -190,7 +191,7 @@ def put_lookups(
     lookups = []
     for field in sorted(fields):
         pieces = []
-        for first, last in _cuts(table.rows):
+        for first, last in cut_pieces(table.rows, PIECE_ROWS):
             entries = _collect(reader, range(first, last), field)
             placed = repository.put_object(entries.to_bytes(field, last - first), "lookup")
             pieces.append(LookupPiece(placed.digest, placed.size, last - first, len(entries)))
@@ -279,18 +280,6 @@ def _sample_numbers(
         held[mine] = selection.mask()[row[mine]]
         sample[mine] = starts[number] + selection.rank(row[mine])
     return sample, held
-
-
-def _cuts(rows: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """(first, last) shards of each piece."""
-    first = held = 0
-    for shard, count in enumerate(rows.tolist()):
-        if held and held + count > PIECE_ROWS:
-            yield first, shard
-            first, held = shard, 0
-        held += count
-    if first < len(rows):
-        yield first, len(rows)
 
 
 def _collect(reader: BlockReader, shards: Sequence[int], field: str) -> Entries:

@@ -37,6 +37,7 @@ def commit_parts(
     append: bool = False,
     about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
+    cost: str | Sequence[str] = (),
     ref: str = "main",
     replace: bool = False,
     message: str = "",
@@ -54,6 +55,7 @@ def commit_parts(
         append: put the rows behind those of the version that ``ref`` names.
         about: see `create`.
         lookup: see `create`.
+        cost: see `create`.
         ref: the ref that is moved.
         replace: see `create`.
         message: of the commit.
@@ -78,7 +80,7 @@ def commit_parts(
         return load_manifest(repository, committed).manifest
     written = [folder.read(name) for name in names]
     _check_settings(written)
-    version = _version(written, append=append, about=about, lookup=lookup, ref=ref)
+    version = _version(written, append=append, about=about, lookup=lookup, cost=cost, ref=ref)
     manifest = _appended(repository, version, ref) if append else None
     if manifest is None:
         to = Destination.begin(
@@ -102,6 +104,7 @@ def _version(
     append: bool,
     about: Mapping[str, Any] | str | os.PathLike[str] | None,
     lookup: str | Sequence[str],
+    cost: str | Sequence[str],
     ref: str,
 ) -> NewVersion:
     """What the settings of the parts ask for."""
@@ -122,6 +125,7 @@ def _version(
         split_by=split["by"] if split else None,
         about=about,
         lookup=lookup,
+        cost=cost,
     )
     return made.version(schema, settings["classes"], ref=ref, recipe={"parts": parts} if append else {})
 

@@ -11,14 +11,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.erasure_journal import ErasurePlan, NewShard
 from shardkit.dataset.lookups import Entries
 from shardkit.dataset.store_survey import StoreSurvey
 from shardkit.formats import Row, ShardIndex, block_starts, extension, open_writer
 from shardkit.manifest import (
+    CostPiece,
     Lookup,
     LookupPiece,
     Manifest,
+    RowCosts,
     Selection,
     ShardRecord,
     ShardTable,
@@ -99,6 +102,7 @@ class Rewriter:
             parent=parent,
             build={**manifest.build, "erased": erased},
             lookups=self._lookups(manifest, survey.table(manifest)),
+            costs=self._costs(manifest, survey.table(manifest)),
         )
         Manifest.from_bytes(new.to_bytes())
         check_against(new, table)
@@ -210,9 +214,7 @@ class Rewriter:
         rows = table.rows[shards.start : shards.stop]
         entries = Entries.from_bytes(data, field, rows)
         before = np.cumsum(rows) - rows
-        keep = np.ones(int(rows.sum()), dtype=np.bool_)
-        for place, shard in enumerate(shards):
-            keep[before[place] + np.array(self._rows(table, shard), dtype=np.int64)] = False
+        keep = self._kept(table, shards)
         left = np.add.reduceat(keep.astype(np.int64), before)
         inside = before[entries.shard] + entries.row  # of each entry in the rows of the piece
         rank: NDArray[np.int64] = np.cumsum(keep) - keep
@@ -224,6 +226,40 @@ class Rewriter:
             return None
         placed = self.repository.put_object(kept.to_bytes(field, count), "lookup")
         return LookupPiece(placed.digest, placed.size, count, len(kept))
+
+    def _costs(self, manifest: Manifest, table: ShardTable) -> tuple[RowCosts, ...]:
+        """What rows cost without those that go; pieces over shards that lose none stay as they are."""
+        touched = self.touches(table)
+        found = []
+        for costs in manifest.costs:
+            if not covers(costs, table.rows):
+                continue
+            pieces: list[CostPiece] = []
+            first = 0
+            for piece in costs.pieces:
+                shards = range(first, first + piece.shards)
+                first += piece.shards
+                if not touched[shards].any():
+                    pieces.append(piece)
+                    continue
+                keep = self._kept(table, shards)
+                codes = read_piece(self.repository, costs.expression, piece)[keep]
+                starts = np.cumsum(table.rows[shards]) - table.rows[shards]
+                left = int(np.logical_or.reduceat(keep, starts).sum())
+                if left:
+                    data = write_piece(costs.expression, left, codes)
+                    placed = self.repository.put_object(data, "cost")
+                    pieces.append(CostPiece(placed.digest, placed.size, left, len(codes)))
+            found.append(RowCosts(costs.expression, tuple(pieces)))
+        return tuple(found)
+
+    def _kept(self, table: ShardTable, shards: range) -> NDArray[np.bool_]:
+        """bool[rows of some shards]: which stay."""
+        rows = table.rows[shards.start : shards.stop]
+        before, keep = np.cumsum(rows) - rows, np.ones(int(rows.sum()), dtype=np.bool_)
+        for place, shard in enumerate(shards):
+            keep[before[place] + np.array(self._rows(table, shard), dtype=np.int64)] = False
+        return keep
 
 
 class _Lazy:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardkit.dataset.about import About, given_about
+from shardkit.dataset.costs import parse_costs
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import BLOCK_BYTES, LayoutSettings
 from shardkit.dataset.lookups import parse_lookup
@@ -36,6 +37,7 @@ class NewVersion:
         sources: digest of the object that lists the source files, or None.
         about: licence, source and contact; None: what the base says.
         lookups: fields of which sidecars are made; of a base its own are carried on.
+        costs: expressions of which rows' costs are written; of a base its own are carried on.
     """
 
     schema: Schema
@@ -49,6 +51,7 @@ class NewVersion:
     sources: str | None = None
     about: About | None = None
     lookups: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
 
     def refs(self, ref: str) -> tuple[str, ...]:
         """All refs that it moves, where ``ref`` is to name all rows."""
@@ -84,6 +87,7 @@ class VersionSettings:
     split_by: str | None = None
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None
     lookup: str | Sequence[str] = ()
+    cost: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.split_by is not None and self.split is None:
@@ -147,6 +151,7 @@ class VersionSettings:
             recipe=dict(recipe),
             about=given_about(self.about),
             lookups=parse_lookup(self.lookup, schema) if self.lookup else (),
+            costs=parse_costs(self.cost, schema) if self.cost else (),
         )
 
     def _split(self, folders: Mapping[str, str], ref: str) -> Split | None:

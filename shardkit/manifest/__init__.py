@@ -24,6 +24,7 @@ from shardkit.manifest.manifest import (
     PageRef,
     Stratum,
 )
+from shardkit.manifest.row_costs import CostPiece, RowCosts
 from shardkit.manifest.selection import Selection, max_selection_bytes
 from shardkit.manifest.shard_table import ShardRecord, ShardTable
 
@@ -33,10 +34,12 @@ __all__ = [
     "MIXED",
     "POOL",
     "SHARDS_PER_PAGE",
+    "CostPiece",
     "Lookup",
     "LookupPiece",
     "Manifest",
     "PageRef",
+    "RowCosts",
     "Selection",
     "ShardRecord",
     "ShardTable",

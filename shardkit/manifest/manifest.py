@@ -13,6 +13,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.formats.schema import Schema
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
+from shardkit.manifest.row_costs import COSTS, RowCosts, costs_from_json, costs_to_json
 
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, without its pages."""
@@ -152,6 +153,8 @@ class Manifest:
     """Digest of the object that says licence, source and contact."""
     lookups: tuple[Lookup, ...] = ()
     """Hash sidecars, by field; sorted by field."""
+    costs: tuple[RowCosts, ...] = ()
+    """What rows cost, by expression; written among the build settings."""
 
     def __post_init__(self) -> None:
         needed = [OPTIONAL] if any(kind.optional for kind in self.schema.values()) else []
@@ -186,7 +189,7 @@ class Manifest:
                 "shard_format": self.format,
                 "strata": [_as_json(stratum, _STRATUM_KEYS) for stratum in self.strata],
                 "pages": [_as_json(page, _PAGE_KEYS) for page in self.pages],
-                "build": dict(self.build),
+                "build": {**self.build, **({COSTS: costs_to_json(self.costs)} if self.costs else {})},
             }
         )
 
@@ -201,6 +204,7 @@ class Manifest:
         fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES, _OPTIONAL_KEYS)
         try:
             features = fields.features(_FEATURES)  # first: what is unknown may make the rest unreadable
+            build = fields.table("build", maximum=1_000)
             return cls(
                 schema=Schema.from_json(fields.items("schema", maximum=10_000)),
                 format=fields.text("shard_format", pattern=_SHARD_FORMAT),
@@ -215,12 +219,13 @@ class Manifest:
                 stored_bytes=fields.integer("stored_bytes"),
                 pages=_pages(fields),
                 sources=fields.optional_digest("sources"),
-                build=fields.table("build", maximum=1_000),
+                build={name: value for name, value in build.items() if name != COSTS},
                 parent=fields.optional_digest("parent"),
                 parts=_parts(fields),
                 features=features,
                 about=fields.digest("about") if fields.has("about") else None,
                 lookups=_lookups(fields) if fields.has("lookups") else (),
+                costs=costs_from_json(build[COSTS]) if COSTS in build else (),
             )
         except (FormatError, UsageError) as error:
             raise FormatError(f"{where}: {error}") from error

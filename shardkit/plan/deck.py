@@ -193,10 +193,12 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
     start = np.append(position[firsts], position[-1])
     if balance is not None:
         before, size = position[begin] - start[hand], balance.sizes[hand]
-        border, which = np.unique(
-            start[hand] + before // size * size, return_index=True
-        )  # a window of less than a cell joins the next
-        pieces = np.union1d(position, border)  # blocks, cut where a window begins inside
+        border = start[hand] + before // size * size
+        which = np.flatnonzero(np.diff(border, prepend=-1))  # a window of less than a cell joins the next
+        border = border[which]
+        at = np.searchsorted(position, border)
+        inside = position[at] != border
+        pieces = np.insert(position, at[inside], border[inside])  # blocks, cut where a window begins inside
         of = np.searchsorted(position, pieces[:-1], side="right") - 1
         border = np.append(border, position[-1])
         return WindowDeck(

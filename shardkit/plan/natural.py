@@ -103,7 +103,8 @@ class NaturalGrid:
         self._together = max(1, min(lanes, together))
         # a part is worth its own draw where it saves many samples
         is_large = self._chunk * self.cell_size * self._together >= _LARGE_CHUNK
-        self._part = max(1, self._chunk // 8) if is_large else 0
+        # with costs a part reads codes: no more of them than a window or two
+        self._part = max(1, self._chunk // (8 if costs is None else 64)) if is_large else 0
         self._alone, self._joint = _Kept(lanes), _Kept(-(-lanes // self._together))
 
     def epoch(self, number: int) -> Epoch:

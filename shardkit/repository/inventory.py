@@ -105,6 +105,9 @@ def side_objects(manifest: Manifest) -> Iterator[tuple[str, str, int | None]]:
     for lookup in manifest.lookups:
         for piece in lookup.pieces:
             yield piece.digest, "lookup", piece.size
+    for costs in manifest.costs:
+        for part in costs.pieces:
+            yield part.digest, "cost", part.size
 
 
 def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:

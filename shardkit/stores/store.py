@@ -190,6 +190,7 @@ EXTENSIONS: Final = (
     "sources",
     "about",
     "lookup",
+    "cost",
     "tensor",
     "checkpoint",
 )

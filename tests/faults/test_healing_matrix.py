@@ -19,7 +19,7 @@ from tests.command_line import call as called
 COMMANDS = (("repair",), ("scrub", "--repair"), ("replicate",))
 
 KINDS = (
-    *("tar", "index", "page", "manifest", "selection", "sources", "about", "lookup", "parity"),
+    *("tar", "index", "page", "manifest", "selection", "sources", "about", "lookup", "cost", "parity"),
     *(
         "first entry",
         "middle entry",
@@ -157,7 +157,7 @@ def _build(base: Path, parity: str) -> Pristine:
     source.write_text("\n".join(rows) + "\n")
     about.write_text('license = "CC0-1.0"\n')
     build = ["build", source, base / "root", "--stratify", "label", "--shard-size", "45KB", "--jobs", "1"]
-    build += ["--split", "train=0.8,val=0.2", "--about", about, "--lookup", "key"]
+    build += ["--split", "train=0.8,val=0.2", "--about", about, "--lookup", "key", "--cost", "bytes(text)"]
     assert call(*build)[0] == 0
     for tag in ("v1", "v2"):
         code, told = call("tag", f"{base / 'root'}@main", tag)

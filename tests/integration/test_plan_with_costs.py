@@ -94,7 +94,8 @@ def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) 
     ("text", "said"),
     [
         ("bytes(txt)", "no field 'txt'; the fields are text, number"),
-        ("text", "'text' is not understood"),
+        ("text", "text is of str, expected one integer"),
+        ("len(text)", "len\\(text\\) is of str, expected a row of any length"),
         ("bytes(text) - 1", "is not understood"),
         ("bytes(text)**-1", "is not understood"),
         ("bytes(text)**9", "is not understood"),
@@ -118,5 +119,5 @@ def test_shards_that_know_no_sizes_are_refused(tmp_path: Path) -> None:
     with shardkit.create(str(tmp_path / "d"), schema={"text": "str"}, format="arrow") as writer:
         for number in range(ROWS):
             writer.add({"text": "x" * number}, key=f"n{number}")
-    with pytest.raises(UsageError, match="format arrow, whose index holds no sizes of rows"):
+    with pytest.raises(UsageError, match="not in the indexes of these arrow shards"):
         shardkit.open(str(tmp_path / "d")).plan(BATCH, cost="bytes(text)")

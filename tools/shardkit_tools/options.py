@@ -67,6 +67,11 @@ ABOUT = _VERSION(
     help="about.toml: licence, source, contact; [stratum.NAME] where they differ.",
 )
 LOOKUP = _VERSION("--lookup", metavar="FIELD,…", help="Make samples findable, such as key,url,image:sha256.")
+COST = _VERSION(
+    "--cost",
+    metavar="EXPR",
+    help='Write what samples cost, for plans that balance ranks, such as "len(tokens)**2"; may be repeated.',
+)
 FORMAT = _SHARDS("--format", help="tar for media, arrow for numbers and text.")
 COMPRESSION = _SHARDS("--compression", metavar="NAME[:LEVEL]", help="none, zstd, zstd:1…19; arrow also lz4.")
 SHARD_SIZE = _SHARDS("--shard-size", metavar="SIZE", help="Raw bytes per shard.")

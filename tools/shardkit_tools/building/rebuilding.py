@@ -80,16 +80,18 @@ def label_again(
     *,
     about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] | None = None,
+    cost: str | Sequence[str] | None = None,
     ref: str | None = None,
     message: str = "",
     author: str = "",
 ) -> tuple[Manifest, LogEntry | None]:
-    """Give a version other look-ups or another about, over the same shards.
+    """Give a version other look-ups, costs or another about, over the same shards.
 
     Args:
         url: ``ROOT[@REF]``.
         about: licence, source and contact; None: what it says now.
         lookup: fields; None: those that it has.
+        cost: expressions; None: those that it has.
         ref: that is moved; by default the one that was named.
         message: of the commit.
         author: of the commit.
@@ -97,12 +99,12 @@ def label_again(
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
     repository = Repository.open(root)
-    manifest = relabel(repository, dataset, about=about, lookup=lookup)
+    manifest = relabel(repository, dataset, about=about, lookup=lookup, cost=cost)
     wanted = ref or _ref(root, named)
     if repository.refs.get(wanted) == manifest.id:
         return manifest, None
     expected = {wanted: dataset.manifest.id} if repository.refs.get(wanted) == dataset.manifest.id else None
-    said = message or f"look-ups and about of {dataset.manifest.id}"
+    said = message or f"look-ups, costs and about of {dataset.manifest.id}"
     return manifest, repository.commit({wanted: manifest.id}, message=said, author=author, expected=expected)
 
 
@@ -114,6 +116,7 @@ def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
         kept[name] = given.get(name) or _one(getattr(manifest, name), f"--{name}")
     lookup = [held.field for held in manifest.lookups]
     held = {"stratify": _axes(dataset), "about": _about(dataset), "lookup": lookup}
+    held["cost"] = [costs.expression for costs in manifest.costs]
     settings = VersionSettings(**(kept | held | given))
     return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings)}
 

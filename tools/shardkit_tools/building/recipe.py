@@ -54,6 +54,7 @@ def build(
     append: bool = False,
     about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lookup: str | Sequence[str] = (),
+    cost: str | Sequence[str] = (),
     ref: str = "main",
     replace: bool = False,
     message: str = "",
@@ -101,6 +102,7 @@ def build(
             Appending the very files that the last version appended changes nothing.
         about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
         lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
+        cost: what rows cost, for plans with ``cost=``, such as ``"len(tokens)**2"``; or several expressions.
         ref: the ref that is moved.
         replace: whatever the refs name, another schema and what others commit meanwhile included.
         single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.

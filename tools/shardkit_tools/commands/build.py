@@ -148,6 +148,7 @@ def build(
     ] = False,
     about: Annotated[Path | None, options.ABOUT] = None,
     lookup: Annotated[str, options.LOOKUP] = "",
+    cost: Annotated[list[str] | None, options.COST] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
     location: options.LocationOption = None,
@@ -184,6 +185,7 @@ def build(
         "output_schema": parse_field_types(output_schema or [], "--output-schema"),
         "pack": _pack(pack),
         "split": split_shares(split),
+        "cost": cost or (),
     }
     policy = {"copies": copies, "critical": critical, "parity": parity, "mode": mode}
     begin_copies(root, location, policy, single_writer=single_writer, dry_run=dry_run)

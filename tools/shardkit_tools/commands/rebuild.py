@@ -36,6 +36,7 @@ def rebuild(
     shuffle: Annotated[bool | None, options.SHUFFLE] = None,
     about: Annotated[Path | None, options.ABOUT] = None,
     lookup: Annotated[str | None, options.LOOKUP] = None,
+    cost: Annotated[list[str] | None, options.COST] = None,
     ref: Annotated[
         str | None,
         typer.Option(
@@ -51,21 +52,28 @@ def rebuild(
 ) -> None:
     """Build a version again: what is not given stays as it is, samples and keys to the last byte.
 
-    Splits are not taken over: give them again. '' for --stratify or --lookup takes them away. With --lookup and --about
-    alone no shard is written. After Ctrl-C or a crash the same command goes on.
+    Splits are not taken over: give them again. '' for --stratify, --lookup or --cost takes them away. With --lookup,
+    --cost and --about alone no shard is written. After Ctrl-C or a crash the same command goes on.
 
     Example: shardkit rebuild data/web --stratify lang --format arrow --compression zstd --ref by-lang
     """
     given = locals()
     changes = options.settings_for(VersionSettings, given) | {
         "stratify": None if stratify is None else [axis for axis in stratify if axis],
+        "cost": None if cost is None else [text for text in cost if text],
         "split": split_shares(split),
     }
-    shards = {name: value for name, value in changes.items() if name not in ("about", "lookup")}
+    shards = {name: value for name, value in changes.items() if name not in ("about", "lookup", "cost")}
     stays = to is None and all(setting is None for setting in shards.values())
-    if stays and (about is not None or lookup is not None) and not dry_run:
+    if stays and (about is not None or lookup is not None or cost is not None) and not dry_run:
         manifest, entry = label_again(
-            root, about=about, lookup=lookup, ref=ref, message=message, author=author
+            root,
+            about=about,
+            lookup=lookup,
+            cost=changes["cost"],
+            ref=ref,
+            message=message,
+            author=author,
         )
         if as_json:
             console.print_json(

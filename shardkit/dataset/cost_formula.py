@@ -1,0 +1,214 @@
+"""`bytes(text)**2`: a small language of integers over the fields of a row.
+
+Parsed by Python's own parser and walked by hand: an integer field by its name, `bytes(FIELD)`, `len(FIELD)` and
+`squares(FIELD)`, integers, `+`, `*`, `//`, `**`. Nothing is evaluated as code, nothing is below zero, and nothing
+overflows unseen: every part grows with the terms, so the largest terms bound it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import UsageError
+from shardkit.formats import Block, FixedColumn, Schema, ShardIndex
+from shardkit.formats.schema import FieldType
+from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
+from shardkit.plan.costs import COST_LIMIT
+from shardkit.plan.rounding import ragged
+
+__all__ = ["CostFormula", "Term"]
+
+_MOST_POWER = 4
+_LARGEST = 1 << 62  # of what arrays of int64 may hold on the way
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+_WRITE = 'write for example "bytes(text)", "length**2", "len(tokens) // 16" or "squares(boundaries)"'
+
+
+class Term(NamedTuple):
+    """What is taken of a field: its value, ``bytes``, ``len`` or ``squares``."""
+
+    function: str
+    field: str
+
+    def check(self, text: str, schema: Schema) -> None:
+        """Refuse a field that is not there, or of a type that has no such thing."""
+        if self.field not in schema:
+            raise UsageError(
+                f"cost={text!r}: there is no field {self.field!r}; the fields are {', '.join(schema)}"
+            )
+        kind = schema[self.field]
+        integers = kind.dtype.startswith(("int", "uint"))
+        fits, expected = {
+            "value": (kind.kind == "scalar" and integers, "one integer"),
+            "bytes": (True, ""),
+            "len": (kind.kind == "ragged", "a row of any length, such as int32[*]"),
+            "squares": (kind.kind == "ragged" and integers, "a row of integers of any length"),
+        }[self.function]
+        if not fits:
+            named = self.field if self.function == "value" else f"{self.function}({self.field})"
+            raise UsageError(f"cost={text!r}: {named} is of {kind}, expected {expected}; {_WRITE}")
+
+    def of_index(self, kind: FieldType, index: ShardIndex) -> NDArray[np.int64] | None:
+        """(rows,) int64 of a shard by its index; None where blocks have to be read."""
+        if self.function not in ("bytes", "len"):
+            return None
+        if kind.kind in ("scalar", "array"):
+            return np.full(index.rows, _item_bytes(kind) * int(np.prod(kind.shape)), dtype=np.int64)
+        if index.field_size is None:
+            return None
+        sizes = index.field_size[:, list(index.schema).index(self.field)].astype(np.int64)
+        if kind.kind == "ragged":
+            sizes = np.maximum(0, sizes - RAGGED_HEADER_BYTES)
+        return sizes // _item_bytes(kind) if self.function == "len" else sizes
+
+    def of_block(self, kind: FieldType, block: Block) -> NDArray[np.int64]:
+        """(rows,) int64 of the rows of a block; 0 where a row has no value."""
+        column = block.column(self.field)
+        if isinstance(column, FixedColumn):
+            values = column.values
+            if len(values) and (int(values.min()) < 0 or int(values.max()) >= _LARGEST):
+                raise UsageError(
+                    f"cost: the field {self.field!r} goes from {int(values.min())} to {int(values.max())}, expected "
+                    "0 to 2**62"
+                )
+            return np.where(block.present(self.field), values, 0).astype(np.int64)
+        sizes = column.ends - column.starts
+        if self.function == "squares":
+            items = column.data[ragged(column.starts, sizes)].view(np.dtype(kind.dtype).newbyteorder("<"))
+            return self._squares(items, sizes // _item_bytes(kind))
+        return sizes // _item_bytes(kind) if self.function == "len" else sizes.astype(np.int64)
+
+    def _squares(self, items: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sums of squared distances between neighbours of each row."""
+        if len(items) and int(items.max()) >= _LARGEST:
+            raise UsageError(f"cost: squares({self.field}) of {int(items.max())}, expected below 2**62")
+        steps: NDArray[np.int64] = np.diff(items.astype(np.int64), prepend=np.int64(0)).astype(np.int64)
+        ends = np.cumsum(counts)
+        steps[(ends - counts)[counts > 0]] = 0  # from one row to the next is no distance
+        if len(steps) and int(steps.min()) < 0:
+            raise UsageError(
+                f"cost: squares({self.field}) needs rows that ascend, such as borders of documents"
+            )
+
+        def sums(values: NDArray[np.int64]) -> NDArray[np.int64]:
+            before = np.concatenate(
+                (np.zeros(1, np.int64), np.cumsum(values))
+            )  # may wrap; differences do not
+            return np.asarray(before[ends] - before[ends - counts])
+
+        longest = int(sums(steps).max(initial=0))
+        if longest >= 1 << 31:
+            raise UsageError(f"cost: a row of {self.field!r} goes over {longest}, expected below 2**31")
+        return sums(steps**2)
+
+
+class CostFormula:
+    """An expression over the fields of a schema.
+
+    Attributes:
+        canonical: the text without spaces: the plan's digest has it.
+        terms: what it takes of which fields.
+
+    Raises:
+        UsageError: not such an expression, no such field, or one of another type.
+    """
+
+    def __init__(self, text: str, schema: Schema) -> None:
+        self.text = text
+        try:
+            self._tree = ast.parse(text, mode="eval").body
+            # no version of Python decides it
+            self.canonical = "".join(text.split())
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+            raise UsageError(f"cost={text!r} cannot be read: {error}; {_WRITE}") from None
+        self.schema = schema
+        self.terms: dict[Term, None] = {}
+        self._check(self._tree)
+        if not self.terms:
+            raise UsageError(f"cost={text!r} names no field; {_WRITE}")
+
+    def __call__(self, terms: Mapping[Term, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """(n,) int64 of (n,) `terms`; at least 1.
+
+        Raises:
+            UsageError: a cost may be 2**32 or more.
+        """
+        largest = self._value(self._tree, {term: int(column.max()) for term, column in terms.items()})
+        if largest >= COST_LIMIT:
+            raise self._too_large(largest)
+        costs: NDArray[np.int64] = np.maximum(1, self._value(self._tree, terms))
+        return costs
+
+    def _check(self, node: ast.expr) -> None:
+        match node:
+            case ast.Constant(value=int() as value) if type(value) is int and value < COST_LIMIT:
+                return
+            case (
+                ast.Name()
+                | ast.Call(func=ast.Name(id="bytes" | "len" | "squares"), args=[ast.Name()], keywords=[])
+            ):
+                term = _term(node)
+                term.check(self.text, self.schema)
+                self.terms[term] = None
+            case ast.BinOp(left=left, op=ast.Add() | ast.Mult(), right=right):
+                self._check(left)
+                self._check(right)
+            case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=value) as right) if value:
+                self._check(left)
+                self._check(right)
+            case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if (
+                1 <= power <= _MOST_POWER
+            ):
+                self._check(left)
+            case _:
+                raise UsageError(
+                    f"cost={self.text!r}: {ast.unparse(node)!r} is not understood; a field of integers, bytes(FIELD), "
+                    "len(FIELD), squares(FIELD), integers, +, *, // by an integer and ** up to "
+                    f"{_MOST_POWER} are"
+                )
+
+    def _value(self, node: ast.expr, terms: Mapping[Term, Any]) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name() | ast.Call():
+                return terms[_term(node)]
+            case ast.BinOp(left=left, op=op, right=right):
+                first, second = self._value(left, terms), self._value(right, terms)
+                value = _OPERATIONS[type(op)](first, second)
+                if (
+                    isinstance(value, int) and value >= _LARGEST
+                ):  # of the largest terms: arrays would overflow
+                    raise self._too_large(value)
+                return value
+        raise AssertionError(node)  # `_check` lets nothing else through
+
+    def _too_large(self, value: int) -> UsageError:
+        return UsageError(
+            f"cost={self.text!r} may reach {value}, expected below 2**32 (2**62 on the way); divide inside it, as in "
+            "(bytes(text) // 1024)**2"
+        )
+
+
+def _term(node: ast.expr) -> Term:
+    match node:
+        case ast.Name(id=name):
+            return Term("value", name)
+        case ast.Call(func=ast.Name(id=function), args=[ast.Name(id=name)]):
+            return Term(function, name)
+    raise AssertionError(node)
+
+
+def _item_bytes(kind: FieldType) -> int:
+    return np.dtype(kind.dtype).itemsize if kind.dtype else 1

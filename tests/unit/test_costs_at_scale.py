@@ -1,0 +1,51 @@
+"""Seeking into a plan with costs of a billion rows: few pieces, little memory, no second of a processor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import hashlib, resource, sys, time
+import numpy as np
+from shardkit.dataset.costs import PIECE_ROWS, CostCodes
+from shardkit.manifest import ShardTable
+from shardkit.plan import Costs, Population, make_plan
+from shardkit.reading.row_map import RowMap
+
+SHARDS, ROWS, PER_PIECE = 100_000, 10_000, PIECE_ROWS // 10_000
+each = np.full(SHARDS, ROWS)
+rows = RowMap(ShardTable(
+    digest=np.zeros((SHARDS, 32), np.uint8), size=each, index_digest=np.zeros((SHARDS, 32), np.uint8), index_size=each,
+    rows=each, selected=each, block_rows=np.full(SHARDS, 100), largest_block=each, raw_bytes=each,
+    selection_digest=np.zeros((SHARDS, 32), np.uint8), segment_shard=np.arange(SHARDS),
+    segment_stratum=np.zeros(SHARDS, np.int32), segment_rows=each, segment_selected=each,
+), lambda shard: None)
+starts, loaded = np.arange(SHARDS + 1) * ROWS, []
+
+def load(piece):  # what a read of a piece does: so many bytes, hashed
+    loaded.append(piece)
+    numbers = np.arange(int(first[piece + 1] - first[piece]), dtype=np.uint32)
+    codes = ((numbers * 2654435761 + piece) >> 25).astype(np.uint8)
+    hashlib.sha256(codes).digest()
+    return codes
+
+first = np.append(np.arange(0, SHARDS, PER_PIECE) * ROWS, SHARDS * ROWS)
+costs = Costs("drawn", CostCodes(rows, starts, first, load))
+people = Population.of("sha256:many", ["all"], [(i, 0, ROWS) for i in range(SHARDS)], 100)
+began = time.process_time()
+plan = make_plan(people, global_batch=512, lanes=64, window_blocks=16, cost=costs)
+plan.steps(1_234_567, 1_234_568, range(8, 16))
+took = time.process_time() - began
+print(took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, len(set(loaded)), len(first) - 1)
+"""
+
+
+def test_a_seek_reads_the_pieces_of_its_windows() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    took, mebibytes, read, pieces = map(float, told.split())
+    assert took < 1.0, told
+    assert mebibytes < 200, told
+    assert read < pieces / 8, told
