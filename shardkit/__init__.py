@@ -9,6 +9,7 @@
       ├── dataset          open, create: the public face
       ├── loader  audit    batches; proofs
       ├── ledger           what was consumed
+      ├── images           pictures into rows of batches
       ├── plan             who reads what, when (pure)
       ├── copies           placement, parity, replicating, repairing
       ├── reading          verified blocks from several places; the cache

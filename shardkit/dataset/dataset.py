@@ -283,7 +283,8 @@ class Dataset(Samples):
                 done for steps of up to 8 MiB that need no other work than being copied, and 4 steps wait otherwise.
                 Where rows are decoded or transformed, the step after them, and more if steps are small, is under way.
             tensors: torch tensors instead of numpy arrays; by default where torch is imported.
-            decode: field → ``"rgb8"``, ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"`` or a function of the bytes.
+            decode: field → `images.random_resized_crop` and its like, which write into the batch; ``"rgb8"``,
+                ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"``; or a function of the bytes.
             transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.
             batch_transform: ``batch_transform(fields, rngs) -> fields``, one batch after the other, while rows of the
                 next are transformed.

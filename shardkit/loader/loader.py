@@ -61,6 +61,15 @@ class Loader:
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
             events=EventLog(config.run, topology.rank), missing=MissingValues(sources.schema, fields, config.fill),
         )  # fmt: skip
+        self._function: RowFunction | None = None
+        if config.decode or config.transform is not None:
+            self._function = RowFunction(
+                seed=plan.settings.seed,
+                decoders=find_decoders(config.decode, sources.schema),
+                transform=config.transform,
+            )
+        row_decoders = {} if self._function is None else self._function.row_decoders
+        self._made_by = {name: one.made_by for name, one in row_decoders.items()}
         dealt = self._deal()
         self.assignment = None if dealt is None else dealt.assignment
         lanes = (
@@ -81,12 +90,6 @@ class Loader:
             rank=topology.rank, world=topology.world, worker=config.offset, lanes=lambda: list(live.lanes)
         )
         live.register(self.telemetry)
-        self._function: RowFunction | None = None
-        if config.decode or config.transform is not None:
-            decoders = find_decoders(config.decode, sources.schema)
-            self._function = RowFunction(
-                seed=plan.settings.seed, decoders=decoders, transform=config.transform
-            )
         self._rebalancer: Rebalancer | None = None
         if config.rebalance is not None and dealt is not None:
             self._rebalancer = make_rebalancer(
@@ -119,7 +122,8 @@ class Loader:
         asked = config.assignment
         mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": plan.digest,
                 "world": world, "fields": setup.fields, "chosen": chosen is not None, "lanes": own,
-                "assignment": asked.digest if isinstance(asked, Assignment) else asked}  # fmt: skip
+                "assignment": asked.digest if isinstance(asked, Assignment) else asked,
+                **({"decoders": self._made_by} if self._made_by else {})}  # fmt: skip
         found = agree(exchange, mine, lanes=plan.lanes, shared=config.mesh is not None)
         if world == 1 or isinstance(asked, Assignment) or any(one["chosen"] for one in found):
             return dealt
@@ -240,8 +244,12 @@ class Loader:
             remote.supply.advance(one.step)
             if journal is not None:
                 remote.journaled.flush(one.step, journal, everything=last)
-        if journal is not None and one.step in self._stages and self.lanes[:1] == [0]:
-            journal.event(one.step, "stage", number=self._stages[one.step])
+        if journal is not None and self.lanes[:1] == [0]:
+            if one.step in self._stages:
+                journal.event(one.step, "stage", number=self._stages[one.step])
+            if self._made_by and "decoders" not in resources.told:
+                resources.told.add("decoders")
+                journal.event(one.step, "decoders", made_by=self._made_by)
 
     def _came_back(self, loop: Loop) -> None:
         """The trainer has done with the last batch of this loop, if it had one."""

@@ -111,7 +111,7 @@ class Pipeline:
         self._rows_per_step = max(1, setup.plan.cell_size * len(lanes))
         self._bytes_per_step = self._rows_per_step * setup.sources.row_bytes(setup.fields)
         self._pin = setup.tensors and may_pin()
-        self._work = resources.row_work()
+        self._work = resources.row_work(allocate)
         self._prefetch = self._steps_ahead(prefetch)
         # Every gather waits for the interpreter once it is done: some steps at a time where they are small.
         fit = _TOGETHER_BYTES // max(1, self._bytes_per_step)

@@ -19,6 +19,7 @@ from shardkit.ledger import Journal
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockSource, BlockWindow
+from shardkit.loader.gather import Allocate
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.settings import LoaderSetup, Sources
 from shardkit.loader.transforms import RowFunction
@@ -151,11 +152,15 @@ class LoaderResources:
         """How many blocks were not what was written."""
         return self._load.verification_failures
 
-    def row_work(self) -> RowWork | None:
-        """Decoding and transforms for one loop; None where rows are handed out as they are stored."""
+    def row_work(self, allocate: Allocate) -> RowWork | None:
+        """Decoding and transforms for one loop; None where rows are handed out as they are stored.
+
+        `allocate` makes the arrays of batches that decoders write to.
+        """
         if self._function is None and self._setup.config.batch_transform is None:
             return None
-        return RowWork(self._setup, self._function, workers=self.workers, parts=self._threads * 2)
+        parts = self._threads * 2
+        return RowWork(self._setup, self._function, workers=self.workers, parts=parts, allocate=allocate)
 
     def close(self) -> None:
         """End all of it; may be called twice, and in a forked child does nothing."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import RunError
 from shardkit.formats import presence_of
-from shardkit.loader.gather import rows_of
+from shardkit.loader.gather import Allocate, rows_of
 from shardkit.loader.settings import LoaderSetup, Workers
 from shardkit.loader.transforms import (
     LazyGenerators,
@@ -34,7 +34,7 @@ _ATTEMPTS = 16
 _function: RowFunction | None = None  # of this worker process
 
 
-_ALL: Final[Mapping[str, NDArray[np.bool_]]] = {}
+_ALL: Final[Mapping[str, NDArray[Any]]] = {}
 
 
 class BegunRows(NamedTuple):
@@ -46,6 +46,7 @@ class BegunRows(NamedTuple):
     samples: NDArray[np.int64]
     slots: NDArray[np.int64]
     pieces: list[Future[Rows]]  # in order; none where there are no workers
+    into: Mapping[str, NDArray[Any]] = _ALL  # arrays of the batch that decoders write their rows to
     valid: Mapping[str, NDArray[np.bool_]] = _ALL  # optional field → which rows have a value
 
     def give_up(self) -> None:
@@ -63,10 +64,17 @@ class RowWork:
         function: per row; None where no rows are decoded or transformed.
         workers: where `function` runs; None runs it where it is called.
         parts: into how many pieces a step is cut for them.
+        allocate: makes the arrays that decoders write to.
     """
 
     def __init__(
-        self, setup: LoaderSetup, function: RowFunction | None, *, workers: Executor | None, parts: int
+        self,
+        setup: LoaderSetup,
+        function: RowFunction | None,
+        *,
+        workers: Executor | None,
+        parts: int,
+        allocate: Allocate,
     ) -> None:
         plan, config = setup.plan, setup.config
         self._function, self._batch_transform, self._on_error = (
@@ -74,7 +82,8 @@ class RowWork:
             config.batch_transform,
             config.on_error,
         )
-        self._workers, self._parts = workers, parts
+        self._workers, self._parts, self._allocate = workers, parts, allocate
+        self._row_decoders = {} if function is None or function.transform else function.row_decoders
         self._seed, self._cell_size = plan.settings.seed, plan.cell_size
         self._substitutes = SubstituteDraw(
             plan.population,
@@ -111,8 +120,13 @@ class RowWork:
         columns = (
             fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
         )
-        pieces = self._submit(function, columns, step, slots, max(1, -(-step_rows // self._parts)))
-        return BegunRows(fields, columns, step, samples, slots, pieces)
+        into = {
+            name: self._allocate((len(slots), *decoder.shape), decoder.dtype)
+            for name, decoder in self._row_decoders.items()
+            if name in columns
+        }
+        pieces = self._submit(function, columns, step, slots, max(1, -(-step_rows // self._parts)), into)
+        return BegunRows(fields, columns, step, samples, slots, pieces, into)
 
     def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
         """The batch after decoding and transforms, and the samples it now holds.
@@ -151,13 +165,17 @@ class RowWork:
                 for name, mask in begun.valid.items():
                     mask[position] = raw[presence_of(name)]
                 rows[position] = row if function.transform else {name: row[name] for name in columns}
+                for name, array in begun.into.items():
+                    array[position] = row[name]
                 replaced[position] = raw
                 if self._on_error == "mask":
                     valid[position] = False
                 else:
                     samples = samples.copy()
                     samples[position] = sample
-        done = stack_samples(rows)  # type: ignore[arg-type]
+        if begun.into:  # there is no transform: what is written to its place already is not stacked
+            rows = [{n: v for n, v in row.items() if n not in begun.into} for row in rows]  # type: ignore[union-attr]
+        done = {**stack_samples(rows), **begun.into}  # type: ignore[arg-type]
         if function.transform:
             return done, samples
         rest = {name: value for name, value in fields.items() if name not in columns}
@@ -177,28 +195,38 @@ class RowWork:
         step: int,
         slots: NDArray[np.int64],
         size: int,
+        into: Mapping[str, NDArray[Any]],
     ) -> list[Future[Rows]]:
         workers = self._workers
         if workers is None:
             return []
-        call = function if isinstance(workers, ThreadPoolExecutor) else _work_here
         pieces = []
         try:
             for a in range(0, len(slots), size):
                 b = min(a + size, len(slots))
                 rows = {name: rows_of(value, a, b) for name, value in columns.items()}
-                pieces.append(workers.submit(call, rows, step, slots[a:b], self._cell_size))
+                if isinstance(workers, ThreadPoolExecutor):
+                    targets = {name: array[a:b] for name, array in into.items()}
+                    pieces.append(workers.submit(function, rows, step, slots[a:b], self._cell_size, targets))
+                else:
+                    pieces.append(workers.submit(_work_here, rows, step, slots[a:b], self._cell_size))
         except BrokenExecutor as error:
             raise _worker_died(step) from error
         return pieces
 
     def _finished(self, function: RowFunction, begun: BegunRows) -> Rows:
         if self._workers is None:
-            return function(begun.columns, begun.step, begun.slots, self._cell_size)
+            return function(begun.columns, begun.step, begun.slots, self._cell_size, begun.into)
         try:
-            return [row for piece in begun.pieces for row in piece.result()]
+            rows = [row for piece in begun.pieces for row in piece.result()]
         except BrokenExecutor as error:
             raise _worker_died(begun.step) from error
+        if not isinstance(self._workers, ThreadPoolExecutor):
+            for name, array in begun.into.items():
+                for position, row in enumerate(rows):
+                    if not isinstance(row, RowFailure):
+                        array[position] = row[name]
+        return rows
 
     def _replace(
         self, function: RowFunction, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import struct
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import methodcaller
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema, sha256_digest
-from shardkit.plan import Population
+from shardkit.plan import Place, Population
 
 __all__ = [
     "DECODERS",
     "BatchTransform",
     "Decoder",
     "LazyGenerators",
+    "RowDecoder",
     "RowFailure",
     "RowFunction",
     "SampleTransform",
@@ -36,7 +36,30 @@ __all__ = [
     "stack_samples",
 ]
 
-Decoder: TypeAlias = Callable[[Any], Any]
+
+@runtime_checkable
+class RowDecoder(Protocol):
+    """A decoder whose results all have one shape: it writes each into its row of the batch, which is never stacked.
+
+    Attributes:
+        shape, dtype: of a row.
+        made_by: libraries and versions that its results depend on; ranks that differ in it are refused.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def made_by(self) -> str: ...
+
+    def __call__(self, value: Any, /, *, place: Place, out: NDArray[Any]) -> None:
+        """Write all of `out`; what it draws depends on `place` alone."""
+
+
+Decoder: TypeAlias = Callable[[Any], Any] | RowDecoder
 """Stored value → what the model takes."""
 
 SampleTransform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
@@ -48,15 +71,11 @@ BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
 
 # ---- decoders: each raises where the bytes are not what its name says
 
-_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
+def _whole_picture(payload: bytes, mode: Any) -> NDArray[np.uint8]:
+    from shardkit.images.decoding import decode_picture
 
-def _image(payload: bytes, mode: str) -> NDArray[np.uint8]:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(payload), formats=_IMAGE_FORMATS) as image:
-        image.draft(mode, None)  # lets the JPEG decoder leave out what the mode does not need
-        return np.array(image.convert(mode))
+    return decode_picture(payload, mode)
 
 
 def _numpy_file(payload: bytes) -> NDArray[Any]:
@@ -65,8 +84,8 @@ def _numpy_file(payload: bytes) -> NDArray[Any]:
 
 
 DECODERS: Mapping[str, Decoder] = {
-    "rgb8": partial(_image, mode="RGB"),  # (height, width, 3) uint8
-    "gray8": partial(_image, mode="L"),  # (height, width) uint8
+    "rgb8": partial(_whole_picture, mode="RGB"),  # (height, width, 3) uint8
+    "gray8": partial(_whole_picture, mode="L"),  # (height, width) uint8
     "numpy": _numpy_file,
     "json": json.loads,
     "text": methodcaller("decode", "utf-8"),
@@ -96,8 +115,10 @@ def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[s
             raise ConfigurationError(
                 f"decode: {name!r} has decoder {wanted!r}; known are {', '.join(DECODERS)}, or pass a function"
             )
-        if wanted in ("rgb8", "gray8") and importlib.util.find_spec("PIL") is None:
-            raise MissingDependency(f"decode={{{name!r}: {wanted!r}}} needs Pillow; run: pip install pillow")
+        if wanted in ("rgb8", "gray8"):
+            from shardkit.images.decoding import find_decoder
+
+            find_decoder()
         found[name] = DECODERS[wanted]
     return found
 
@@ -128,8 +149,12 @@ class LazyGenerators(Sequence[np.random.Generator]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        return sample_generator(*self.place(index))
+
+    def place(self, index: int) -> Place:
+        """Where a sample of the batch stands."""
         lane, slot = divmod(int(self._slots[index]), self._cell_size)
-        return sample_generator(self._seed, self._step, lane, slot)
+        return Place(self._seed, self._step, lane, slot)
 
 
 class RowFailure(NamedTuple):
@@ -150,23 +175,49 @@ class RowFunction:
     transform: SampleTransform | None = None
 
     def __call__(
-        self, columns: Mapping[str, Any], step: int, slots: NDArray[np.int64], cell_size: int
+        self,
+        columns: Mapping[str, Any],
+        step: int,
+        slots: NDArray[np.int64],
+        cell_size: int,
+        into: Mapping[str, NDArray[Any]] | None = None,
     ) -> list[Mapping[str, Any] | RowFailure]:
-        """One result per row, in order; `columns` hold decoded-to-be fields only where there is no transform."""
+        """One result per row, in order; `columns` hold decoded-to-be fields only where there is no transform.
+
+        `into` has, of fields with a `RowDecoder`, the rows of the batch that they are written to; without it each row
+        is an array of its own.
+        """
         readers = {name: row_reader(value) for name, value in columns.items()}
         generators = LazyGenerators(self.seed, step, slots, cell_size)
-        return [self._one(readers, position, generators) for position in range(len(slots))]
+        return [self._one(readers, position, generators, into or {}) for position in range(len(slots))]
+
+    @cached_property
+    def row_decoders(self) -> Mapping[str, RowDecoder]:
+        """Those that write to a row; into the batch itself where no transform comes after them."""
+        return {name: one for name, one in self.decoders.items() if isinstance(one, RowDecoder)}
 
     def _one(
-        self, readers: Mapping[str, Callable[[int], Any]], position: int, generators: LazyGenerators
+        self,
+        readers: Mapping[str, Callable[[int], Any]],
+        position: int,
+        generators: LazyGenerators,
+        into: Mapping[str, NDArray[Any]],
     ) -> Mapping[str, Any] | RowFailure:
         row = {name: read(position) for name, read in readers.items()}
         for name, decode in self.decoders.items():
-            if row.get(name) is not None:
-                try:
-                    row[name] = decode(row[name])
-                except Exception as error:  # noqa: BLE001  the policy decides what becomes of it
-                    return _failure(name, error)
+            decoder, plain = self.row_decoders.get(name), cast("Callable[[Any], Any]", decode)
+            try:
+                if decoder is None and row.get(name) is not None:
+                    row[name] = plain(row[name])
+                elif decoder is not None and name in row:
+                    out = into[name][position] if name in into else np.empty(decoder.shape, decoder.dtype)
+                    if row[name] is None:
+                        out[...] = 0
+                    else:
+                        decoder(row[name], place=generators.place(position), out=out)
+                    row[name] = out
+            except Exception as error:  # noqa: BLE001  the policy decides what becomes of it
+                return _failure(name, error)
         if self.transform is None:
             return row
         try:

@@ -8,14 +8,14 @@ from shardkit.notebook import pages
 
 from .assignment import Assignment, assign, data_coordinates
 from .costs import Costs, encode_costs
+from .draws import Place, cell_key, draw, draws
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
 from .settings import EARLIER_WINDOW_BLOCKS
 
 __all__ = [
-    "EARLIER_WINDOW_BLOCKS", "Assignment", "Costs", "Plan", "Population", "assign", "cell_digest", "data_coordinates",
-    "encode_costs",
-    "make_plan",
+    "EARLIER_WINDOW_BLOCKS", "Assignment", "Costs", "Place", "Plan", "Population", "assign", "cell_digest", "cell_key",
+    "data_coordinates", "draw", "draws", "encode_costs", "make_plan",
 ]  # fmt: skip
 
 

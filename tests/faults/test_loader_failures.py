@@ -61,7 +61,7 @@ def _plan(ds: shardkit.Dataset) -> Any:
 
 def test_by_default_a_row_that_does_not_decode_stops_the_run_and_is_named(images: shardkit.Dataset) -> None:
     with pytest.raises(
-        RunError, match=r"sample \d+ does not decode: field 'image': UnidentifiedImageError"
+        RunError, match=r"sample \d+ does not decode: field 'image': FormatError: a picture"
     ) as caught:
         list(images.loader(_plan(images), decode={"image": "rgb8"}, tensors=False))
     sample = int(str(caught.value).split()[1])

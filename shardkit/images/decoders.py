@@ -1,0 +1,216 @@
+"""Decoders that write a picture straight into its row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ConfigurationError
+from shardkit.images.decoding import MAX_PIXELS, PictureReader, check_pixels, find_decoder, versions_of
+from shardkit.images.framing import CenterCrop, Framing, RandomCrop, WholePicture, pair_of
+from shardkit.images.resizing import find_resizer, resize_view
+from shardkit.plan import Place
+
+__all__ = [
+    "Augmentation",
+    "Layout",
+    "Normalise",
+    "PictureDecoder",
+    "random_resized_crop",
+    "resize",
+    "resize_center_crop",
+]
+
+Normalise: TypeAlias = Literal["imagenet"] | tuple[Sequence[float], Sequence[float]] | None
+"""Mean and standard deviation of each channel, of values from 0 to 1; None leaves bytes."""
+
+Layout: TypeAlias = Literal["CHW", "HWC"]
+"""Planes, as convolutions of torch take them, or pixels."""
+
+Augmentation: TypeAlias = Callable[[NDArray[np.uint8], Place], NDArray[np.uint8]]
+"""(height, width, 3) uint8 and the sample's place → the same shape; writes to neither."""
+
+IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True)
+class PictureDecoder:
+    """A decoder for ``decode=``: the loader allocates (rows, *shape) and hands each call its own row.
+
+    It pickles, and looks up its libraries when it is made: a worker decodes as its parent does.
+
+    Attributes:
+        frame: what is seen of each picture.
+        size: (height, width).
+        augment: in this order, on bytes, after the crop.
+        normalise: mean and standard deviation, or None.
+        layout: of a row.
+        max_pixels: larger pictures are refused.
+        decoder, resizer: the libraries.
+        made_by: the same, with the versions that pixels depend on.
+    """
+
+    frame: Framing
+    size: tuple[int, int]
+    augment: tuple[Augmentation, ...]
+    normalise: tuple[Sequence[float], Sequence[float]] | None
+    layout: Layout
+    max_pixels: int
+    decoder: str
+    resizer: str
+    made_by: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a row: (3, height, width), or (height, width, 3)."""
+        return (3, *self.size) if self.layout == "CHW" else (*self.size, 3)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint8, or float32 where it normalises."""
+        return np.dtype(np.uint8 if self.normalise is None else np.float32)
+
+    def __call__(self, payload: bytes, *, place: Place, out: NDArray[Any]) -> None:
+        """Decode into `out`, of `shape` and `dtype`, all of which is written.
+
+        Raises:
+            FormatError: the bytes are no picture, or have more pixels than are allowed.
+        """
+        reader = PictureReader(payload, self.decoder, self.max_pixels)
+        view = self.frame(reader.height, reader.width, place)
+        pixels = reader.pixels(shrink=view.shrink)
+        shrunk = 1 if pixels.shape[0] == reader.height else view.shrink
+        seen = resize_view(pixels, view, self.size, self.resizer, shrunk)
+        for augmentation in self.augment:
+            seen = augmentation(seen, place)
+        if self.layout == "CHW":
+            seen = seen.transpose(2, 0, 1)
+        if self.normalise is None:
+            out[...] = seen
+        else:
+            mean, factor = scaling(self.normalise, self.layout)
+            np.subtract(seen, mean, out=out)
+            out *= factor
+
+
+def scaling(
+    normalise: tuple[Sequence[float], Sequence[float]], layout: Layout
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What is subtracted from bytes, and what the difference is multiplied by: float32 that broadcast over a row."""
+    shape = (3, 1, 1) if layout == "CHW" else (3,)
+    mean, deviation = (np.array(values, dtype=np.float64).reshape(shape) * 255 for values in normalise)
+    return mean.astype(np.float32), (1 / deviation).astype(np.float32)
+
+
+def random_resized_crop(
+    size: int | tuple[int, int],
+    *,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    flip: float = 0.5,
+    augment: Sequence[Augmentation] = (),
+    normalise: Normalise = None,
+    layout: Layout = "CHW",
+    max_pixels: int = MAX_PIXELS,
+) -> PictureDecoder:
+    """For training: a random part of the picture, resized with antialiasing, perhaps mirrored.
+
+    The part depends on (seed, step, lane, slot) alone, in integers: it is the same on every machine.
+
+    Args:
+        size: of the result: pixels, or (height, width).
+        scale: least and largest share of the picture's area.
+        ratio: least and largest width / height, drawn evenly in the logarithm.
+        flip: how often the picture is mirrored.
+        augment: for example ``[color_jitter(0.4, 0.4, 0.4)]``; on bytes, after crop and flip.
+        normalise: ``"imagenet"`` or (means, deviations): float32 rows; None: uint8 rows.
+        layout: of a row.
+        max_pixels: pictures of more are refused.
+
+    Raises:
+        ConfigurationError: a value out of range.
+        MissingDependency: there is no Pillow.
+    """
+    pair = pair_of(size)
+    framing = RandomCrop(pair, scale, ratio, flip)
+    return _decoder(framing, pair, augment, normalise, layout, max_pixels)
+
+
+def resize_center_crop(
+    shorter: int,
+    size: int | tuple[int, int],
+    *,
+    normalise: Normalise = None,
+    layout: Layout = "CHW",
+    max_pixels: int = MAX_PIXELS,
+) -> PictureDecoder:
+    """For validation: the shorter side becomes `shorter` pixels, the middle of `size` is cut out.
+
+    Args:
+        shorter: pixels.
+        size: of the result, no larger.
+        normalise: this and what follows as for `random_resized_crop`, errors too.
+        layout: of a row.
+        max_pixels: pictures of more are refused.
+    """
+    pair = pair_of(size)
+    return _decoder(CenterCrop(shorter, pair), pair, (), normalise, layout, max_pixels)
+
+
+def resize(
+    size: int | tuple[int, int],
+    *,
+    augment: Sequence[Augmentation] = (),
+    normalise: Normalise = None,
+    layout: Layout = "CHW",
+    max_pixels: int = MAX_PIXELS,
+) -> PictureDecoder:
+    """The whole picture, whatever its aspect ratio was; errors as for `random_resized_crop`.
+
+    Args:
+        size: of the result: pixels, or (height, width).
+        augment: on bytes, after resizing.
+        normalise: ``"imagenet"``, (means, deviations), or None.
+        layout: of a row.
+        max_pixels: pictures of more are refused.
+    """
+    pair = pair_of(size)
+    return _decoder(WholePicture(pair), pair, augment, normalise, layout, max_pixels)
+
+
+def _decoder(
+    framing: Framing,
+    size: tuple[int, int],
+    augment: Sequence[Augmentation],
+    normalise: Normalise,
+    layout: Layout,
+    max_pixels: int,
+) -> PictureDecoder:
+    if layout not in ("CHW", "HWC"):
+        raise ConfigurationError(f"layout={layout!r}: 'CHW' or 'HWC' is expected")
+    check_pixels(max_pixels)
+    chosen = _checked(normalise)
+    decoder, resizer = find_decoder(), find_resizer()
+    made_by = versions_of(decoder, "pillow", resizer)
+    return PictureDecoder(
+        framing, size, tuple(augment), chosen, layout, max_pixels, decoder, resizer, made_by
+    )
+
+
+def _checked(normalise: Normalise) -> tuple[Sequence[float], Sequence[float]] | None:
+    if normalise is None:
+        return None
+    found = IMAGENET if normalise == "imagenet" else normalise
+    try:
+        mean, deviation = (tuple(float(value) for value in values) for values in found)
+    except (TypeError, ValueError):
+        mean = deviation = ()
+    if len(mean) != 3 or len(deviation) != 3 or not all(value > 0 for value in deviation):
+        raise ConfigurationError(
+            f"normalise={normalise!r}: None, 'imagenet' or three means and three deviations above 0 are expected"
+        )
+    return mean, deviation

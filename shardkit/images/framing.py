@@ -1,0 +1,154 @@
+"""Which part of a picture is seen at which size: integers, equal on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from functools import lru_cache
+from math import isqrt
+from typing import Final, NamedTuple, TypeAlias
+
+from shardkit.errors import ConfigurationError
+from shardkit.plan import Place, draw, draws
+
+__all__ = ["CenterCrop", "Framing", "RandomCrop", "View", "WholePicture", "pair_of"]
+
+_NAME: Final = "random_resized_crop"
+_TRIES: Final = 10
+_ONE: Final = 1 << 32  # fixed point
+_RATIOS: Final = 1024  # aspect ratios that are drawn from, evenly spaced in their logarithm
+_SHARP: Final = 4  # a picture scaled in decoding to so many times its target is ≥ 50 dB from Pillow's
+
+
+class View(NamedTuple):
+    """A box of the picture, resized, and what is cut out of the result; all in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    resized: tuple[int, int]  # (height, width) of the box afterwards
+    cut: tuple[int, int] = (0, 0)  # (top, left) in that of what is wanted
+    shrink: int = 1  # by which the picture may be scaled in decoding; divides the box
+    flip: bool = False
+
+
+Framing: TypeAlias = Callable[[int, int, Place], View]
+"""(height, width, place) → what is seen of the picture."""
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """Inception's crop: a share of the area and an aspect ratio, tried ten times, else the middle.
+
+    Each sample has 41 draws, of which each try has four of its own.
+    """
+
+    size: tuple[int, int]
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+    flip: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ConfigurationError(
+                f"scale={self.scale}: shares of the area, 0 < least <= most <= 1, are expected"
+            )
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise ConfigurationError(f"ratio={self.ratio}: width / height, 0 < least <= most, is expected")
+        if not 0 <= self.flip <= 1:
+            raise ConfigurationError(f"flip={self.flip}: a probability from 0 to 1 is expected")
+
+    def __call__(self, height: int, width: int, place: Place) -> View:
+        flip = draw(draws(place, _NAME, 1)[0], _ONE) < round(self.flip * _ONE)
+        least, most = (round(share * _ONE) for share in self.scale)
+        for attempt in range(_TRIES):
+            a, b, c, d = draws(place, _NAME, 4, first=1 + 4 * attempt)
+            area = height * width * (least + draw(a, most - least + 1))  # fixed point
+            ratio = _ratios(self.ratio)[draw(b, _RATIOS)]
+            wide, high = _rounded_root(area * ratio, _ONE * _ONE), _rounded_root(area, ratio)
+            if 0 < wide <= width and 0 < high <= height:
+                shrink = _shrink(high, wide, self.size)
+                wide, high = wide - wide % shrink, high - high % shrink
+                left, top = draw(c, width - wide + 1), draw(d, height - high + 1)
+                return View(
+                    left - left % shrink, top - top % shrink, wide, high, self.size, shrink=shrink, flip=flip
+                )
+        wide, high = width, height  # the middle, as near to the picture's own ratio as is allowed
+        low, tall = _ratios(self.ratio)[0], _ratios(self.ratio)[-1]
+        if wide * _ONE < low * high:
+            high = max(1, wide * _ONE // low)
+        elif wide * _ONE > tall * high:
+            wide = max(1, high * tall // _ONE)
+        return View((width - wide) // 2, (height - high) // 2, wide, high, self.size, flip=flip)
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """The shorter side becomes `shorter`, and the middle is cut out."""
+
+    shorter: int
+    size: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if max(self.size) > self.shorter:
+            raise ConfigurationError(
+                f"resize_center_crop({self.shorter}, {max(self.size)}): the crop is larger than the resized picture"
+            )
+
+    def __call__(self, height: int, width: int, place: Place) -> View:
+        short = min(height, width)
+        resized = self.shorter * height // short, self.shorter * width // short
+        cut = round((resized[0] - self.size[0]) / 2), round((resized[1] - self.size[1]) / 2)
+        return View(0, 0, width, height, resized, cut, _whole_shrink(height, width, resized))
+
+
+@dataclass(frozen=True)
+class WholePicture:
+    """All of it, whatever its aspect ratio was."""
+
+    size: tuple[int, int]
+
+    def __call__(self, height: int, width: int, place: Place) -> View:
+        return View(0, 0, width, height, self.size, shrink=_whole_shrink(height, width, self.size))
+
+
+def pair_of(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) in pixels.
+
+    Raises:
+        ConfigurationError: not 1 to 16,384 each.
+    """
+    high, wide = (size, size) if isinstance(size, int) else size
+    if not (1 <= high <= 16_384 and 1 <= wide <= 16_384):
+        raise ConfigurationError(f"size={size!r}: pixels or (height, width) are expected, 1 to 16384 each")
+    return high, wide
+
+
+@lru_cache(maxsize=16)
+def _ratios(bounds: tuple[float, float]) -> tuple[int, ...]:
+    """Fixed point; `decimal` rounds exp and ln correctly, which no C library promises."""
+    with localcontext() as context:
+        context.prec = 28
+        low, high = (Decimal(bound).ln() for bound in bounds)
+        step = (high - low) / (_RATIOS - 1)
+        return tuple(round((low + step * number).exp() * _ONE) for number in range(_RATIOS))
+
+
+def _rounded_root(value: int, over: int) -> int:
+    """The integer nearest to √(value / over)."""
+    return (isqrt(4 * value // over) + 1) // 2
+
+
+def _shrink(high: int, wide: int, size: tuple[int, int]) -> int:
+    """How far a box may be scaled in decoding."""
+    spare = min(high // size[0], wide // size[1]) // _SHARP
+    return 1 << min(3, max(1, spare).bit_length() - 1)
+
+
+def _whole_shrink(height: int, width: int, resized: tuple[int, int]) -> int:
+    shrink = _shrink(height, width, resized)
+    while height % shrink or width % shrink:  # else the last row stands for less than a whole one
+        shrink //= 2
+    return shrink
