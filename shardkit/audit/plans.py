@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
 from shardkit.dataset.population import population_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.plan import Plan, Population
+from shardkit.plan import Costs, Plan, Population
 from shardkit.repository.log import parse_dataset_url
 
 
@@ -122,13 +123,16 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
         )  # the plan went on from another version
         return population_of(earlier.manifest, earlier.table)
 
+    costs_found = partial(costs_of, dataset)
     try:
         if event.get("history"):
-            recipe = recipe_of(event["history"], rows_of, lambda text: costs_of(dataset, text))
+            recipe = recipe_of(event["history"], rows_of, costs_found)
             candidates.append(("the ledger's settings", recipe, recipe.make()))
         if record.settings.get("configuration"):
             history = event.get("history") or [{"settings": {}}]
-            candidates.append(_configured_plan(record, population, expected, history[0]["settings"]))
+            candidates.append(
+                _configured_plan(record, population, expected, history[0]["settings"], costs_found)
+            )
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -160,7 +164,11 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
 
 
 def _configured_plan(
-    record: RunRecord, population: Population, expected: str, recorded: Mapping[str, Any]
+    record: RunRecord,
+    population: Population,
+    expected: str,
+    recorded: Mapping[str, Any],
+    costs_found: Callable[[str], Costs],
 ) -> tuple[str, PlanRecipe, Plan]:
     """The plan of a stage that run.json, or the settings that the run went on with, ask for.
 
@@ -168,7 +176,7 @@ def _configured_plan(
     """
     made: list[tuple[str, PlanRecipe, Plan]] = []
     for configuration in record.configurations():
-        recipes = configured_settings(population, configuration, recorded)
+        recipes = configured_settings(population, configuration, recorded, costs_found)
         plans = [recipe.make() for recipe in recipes]
         made += [("run.json", recipe, plan) for recipe, plan in zip(recipes, plans, strict=True)]
         stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]

@@ -117,7 +117,10 @@ def _arguments(population: Population, settings: Mapping[str, Any]) -> dict[str,
 
 
 def configured_settings(
-    population: Population, configuration: Mapping[str, Any], recorded: Mapping[str, Any]
+    population: Population,
+    configuration: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    costs_of: Callable[[str], Costs],
 ) -> list[PlanRecipe]:
     """From the configuration in the bundled trainer's ``run.json``: the plan that it begins with, then each stage's.
 
@@ -133,8 +136,10 @@ def configured_settings(
         )
     arguments = {"global_batch": data["global_batch"], "seed": data.get("seed", 0)}
     arguments |= {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
-    chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks")}
+    chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "balance")}
     arguments |= {name: value for name, value in chosen.items() if value}
+    if data.get("cost"):
+        arguments["cost"] = costs_of(data["cost"])
     recipes = [PlanRecipe(population, arguments)]
     for stage in data.get("stages") or ():
         change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}

@@ -82,6 +82,10 @@ class DataConfig(Section):
     lanes: Size = 0  # 0: the plan's default
     weights: dict[str, Weight] = field(default_factory=dict)  # stratum pattern → integer; empty: natural
     window_blocks: Size = 0  # 0: the plan's default
+    cost: str = (
+        ""  # what a sample costs, such as "len(tokens)**2": ranks wait less for each other; empty: all alike
+    )
+    balance: Literal["", "spread", "align"] = ""  # with cost; empty: spread
     cache: str = ""  # directory on the node's own disk for blocks that came over a network; empty: none
     cache_size: str = ""  # the most that it may take, such as "200GiB"; empty: most of the disk's free room
     stages: list[StageConfig] = field(default_factory=list)  # schedules of batch size and weights
@@ -89,7 +93,17 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps = [stage.from_step for stage in self.stages]
-        expect((steps == sorted(set(steps)), f"data.stages: from_step is {steps}, expected rising steps"))
+        expect(
+            (steps == sorted(set(steps)), f"data.stages: from_step is {steps}, expected rising steps"),
+            (
+                not self.balance or bool(self.cost),
+                f"data.balance = {self.balance!r}: expected it only with data.cost",
+            ),
+            (
+                not self.cost or not (self.weights or self.stages),
+                "data.cost: expected no data.weights or data.stages",
+            ),
+        )
         try:
             parse_size(self.cache_size or "0")
         except ConfigurationError as error:

@@ -54,7 +54,8 @@ class RunData:
             self.parts = {part.name: f"{parse_dataset_url(data.parts[part.name])[0]}@{part.manifest.id}"
                           for part in self.dataset.version.parts}  # fmt: skip
         world.store.set("versions", json.dumps({"manifest": self.manifest, "parts": self.parts}))
-        chosen = {"lanes": data.lanes, "weights": data.weights, "window_blocks": data.window_blocks}
+        names = ("lanes", "weights", "window_blocks", "cost", "balance")
+        chosen = {name: getattr(data, name) for name in names}
         settings: dict[str, Any] = {name: value for name, value in chosen.items() if value}
         if known is not None:  # a run keeps what it began with, whatever the defaults are by now
             recorded = recorded_plan(directory.path, known["plan"]) or {}
