@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.field_names import parse_expression, without_spaces
 from shardkit.errors import UsageError
 from shardkit.formats import Block, FixedColumn, Schema, ShardIndex
 from shardkit.formats.schema import FieldType
@@ -127,9 +128,9 @@ class CostFormula:
     def __init__(self, text: str, schema: Schema) -> None:
         self.text = text
         try:
-            self._tree = ast.parse(text, mode="eval").body
+            self._tree = parse_expression(text)
             # no version of Python decides it
-            self.canonical = "".join(text.split())
+            self.canonical = without_spaces(text)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
             raise UsageError(f"cost={text!r} cannot be read: {error}; {_WRITE}") from None
         self.schema = schema

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from shardkit.dataset.about import About, Terms
-from shardkit.formats import FieldType, extension, parse_digest
+from shardkit.formats import FieldType, Schema, extension, member_names, parse_digest
 from shardkit.manifest import Manifest
 from shardkit.repository.versions import Version
 from shardkit.stores.store import object_name
@@ -164,14 +164,14 @@ def _shards(version: Version) -> Iterator[dict[str, Any]]:
 def _file_sets(version: Version) -> Iterator[dict[str, Any]]:
     tars, arrows = _by_kind(version)
     if tars:
-        for field in version.manifest.schema:
+        for field, member in _members(version.manifest.schema):
             yield {
                 "@type": "cr:FileSet",
-                "@id": f"files/{field}",
+                "@id": f"files/{member}",
                 "name": f"members of {field}",
                 "containedIn": [{"@id": _shard_id(shard)} for shard in tars],
                 "encodingFormat": "application/octet-stream",
-                "includes": f"*.{field}.*",
+                "includes": f"*.{member}.*",
             }
     if arrows:
         yield {
@@ -182,6 +182,11 @@ def _file_sets(version: Version) -> Iterator[dict[str, Any]]:
             "encodingFormat": _MEDIA["arrow"],
             "includes": "*.arrow",
         }
+
+
+def _members(schema: Schema) -> Iterator[tuple[str, str]]:
+    """(field, what stands for it in names of members, and so in identifiers: these take no other characters either)."""
+    return zip(schema, member_names(schema), strict=True)
 
 
 def _by_kind(version: Version) -> tuple[list[int], list[int]]:
@@ -197,29 +202,30 @@ def _shard_id(shard: int) -> str:
 def _record_sets(version: Version) -> list[dict[str, Any]]:
     tars, arrows = _by_kind(version)
     schema = version.manifest.schema
-    sets = [_tar_records(field, kind) for field, kind in schema.items()] if tars else []
+    sets = [_tar_records(field, member, schema[field]) for field, member in _members(schema)] if tars else []
     if arrows:
         columns = [
             _key_field("samples", {"fileSet": {"@id": "arrow-shards"}, "extract": {"column": "__key__"}})
         ]
-        for field, kind in schema.items():
+        for field, member in _members(schema):
             source = {"fileSet": {"@id": "arrow-shards"}, "extract": {"column": field}}
-            columns.append(_value_field("samples", field, kind, source))
+            columns.append(_value_field("samples", field, member, schema[field], source))
         sets.append(_record_set("samples", "One record per sample.", columns))
     return sets
 
 
-def _tar_records(field: str, kind: FieldType) -> dict[str, Any]:
+def _tar_records(field: str, member: str, kind: FieldType) -> dict[str, Any]:
     """Records of one field; those of several fields are joined by their keys."""
-    files = {"fileSet": {"@id": f"files/{field}"}}
+    files = {"fileSet": {"@id": f"files/{member}"}}
     name = {
         **files,
         "extract": {"fileProperty": "filename"},
-        "transform": {"regex": rf"^(.*)\.{field}\.[^.]*$"},
+        "transform": {"regex": rf"^(.*)\.{member}\.[^.]*$"},
     }
     content = {**files, "extract": {"fileProperty": "content"}}
-    fields = [_key_field(f"samples/{field}", name), _value_field(f"samples/{field}", field, kind, content)]
-    return _record_set(f"samples/{field}", f"The field {field} of every sample, by key.", fields)
+    records = f"samples/{member}"
+    fields = [_key_field(records, name), _value_field(records, field, member, kind, content)]
+    return _record_set(records, f"The field {field} of every sample, by key.", fields)
 
 
 def _record_set(identity: str, description: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,8 +244,10 @@ def _key_field(records: str, source: dict[str, Any]) -> dict[str, Any]:
     return {"@type": "cr:Field", "@id": identity, "name": identity, "dataType": "sc:Text", "source": source}
 
 
-def _value_field(records: str, field: str, kind: FieldType, source: dict[str, Any]) -> dict[str, Any]:
-    identity = f"{records}/field-{field}"
+def _value_field(
+    records: str, field: str, member: str, kind: FieldType, source: dict[str, Any]
+) -> dict[str, Any]:
+    identity = f"{records}/field-{member}"
     value: dict[str, Any] = {
         "@type": "cr:Field",
         "@id": identity,

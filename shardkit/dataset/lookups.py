@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.costs import cut_pieces
+from shardkit.dataset.field_names import split_names
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, Manifest, ShardTable
@@ -139,16 +140,21 @@ def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
     Raises:
         UsageError: a field that is not there, or one that nobody could ask for.
     """
-    names = [name.strip() for name in text.split(",")] if isinstance(text, str) else list(text)
+    names = split_names(text) if isinstance(text, str) else list(text)
     fields = set()
     for name in names:
-        field, colon, mode = name.partition(":")
+        field, colon, mode = _asked_by(name, schema)
         if colon and (mode != "sha256" or field == KEY):
             raise UsageError(f"lookup {name!r}: expected a field, field:sha256, or key")
         if field != KEY:
             _check_askable(schema, field, by_digest=bool(colon))
         fields.add(field)
     return tuple(sorted(fields))
+
+
+def _asked_by(name: str, schema: Schema) -> tuple[str, str, str]:
+    """(field, colon, what stands behind it): a name may hold colons itself."""
+    return (name, "", "") if name in schema or ":" not in name else name.rpartition(":")
 
 
 def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, Hashes]:
@@ -162,7 +168,7 @@ def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, 
     Raises:
         UsageError: no such field, or a text that is no value of it.
     """
-    field, colon, mode = asked.partition(":")
+    field, colon, mode = _asked_by(asked, schema)
     if colon and (mode != "sha256" or field == KEY):
         raise UsageError(f"field {asked!r}: expected key, a field, or field:sha256")
     if field != KEY:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 
+from .field_names import parse_expression
+
 __all__ = ["Where"]
 
 Mask = NDArray[np.bool_]
@@ -45,10 +47,11 @@ class Where:
     def __init__(self, text: str, schema: Schema) -> None:
         self.text = text
         try:
-            self._tree = ast.parse(text, mode="eval").body
+            self._tree = parse_expression(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UsageError(
-                f'where={text!r} cannot be read: {error}; write for example "label < 5"'
+                f'where={text!r} cannot be read: {error}; write for example "label < 5", and a name that is no word '
+                "in backticks: \"`First Name` == 'Ada'\""
             ) from None
         self.fields = sorted({node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)})
         for name in self.fields:

@@ -15,7 +15,7 @@ from .reading import Verify, read_block, verify_block
 from .rows import JoinedPayloads, Row, RowBlock, fit_key, is_key, max_key_bytes
 from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
 from .tar_blocks import parse_decimals
-from .tar_members import npy_payload_offset
+from .tar_members import member_names, npy_payload_offset
 from .whole_shard import Damage, build_index, check_whole_shard, find_damage
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
 
@@ -51,6 +51,7 @@ __all__ = [
     "format_digest",
     "is_key",
     "max_key_bytes",
+    "member_names",
     "normalise_compression",
     "npy_payload_offset",
     "open_writer",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
 
-from .schema import FieldType
+from .schema import Schema
+from .tar_members import member_names
 
 __all__ = [
     "MAX_KEY_BYTES",
@@ -207,9 +208,9 @@ def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:
     return f"{head}-{digest}" if head else digest
 
 
-def max_key_bytes(schema: Mapping[str, FieldType], format: str) -> int:
+def max_key_bytes(schema: Schema, format: str) -> int:
     """Longest key that a shard of `schema` can hold; tar member names end at 100 bytes."""
     if format != "tar":
         return MAX_KEY_BYTES
-    longest = max(len(name) for name in schema)
+    longest = max(map(len, member_names(schema)))
     return min(MAX_KEY_BYTES, MAX_MEMBER_NAME - longest - MAX_EXTENSION - 2)

@@ -29,11 +29,12 @@ __all__ = [
 
 MAX_FIELDS = 256
 
-MAX_FIELD_NAME = 40
+MAX_FIELD_NAME = 200
+"""Characters."""
 
 MAX_DIMENSIONS = 8
 MAX_ITEM_BYTES = 2**31 - 1  # a fixed-size list of Arrow counts its items in an int32
-RESERVED_NAMES = frozenset({"step", "samples", "weight", "__key__"})
+RESERVED_NAMES = frozenset({"step", "samples", "__key__"})
 """What a batch and a shard hold beside the fields: no field may be called so."""
 
 OPAQUE = ("bytes", "str", "json")
@@ -41,7 +42,10 @@ DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# Control characters, ends of lines, marks that turn the direction of text, lone surrogates; and what makes a URL.
+_UNFIT = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|://")
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}\Z")
+_NOT_PLAIN = frozenset({*RESERVED_NAMES, "weight"})
 _TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[(\*|[0-9]+(?:,[0-9]+)*)\])?(\??)\Z")
 
 
@@ -244,6 +248,16 @@ class Schema(Mapping[str, FieldType]):
         made.__dict__.update(_fields=columns, _ordered=tuple(columns.items()), stored=made)
         return made
 
+    @property
+    def has_plain_names(self) -> bool:
+        """Whether shardkit 0.1 takes them: letters, digits, underscores, at most 40, no two alike but for case."""
+        lower = {name.lower() for name in self._fields}
+        return (
+            len(lower) == len(self._fields)
+            and lower.isdisjoint(_NOT_PLAIN)
+            and all(_PLAIN.match(name) for name in self._fields)
+        )
+
     def position(self, name: str) -> int:
         """Place of field `name` in schema order.
 
@@ -283,26 +297,20 @@ class Schema(Mapping[str, FieldType]):
 
 def presence_of(name: str) -> str:
     """The stored column that says whether an optional field has a value."""
-    return f"{name}?"
+    return f"{name}\0"
 
 
 def _check_names(names: Sequence[object]) -> None:
     if not 0 < len(names) <= MAX_FIELDS:
         raise SchemaError(f"a schema has 1 to {MAX_FIELDS} fields, got {len(names)}")
-    seen: dict[str, str] = {}
     for name in names:
-        if not isinstance(name, str) or not _NAME.match(name) or len(name) > MAX_FIELD_NAME:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_FIELD_NAME or _UNFIT.search(name):
             raise SchemaError(
-                f"field name {name!r}: expected a letter or underscore, then letters, digits, underscores, "
-                f"at most {MAX_FIELD_NAME}"
+                f"field name {name!r:.80}: expected 1 to {MAX_FIELD_NAME} characters, none of them a control character "
+                "or half of one, and no ://"
             )
-        if name.lower() in RESERVED_NAMES:
+        if name in RESERVED_NAMES:
             raise SchemaError(f"field name {name!r} is reserved for batches; call it {name}_")
-        if name.lower() in seen:
-            raise SchemaError(
-                f"field names {seen[name.lower()]!r}, {name!r} differ only in case, which WebDataset drops"
-            )
-        seen[name.lower()] = name
 
 
 def _refuse_fields(sample: Mapping[str, object], fields: Mapping[str, FieldType], where: str) -> None:

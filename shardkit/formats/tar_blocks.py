@@ -23,6 +23,7 @@ from .tar_members import (
     member_extension,
     member_header,
     member_headers,
+    member_names,
     npy_header,
     padded,
 )
@@ -39,7 +40,9 @@ class TarEncoder:
     """Rows to stored tar blocks."""
 
     def __init__(self, schema: Schema, compression: str) -> None:
-        self._fields = [(f".{name}.", kind) for name, kind in schema.items()]
+        self._fields = [
+            (f".{name}.", kind) for name, kind in zip(member_names(schema), schema.values(), strict=True)
+        ]
         self._schema = schema
         self._level = zstd_level(compression)
 

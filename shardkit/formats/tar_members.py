@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
 
-from .schema import FieldType
+from .schema import FieldType, Schema
 
 __all__ = [
     "BLOCK",
@@ -32,6 +32,7 @@ __all__ = [
     "member_extension",
     "member_header",
     "member_headers",
+    "member_names",
     "npy_header",
     "npy_payload_offset",
     "padded",
@@ -47,7 +48,9 @@ TRAILER = bytes(2 * BLOCK)
 MAX_MEMBER_SIZE = 8**11 - 1  # eleven octal digits: 8 GiB - 1
 """Bytes that fit into the eleven octal digits of a header."""
 
-_NAME = re.compile(rb"[A-Za-z0-9_-]{1,80}(?:\.[A-Za-z0-9_]+)+\Z")
+_NAME = re.compile(rb"[A-Za-z0-9_-]{1,80}(?:\.[A-Za-z0-9_%-]+)+\Z")
+_MAX_FIELD = 40
+_UNFIT = re.compile(rb"[^A-Za-z0-9_-]")
 _SIZE = re.compile(rb"[0-7]{11}\x00\Z")
 _BEFORE_SIZE = b"0000644\x00" + b"0000000\x00" + b"0000000\x00"  # mode, uid, gid
 _MTIME = b"00000000000\x00"
@@ -153,6 +156,25 @@ def iter_members(data: memoryview, start: int, end: int) -> Iterator[tuple[str, 
         if position > end or any(data[content + size : position]):
             raise FormatError(f"tar member {name.decode()} at {content}: cut short, or padding is not zero")
         yield name.decode(), content, size
+
+
+@lru_cache(maxsize=64)
+def member_names(schema: Schema) -> tuple[str, ...]:
+    """What stands for each field in the names of tar members: its own name where that fits (SPEC.md §3).
+
+    Other characters are percent-encoded. What is too long then, or equal to an earlier one but for case, ends in ``%-``
+    and the field's place, which no other name does.
+    """
+    names: list[str] = []
+    taken: set[str] = set()
+    for place, field in enumerate(schema):
+        name = _UNFIT.sub(lambda found: b"%%%02X" % found[0][0], field.encode()).decode()
+        if len(name) > _MAX_FIELD or name.lower() in taken:
+            mark = f"%-{place}"
+            name = re.sub(r"%.?\Z", "", name[: _MAX_FIELD - len(mark)]) + mark
+        names.append(name)
+        taken.add(name.lower())
+    return tuple(names)
 
 
 @lru_cache(maxsize=4096)

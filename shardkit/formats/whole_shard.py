@@ -27,7 +27,7 @@ from .compression import MAX_RATIO, decompress_frame, extension, normalise_compr
 from .digest import xxh3
 from .index import MAX_BLOCK_BYTES, ShardIndex, block_starts
 from .schema import Schema
-from .tar_members import BLOCK, TRAILER, iter_members, member_extension
+from .tar_members import BLOCK, TRAILER, iter_members, member_extension, member_names
 
 __all__ = ["Damage", "build_index", "check_whole_shard", "find_damage"]
 
@@ -196,7 +196,7 @@ def _rows_of(
     raw: memoryview, start: int, end: int, schema: Schema
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Rows of a run of tar members: (key, [(offset, size) of each field])."""
-    names, kinds = list(schema), list(schema.values())
+    names, kinds = member_names(schema), list(schema.values())
     key, fields = "", list[tuple[int, int]]()
     for name, offset, size in iter_members(raw, start, end):
         member_key, _, rest = name.partition(".")

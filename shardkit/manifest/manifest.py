@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
-from shardkit.formats.schema import Schema
+from shardkit.formats.schema import MAX_FIELD_NAME, Schema
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 from shardkit.manifest.row_costs import COSTS, RowCosts, costs_from_json, costs_to_json
 
@@ -35,7 +35,9 @@ ADOPTED: Final = "adopted"
 """Feature of a manifest some of whose shards are tars of somebody else that lie outside of the repository."""
 OPTIONAL: Final = "optional"
 """Feature of a manifest some of whose fields may have no value; it follows from the schema."""
-_FEATURES: Final[tuple[str, ...]] = (ADOPTED, OPTIONAL)
+NAMES: Final = "names"
+"""Feature of a manifest some of whose field names shardkit 0.1 did not take; it follows from the schema."""
+_FEATURES: Final[tuple[str, ...]] = (ADOPTED, OPTIONAL, NAMES)
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -60,7 +62,6 @@ _PAGE_KEYS: Final = ("digest", "size", "shards", "rows")
 _OPTIONAL_KEYS: Final = ("about", "lookups")
 _LOOKUP_KEYS: Final = ("field", "pieces")
 _PIECE_KEYS: Final = ("digest", "size", "shards", "entries")
-_LOOKUP_FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 _MAX_LOOKUPS: Final = 100
 
 
@@ -158,7 +159,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         needed = [OPTIONAL] if any(kind.optional for kind in self.schema.values()) else []
-        others = [feature for feature in self.features if feature != OPTIONAL]
+        needed += [] if self.schema.has_plain_names else [NAMES]
+        others = [feature for feature in self.features if feature not in (OPTIONAL, NAMES)]
         object.__setattr__(self, "features", (*others, *needed))
         _check_totals(self)
         _refuse_urls(self.build, "build")
@@ -281,7 +283,7 @@ def _lookups(fields: Fields) -> tuple[Lookup, ...]:
                     entries=piece.integer("entries", maximum=2**32),
                 )
             )
-        lookups.append(Lookup(lookup.text("field", pattern=_LOOKUP_FIELD), tuple(pieces)))
+        lookups.append(Lookup(lookup.text("field", maximum=MAX_FIELD_NAME), tuple(pieces)))
     if not lookups:
         fields.refuse("lists no lookups; expected no such list then")
     return tuple(lookups)

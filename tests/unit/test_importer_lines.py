@@ -113,7 +113,7 @@ def test_null_and_missing_make_a_field_optional(tmp_path: Path) -> None:
 
 
 def test_reserved_and_odd_names_are_refused_with_the_source(tmp_path: Path) -> None:
-    for name in ("step", "a-b"):
+    for name in ("step", "a://b"):
         with pytest.raises(SchemaError, match=rf"rows\.jsonl.*{name}"):
             open_source(json_lines(tmp_path / "rows.jsonl", [{name: 1}]))
 

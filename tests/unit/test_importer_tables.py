@@ -73,9 +73,24 @@ def test_types_that_no_field_has(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](path, pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
     with pytest.raises(SourceError, match=r"two columns are called 'x'"):
         open_source(str(path))
-    WRITERS[suffix](path, pa.table({"a.b": [1, None]}))
-    with pytest.raises(SchemaError, match=r"field name 'a\.b'"):
+    WRITERS[suffix](path, pa.table({"First Name": pa.array([[b"1"]])}))
+    with pytest.raises(SourceError, match=r"--schema 'First Name'=json .*or 'First Name'=str"):
         open_source(str(path))
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_names_with_dots_beside_structs_of_such_members(tmp_path: Path, suffix: str) -> None:
+    made = pa.table(
+        {
+            "a.b": [1, None],
+            "a": [{"b": 1}, {"b": 2}],
+            "maps": pa.array([[("x", 1)], []], pa.map_(pa.string(), pa.int8())),
+        }
+    )
+    WRITERS[suffix](tmp_path / f"a.{suffix}", made)
+    importer = open_source(str(tmp_path / f"a.{suffix}"), options=ImportOptions(columns=("a.b", "a")))
+    assert {name: str(kind) for name, kind in importer.schema.items()} == {"a.b": "int64?", "a": "json"}
+    assert [dict(row.sample) for row in check_importer(importer)] == made.select(["a.b", "a"]).to_pylist()
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])

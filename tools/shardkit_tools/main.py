@@ -23,6 +23,7 @@ from shardkit.errors import ShardkitError
 from shardkit.exit_codes import ExitCode, exit_code
 from shardkit_tools import console
 from shardkit_tools.help_pages import CommandPage, GroupPage
+from shardkit_tools.texts import clean
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
@@ -165,7 +166,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     sys.stdout.flush()
-    sys.stderr.write(f"shardkit: {message}\n")
+    lines = "\n".join(clean(line) for line in message.split("\n"))  # names and values of strangers are in it
+    sys.stderr.write(f"shardkit: {lines}\n")
     raise SystemExit(code)
 
 

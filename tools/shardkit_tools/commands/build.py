@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shardkit.dataset.field_names import split_names
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.build_report import document, print_result, progress_text
@@ -177,7 +178,7 @@ def build(
             classes=classes,
             split_folders=split_folders,
             skip_bad_rows=on_error is OnError.SKIP,
-            columns=tuple(filter(None, columns.split(","))),
+            columns=tuple(split_names(columns)),
             drop=tuple(drop or ()),
             rename=_renames(rename or []),
             encoding=encoding,
@@ -212,7 +213,7 @@ def _renames(pairs: list[str]) -> dict[str, str]:
 def _pack(text: str | None) -> dict[str, int] | None:
     if text is None:
         return None
-    name, _, length = text.partition("=")
+    name, _, length = text.rpartition("=")
     if not name or not length.isascii() or not length.isdigit():
         raise UsageError(f"--pack {text!r}: expected a field and a length, such as tokens=2048")
     return {name: int(length)}

@@ -18,6 +18,7 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
+from shardkit.dataset.field_names import split_names
 from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, parse_digest
 from shardkit.manifest import ADOPTED
@@ -115,9 +116,10 @@ def _export_samples(
     view = dataset if where is None else dataset.select(where=where)
     schema = view.schema
     if columns is not None:
-        for name in columns.split(","):
+        names = split_names(columns)
+        for name in names:
             view.schema.position(name)  # refuses what there is not
-        schema = Schema({name: view.schema[name] for name in columns.split(",")})
+        schema = Schema({name: view.schema[name] for name in names})
     written = export_samples(
         view, form, out, schema=schema, file_bytes=parse_size(file_size), replace=replace
     )

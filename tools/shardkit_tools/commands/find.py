@@ -12,6 +12,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.formats import Schema
 from shardkit_tools import console, options
 from shardkit_tools.row_lists import read_lines
 from shardkit_tools.texts import clean, count_text
@@ -48,7 +49,7 @@ def find(
     Example: shardkit find data/web --field url --list takedown.txt
     """
     dataset = shardkit.open(root)
-    asked = _asked(field or [], listed)
+    asked = _asked(field or [], listed, dataset.schema)
     found: list[dict[str, Any]] = []
     missing: list[tuple[str, str]] = []
     for name, values in asked.items():
@@ -66,14 +67,17 @@ def find(
     )
 
 
-def _asked(fields: list[str], listed: Path | None) -> dict[str, list[str]]:
+def _asked(fields: list[str], listed: Path | None, schema: Schema) -> dict[str, list[str]]:
     """Field → values, in the order given."""
     asked: dict[str, list[str]] = {}
+    bare = [pair for pair in fields if "=" not in pair or pair in schema]
     for pair in fields:
-        name, equals, value = pair.partition("=")
-        if equals:
-            asked.setdefault(name, []).append(value)
-    bare = [pair for pair in fields if "=" not in pair]
+        if pair not in bare:
+            ends = [place for place, sign in enumerate(pair) if sign == "="]
+            end = next(
+                (end for end in ends if pair[:end] in schema), ends[0]
+            )  # a name may hold the sign itself
+            asked.setdefault(pair[:end], []).append(pair[end + 1 :])
     if listed is None and (bare or not asked):
         raise UsageError("find needs values: --field FIELD=VALUE, or --field FIELD --list FILE")
     if len(bare) > 1:

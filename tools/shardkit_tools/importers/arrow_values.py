@@ -39,6 +39,7 @@ from shardkit_tools.importers.protocol import (
     SourceFailure,
     SourceFile,
     SourceSample,
+    shell_word,
 )
 
 __all__ = [
@@ -94,9 +95,10 @@ def column_types(
             continue
         inferred = given.get(column.name) or _type_text(column.type) or (MIXED if options.unchecked else None)
         if inferred is None:
+            word = shell_word(column.name)
             raise SourceError(
                 f"{where}: column {column.name!r} is {column.type}, which no field type holds as it is; say what it "
-                f"becomes: --schema {column.name}=json (bytes in it as base64), or {column.name}=str for its text"
+                f"becomes: --schema {word}=json (bytes in it as base64), or {word}=str for its text"
             )
         is_optional = column.name in nulls and column.name not in given and inferred not in ("json", MIXED)
         types[column.name] = f"{inferred}?" if is_optional else inferred
@@ -420,9 +422,10 @@ def _null_rows(column: Any) -> list[int]:
 
 
 def _null_error(where: str, row: int, name: str, kind: FieldType) -> SourceError:
+    word = shell_word(name)
     return SourceError(
         f"{where} row {row}: field {name!r} is null, or holds one; give it a value, leave the row out "
-        f"(--on-error skip), or pass --schema {name}={kind.required}? for rows without a value, or {name}=json for "
+        f"(--on-error skip), or pass --schema {word}={kind.required}? for rows without a value, or {word}=json for "
         "nulls inside of one"
     )
 

@@ -29,6 +29,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    shell_word,
 )
 from shardkit_tools.importers.source_files import Source, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json
@@ -199,7 +200,7 @@ def _value(cell: str, kind: str, name: str, where: str) -> object:
     shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
     raise SourceError(
         f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema "
-        f"{name}={'str' if cell else f'{kind}?'}"
+        f"{shell_word(name)}={'str' if cell else f'{kind}?'}"
     )
 
 

@@ -24,6 +24,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    shell_word,
 )
 from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
 from shardkit_tools.importers.strict_json import parse_json, read_array
@@ -254,7 +255,7 @@ def check_row(
             raise SourceError(f"{where}: field {name!r} is null, {_unseen(name, kind)}")
         raise SourceError(
             f"{where}: field {name!r} is {_shown(value)}, but {kind} was inferred from the rows before it; "
-            f"mend the row, or pass --schema {name}={'float64' if isinstance(value, float) else 'json'}"
+            f"mend the row, or pass --schema {shell_word(name)}={'float64' if isinstance(value, float) else 'json'}"
         )
 
 
@@ -273,7 +274,7 @@ def _check_fields(row: Mapping[str, object], types: Mapping[str, str], where: st
 def _unseen(name: str, kind: str) -> str:
     return (
         f"and {kind} was inferred from the rows before it; give it a value, leave the row out, or pass --schema "
-        f"{name}={kind}?"
+        f"{shell_word(name)}={kind}?"
     )
 
 
@@ -286,7 +287,7 @@ def _learn(seen: dict[str, _Seen], name: str, value: object, where: str) -> None
         if {kind, known.kind} != {"int64", "float64"}:
             raise SourceError(
                 f"{where}: field {name!r} is {_shown(value)}, but {_shown(known.value)} in {known.where}; "
-                f"make them alike, or pass --schema {name}=json"
+                f"make them alike, or pass --schema {shell_word(name)}=json"
             )
         known.kind = "float64"
     if type(value) is int:
@@ -310,13 +311,13 @@ def _conclude(name: str, seen: _Seen | None) -> str:
     if seen.kind == "float64" and seen.inexact is not None:
         raise SourceError(
             f"field {name!r} holds {seen.inexact}, which float64 would change, and numbers with a fraction "
-            f"({seen.where} and others); write the numbers as strings, or pass --schema {name}=json"
+            f"({seen.where} and others); write the numbers as strings, or pass --schema {shell_word(name)}=json"
         )
     if seen.kind == "int64" and seen.unsigned:
         if seen.negative:
             raise SourceError(
                 f"field {name!r} holds both negative integers and integers from 2**63 on; pass --schema "
-                f"{name}=json, or write them as strings"
+                f"{shell_word(name)}=json, or write them as strings"
             )
         return "uint64"
     return seen.kind

@@ -13,8 +13,10 @@ A longer extension names its field: ``17.left.png`` is the field ``left``, ``17.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -32,6 +34,7 @@ _NAMES = {"cls": "label", "json": "meta", "jsn": "meta", "npy": "array", "bin": 
     _TEXTS, "text"
 )
 _NAMES |= {suffix: name for name, suffixes in MEDIA.items() for suffix in suffixes}
+_ENCODED = re.compile(r"[a-z0-9_-]*(?:%[0-9a-f]{2}[a-z0-9_-]*)+")
 _PICKLED = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
 _UNREAD = {
     "ten": "tensor",
@@ -63,6 +66,9 @@ def field_of(extension: str, where: str) -> str:
         raise SourceError(
             f"{where}: {_UNREAD[suffix]} members are not read; convert the member to .npy or .json"
         )
+    if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):  # as shardkit writes names that a tar cannot hold
+        with contextlib.suppress(UnicodeDecodeError):
+            return unquote(parts[0], errors="strict")
     name = "_".join(parts) or _NAMES.get(suffix, suffix)
     name = re.sub(r"[^A-Za-z0-9_]", "_", name)
     return name if not name[:1].isdigit() else f"_{name}"

@@ -128,12 +128,14 @@ def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:
         with open_file(file) as stream:
             parquet = _open(stream, file)
             unsure = set()
+            owners = [field.name for field in parquet.schema_arrow for _ in range(_leaves(field.type))]
             for group in range(parquet.num_row_groups):
                 row_group = parquet.metadata.row_group(group)
-                for column in map(row_group.column, range(row_group.num_columns)):
-                    name, _, inner = column.path_in_schema.partition(".")
+                for place, name in enumerate(owners):  # a name may hold dots, as the path of a leaf does
                     if name not in wanted:
                         continue
+                    column = row_group.column(place)
+                    inner = column.path_in_schema[len(name) + 1 :]
                     counted = column.statistics if column.is_stats_set else None
                     nulls = counted.null_count if counted is not None and counted.has_null_count else None
                     is_file = is_media(fields[name].type)
@@ -150,6 +152,13 @@ def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:
                     _batches(parquet, range(parquet.num_row_groups), file, sorted(unsure - found))
                 )
     return found
+
+
+def _leaves(kind: Any) -> int:
+    """Columns of Parquet that a column of Arrow is kept in."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaves(kind.storage_type)
+    return sum(_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
 
 
 def _open(stream: Any, file: SourceFile) -> Any:

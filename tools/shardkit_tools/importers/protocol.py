@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SchemaError, ShardkitError, UsageError
-from shardkit.formats import FieldType, Schema, presence_of
+from shardkit.formats import RESERVED_NAMES, FieldType, Schema, presence_of
 
 __all__ = [
     "MIXED",
@@ -34,9 +35,12 @@ __all__ = [
     "WholeFileImporter",
     "one_by_one",
     "parse_field_types",
+    "shell_word",
 ]
 
 _Value = TypeVar("_Value")
+
+_LONGEST_SHOWN = 1000  # characters of a name
 
 MIXED = "mixed"
 """Type text of a field whose values have no common type; only a source that is not checked has such a field."""
@@ -350,12 +354,22 @@ def _other_name(names: Iterable[str]) -> str:
         try:
             Schema.parse({name: "int64"})
         except SchemaError:
-            near = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower() or "field"
+            if len(name) > _LONGEST_SHOWN:
+                return "; give it another name where it comes from"
+            near = re.sub(r"[^A-Za-z0-9]+", "_", name[:40]).strip("_").lower() or "field"
             near = near if near[0].isalpha() else f"field_{near}"
-            return (
-                f"; give it another name, such as --rename '{name}={near}', or leave it out: --drop '{name}'"
-            )
+            near += "_" * (near in RESERVED_NAMES)
+            rename, drop = shell_word(f"{name}={near}"), shell_word(name)
+            return f"; give it another name, such as --rename {rename}, or leave it out: --drop {drop}"
     return ""
+
+
+def shell_word(text: str) -> str:
+    """Text as a shell takes it; what cannot be printed is escaped, as bash and zsh read it."""
+    if text.isprintable():
+        return shlex.quote(text)
+    escaped = text.encode("unicode_escape").decode().replace("'", r"\'")
+    return "$'" + re.sub(r"\\x(?=[89a-f])", r"\\u00", escaped) + "'"
 
 
 def parse_field_types(pairs: list[str], option: str = "--schema") -> dict[str, str]:
@@ -366,7 +380,7 @@ def parse_field_types(pairs: list[str], option: str = "--schema") -> dict[str, s
     """
     types: dict[str, str] = {}
     for pair in pairs:
-        name, equals, text = pair.partition("=")
+        name, equals, text = pair.rpartition("=")
         if not equals or not name:
             raise UsageError(
                 f"{option} {pair!r}: expected field=type, for example score=float64 or tokens=int32[*]"

@@ -17,6 +17,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    shell_word,
 )
 from shardkit_tools.importers.source_files import Source, open_plain
 from shardkit_tools.importers.tar_members import read_members
@@ -196,7 +197,7 @@ def check_fields(
     if missing:
         name = missing[0]
         raise SourceError(
-            f"{where}: the field {name!r} is missing; add it, or build with --schema {name}={types[name]}?"
+            f"{where}: the field {name!r} is missing; add it, or build with --schema {shell_word(name)}={types[name]}?"
         )
     added = next((name for name in members if name not in types), None)
     if added is not None:
