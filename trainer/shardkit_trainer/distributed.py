@@ -294,7 +294,8 @@ def _form_group(
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     dist.barrier()
-    c10d._set_pg_timeout(timeout, dist.group.WORLD)  # noqa: SLF001 - torch has no other way to change it
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timeout)
 
 
 def _join_generation(membership: Membership, after: int, device: torch.device, timeout: timedelta) -> World:
