@@ -275,13 +275,15 @@ def _with_key(batch: Any, types: Mapping[str, FieldType]) -> list[tuple[str, Fie
 
 def is_media(kind: Any) -> bool:
     """Whether a column keeps files as Hugging Face does: their bytes, and the paths that they had."""
-    return bool(
-        pa.types.is_struct(kind)
-        and {kind.field(i).name: _type_text(kind.field(i).type) for i in range(kind.num_fields)} == _MEDIA
-    )
-
-
-_MEDIA = {"bytes": "bytes", "path": "str"}
+    if not pa.types.is_struct(kind):
+        return False
+    found = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+    if found.keys() != {"bytes", "path"}:
+        return False
+    has_paths = (
+        pa.types.is_null(found["path"]) or _type_text(found["path"]) == "str"
+    )  # pandas: null where all are None
+    return has_paths and _type_text(found["bytes"]) == "bytes"
 
 
 def _media_bytes(column: Any) -> Any:
@@ -399,7 +401,11 @@ def _fixed_shape(kind: Any) -> tuple[tuple[int, ...], Any]:
 def _plain(column: Any) -> Any:
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    if not pa.types.is_dictionary(column.type):
+        return column
+    if pa.types.is_string_view(column.type.value_type):  # of polars; pyarrow cannot decode views
+        column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
+    return column.dictionary_decode()
 
 
 def _null_rows(column: Any) -> list[int]:
