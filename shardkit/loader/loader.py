@@ -26,6 +26,7 @@ from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
+from shardkit.loader.step_costs import StepCosts
 from shardkit.loader.transforms import RowFunction, find_decoders
 from shardkit.plan import Assignment, Plan
 from shardkit.telemetry import Telemetry
@@ -90,6 +91,8 @@ class Loader:
             rank=topology.rank, world=topology.world, worker=config.offset, lanes=lambda: list(live.lanes)
         )
         live.register(self.telemetry)
+        step_costs = StepCosts(plan, lambda: live.lanes, lambda: live.handed_out)
+        self.telemetry.add_table("step_costs", step_costs.table)
         self._rebalancer: Rebalancer | None = None
         if config.rebalance is not None and dealt is not None:
             self._rebalancer = make_rebalancer(

@@ -256,6 +256,12 @@ class Plan(Shown):
             return None
         return found[0] + self._leg.origin, found[1], found[2]
 
+    def without_costs(self) -> Plan:
+        """The plan of the same settings without costs, from `from_step` on: what ranks wait less than."""
+        plain = replace(self.settings, cost=None, balance=None)
+        grid = natural_grid(self.population, plain, stratum_rows(self.population))
+        return Plan(replace(self._leg, settings=plain, grid=grid))
+
     def superseded_digests(self) -> set[str]:
         """Digests of this plan, and of those that it amends, in release 0.1, where that dealt them otherwise."""
         before = set() if self.parent is None else self.parent.superseded_digests()

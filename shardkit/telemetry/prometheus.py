@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shardkit.errors import MissingDependency
+from shardkit.telemetry.cost_skew import cost_skew
 from shardkit.telemetry.records import Record
 
 
@@ -84,11 +85,15 @@ METRICS: Final = (
 
 _HEARTBEAT: Final = ("shardkit_heartbeat_timestamp_seconds", "When the rank was last heard of")
 _ANOMALY: Final = ("shardkit_anomalies", "Anomalies that are found now, by kind")
+_SKEW: Final = (
+    "shardkit_cost_skew",
+    "Dearest rank's cost of a step over the mean rank's, 95th percentile of the last steps; plain: without costs",
+)
 
 
 def metric_names() -> set[str]:
     """Names of all samples that can be exposed."""
-    return {one.exposed for one in METRICS} | {_HEARTBEAT[0], _ANOMALY[0]}
+    return {one.exposed for one in METRICS} | {_HEARTBEAT[0], _ANOMALY[0], _SKEW[0]}
 
 
 def exposition(records: Iterable[Record], anomalies: Callable[[], dict[str, int]] | None = None) -> bytes:
@@ -139,6 +144,12 @@ class _Collector:
         for record in self._records:
             heartbeat.add_metric([str(record.rank), str(record.worker)], record.time)
         yield heartbeat
+        skew = cost_skew(self._records)
+        if skew is not None:
+            family = GaugeMetricFamily(*_SKEW, labels=["order"])
+            for order in ("plan", "plain"):
+                family.add_metric([order], skew[f"{order}_p95"])
+            yield family
         if self._anomalies is not None:
             family = GaugeMetricFamily(*_ANOMALY, labels=["kind"])
             for kind, count in self._anomalies().items():

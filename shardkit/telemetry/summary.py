@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from shardkit.notebook import page, table
 from shardkit.telemetry.anomalies import SILENT_INTERVALS, SILENT_S, find_anomalies
+from shardkit.telemetry.cost_skew import cost_skew
 from shardkit.telemetry.intervals import (
     VERIFICATION,
     Interval,
@@ -206,6 +207,7 @@ def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now:
         "slow_blocks": _slow_blocks(telemetry),
         "lane_loads": _lane_loads(telemetry),
         "lane_owners": _lane_owners(ranks),
+        "cost_skew": cost_skew(records[-1] for records in ranks.values()),
         "lane_history": lane_history(ranks),
         "lane_moves": lane_moves(ranks),
         "series": chart_series(telemetry, at),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import shardkit
 from shardkit.audit import audit_run
 from shardkit.dataset.costs import costs_of
 from shardkit.errors import UsageError
+from shardkit.plan.waits import cell_costs, rank_skew
+from shardkit.telemetry.cost_skew import cost_skew
+from tests.command_line import call
 
 ROWS, BATCH, LANES = 240, 24, 8
 
@@ -88,6 +92,46 @@ def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) 
     audit = audit_run(run, dataset=root)
     assert audit.exit_code == 0, audit.findings
     assert (audit.first, audit.checked) == (0, 15)
+
+
+def test_telemetry_tells_the_skew_of_the_steps_that_were_handed_out(root: str) -> None:
+    ds = shardkit.open(root)
+    plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
+    records = []
+    for rank in range(4):
+        with ds.loader(plan, rank=rank, world=4, tensors=False) as loader:
+            for _ in zip(range(6), loader, strict=False):
+                pass
+            records.append(loader.telemetry.read())
+    found = cost_skew(records)
+    assert found is not None
+    assert found["steps"] == 6
+    grid = plan.grid
+    for name, one in (("plan", plan), ("plain", ds.plan(BATCH, lanes=LANES))):
+        skew = rank_skew(cell_costs(one, grid.costs, range(6)), 4)  # type: ignore[union-attr, arg-type]
+        assert found[name] == pytest.approx(skew.mean())
+    with ds.loader(ds.plan(BATCH, lanes=LANES), rank=0, world=4, tensors=False) as loader:
+        next(iter(loader))
+        assert not loader.telemetry.read().tables.get("step_costs")
+
+
+def test_the_plan_command_predicts_how_long_ranks_wait(root: str) -> None:
+    code, said = call("plan", root, "-b", BATCH, "--lanes", LANES, "--cost", "bytes(text)**2", "--json")
+    assert code == 0, said
+    report = json.loads(said)["cost"]
+    assert (report["expression"], report["balance"]) == ("bytes(text)**2", "spread")
+    assert [one["ranks"] for one in report["worlds"]] == [2, 4, 8]
+    ds = shardkit.open(root)
+    sizes = np.array([len(ds[sample]["text"]) for sample in range(ROWS)], dtype=float) ** 2
+    for name, cost in (("plain", None), ("plan", "bytes(text)**2")):
+        cells = sizes[ds.plan(BATCH, lanes=LANES, cost=cost).steps(0, ROWS // BATCH)].sum(axis=2)
+        eight = (cells.max(axis=1) / cells.mean(axis=1)).mean()
+        assert report["worlds"][-1][name] == pytest.approx(eight, rel=0.08)  # codes are within an eighth
+    code, said = call(
+        "plan", root, "-b", BATCH, "--lanes", LANES, "--cost", "bytes(text)", "--balance", "align"
+    )
+    assert code == 0
+    assert "align, p95" in said
 
 
 @pytest.mark.parametrize(

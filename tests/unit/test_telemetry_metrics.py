@@ -16,6 +16,7 @@ from shardkit.reading.read_events import COUNTED
 from shardkit.telemetry import Record
 from shardkit.telemetry.anomalies import KINDS
 from shardkit.telemetry.control import Knob, parse_control
+from shardkit.telemetry.cost_skew import cost_skew
 from shardkit.telemetry.prometheus import METRICS, exposition, metric_names
 
 OPERATING = Path(__file__).parents[2] / "examples" / "operating"
@@ -56,7 +57,11 @@ def test_the_exposition_parses_and_holds_every_rank() -> None:
     values = {"loader.steps": 5.0, "reads.bytes_from_root": 7.0, "reads.bytes_from_cache": 8.0}
     values |= {"reads.remote_failovers": 2.0, "reads.cache_hits": 3.0, "trainer.compute_s": 1.5}
     text = exposition(
-        [Record(time=9.0, rank=rank, world=2, values=values) for rank in range(2)], lambda: {"stall": 1}
+        [
+            Record(time=9.0, rank=rank, world=2, values=values, tables={"step_costs": [[4, 1 + 2 * rank, 5]]})
+            for rank in range(2)
+        ],
+        lambda: {"stall": 1},
     )
     found = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -77,7 +82,21 @@ def test_the_exposition_parses_and_holds_every_rank() -> None:
         assert value("shardkit_trainer_stage_seconds_total", stage="compute", **at) == 1.5
         assert value("shardkit_heartbeat_timestamp_seconds", **at) == 9
     assert value("shardkit_anomalies", kind="stall") == 1
+    assert (value("shardkit_cost_skew", order="plan"), value("shardkit_cost_skew", order="plain")) == (1.5, 1)
     assert {name for name, _ in found} == metric_names()
+
+
+def test_skew_of_cost_is_of_steps_that_all_ranks_tell_of() -> None:
+    def record(rank: int, rows: list[list[Any]], world: int = 2) -> Record:
+        return Record(time=1.0, rank=rank, world=world, tables={"step_costs": rows})
+
+    first = record(0, [[5, 30, 10], [6, 10, 10], [7, 9, 9]])
+    assert cost_skew([first, record(1, [[5, 10, 30], [6, 10, 30], [9, 1, 1], [8, "x", 1]])]) == {
+        "steps": 2, "plan": 1.25, "plan_p95": 1.5, "plain": 1.5, "plain_p95": 1.5,
+    }  # fmt: skip
+    assert cost_skew([first]) is None  # the other rank is not heard
+    assert cost_skew([first, record(1, [])]) is None
+    assert cost_skew([]) is None
 
 
 def test_alerts_name_metrics_labels_and_sections_that_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,13 @@ _SHOWN = 12
 _USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although they may not divide the lanes
 
 
+class Balance(StrEnum):
+    """How windows are arranged by what samples cost."""
+
+    SPREAD = "spread"
+    ALIGN = "align"
+
+
 def plan(
     root: options.VersionArgument,
     global_batch: Annotated[
@@ -33,6 +41,14 @@ def plan(
     remainder: Annotated[str, typer.Option(help="drop or short.")] = "drop",
     shuffle: Annotated[str, typer.Option(help="window, full or none.")] = "window",
     window_blocks: Annotated[int | None, typer.Option(help="Blocks that a lane keeps open.")] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            metavar="EXPR",
+            help='What a sample costs, such as "len(tokens)**2": tells how long ranks would wait for each other.',
+        ),
+    ] = "",
+    balance: Annotated[Balance, typer.Option(help="With --cost: how windows are arranged.")] = Balance.SPREAD,
     step: Annotated[
         int | None, typer.Option(help="Print this step's sample numbers instead of the report.")
     ] = None,
@@ -43,7 +59,7 @@ def plan(
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Show what a plan will do: balance, locality, memory, mixing and world sizes; no sample is read.
+    """Show what a plan will do: balance, locality, memory, mixing, waits and world sizes; no sample is read.
 
     Example: shardkit plan data/cats --global-batch 512 --plot plan.png
     """
@@ -55,16 +71,25 @@ def plan(
     }
     if window_blocks is not None:
         settings["window_blocks"] = window_blocks
-    made = shardkit.open(root).plan(global_batch, seed=seed, **settings)
+    dataset = shardkit.open(root)
+    costed = {"cost": cost, "balance": balance.value} if cost else {}
+    made = dataset.plan(global_batch, seed=seed, **settings, **costed)
     if step is not None:
         _print_step(made, step, lane, as_json)
         return
+    from shardkit.dataset.costs import costs_of
     from shardkit.plan.report import describe_plan
+    from shardkit.plan.waits import predicted_waits
 
     counts = [part.strip() for part in nodes.split(",") if part.strip()]
     if not all(part.isascii() and part.isdecimal() and int(part[:9]) > 0 for part in counts):
         raise UsageError(f"--nodes {nodes!r}: expected whole numbers from 1 on, such as 1,2,8")
     report = describe_plan(made, nodes=[int(part) for part in counts])
+    if cost:
+        plain = dataset.plan(global_batch, seed=seed, **settings)
+        worlds = [ranks for ranks in _USUAL_WORLDS if 1 < ranks <= made.lanes]
+        waits = predicted_waits(made, plain, costs_of(dataset, cost), worlds)
+        report["cost"] = {"expression": made.settings.cost, "balance": balance.value, "worlds": waits}
     if plot is not None:
         _draw(made, plot)
     if as_json:
@@ -139,6 +164,8 @@ def _print_report(report: dict[str, Any]) -> None:
         [name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}"]
         for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
                           ("distance of neighbours, bits", "distance_bits"))])  # fmt: skip
+    if "cost" in report:
+        _print_waits(report["cost"])
     console.print_heading("World sizes")
     console.print_table(["ranks", "lanes of a rank", "busy"], [
         [str(w["ranks"]), str(-(-report["lanes"] // w["ranks"])), f"{w['efficiency']:.0%}"]
@@ -146,6 +173,15 @@ def _print_report(report: dict[str, Any]) -> None:
     worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
     console.print_line(
         f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: uneven"
+    )
+
+
+def _print_waits(found: dict[str, Any]) -> None:
+    console.print_heading(f"Cost {found['expression']}: dearest rank over the mean one")
+    names = ("plain", "plan", "plain_p95", "plan_p95")
+    rows = [[str(one["ranks"]), *(f"{one[name]:.2f}" for name in names)] for one in found["worlds"]]
+    console.print_table(
+        ["ranks", "without", found["balance"], "without, p95", f"{found['balance']}, p95"], rows
     )
 
 

@@ -62,6 +62,11 @@ def _head_facts(document: Document) -> list[str]:
         facts.append(f"{count_text(failures, 'block')} failed verification")
     if document["replication_lag_bytes"] is not None:
         facts.append(f"{bytes_text(int(document['replication_lag_bytes']))} below policy")
+    if document["cost_skew"] is not None:
+        skew = document["cost_skew"]
+        facts.append(
+            f"dearest rank {skew['plan_p95']:.2f} × the mean, {skew['plain_p95']:.2f} × without costs"
+        )
     return facts
 
 
