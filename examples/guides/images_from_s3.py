@@ -12,8 +12,8 @@ What to know for real data:
 
 * ``--stratify label`` balances every batch by class: 512 of 1,000 ImageNet classes never leave one out for long.
 * ``--split train=0.95,val=0.05`` is by content: a picture stays in its split when the dataset is built anew.
-* Pictures stay the bytes that they were. Decoding is the loader's: ``decode={"image": "rgb8"}``, and augmentation is
-  yours, seeded by (seed, step, lane, slot), so that a resumed run crops the same pixels.
+* Pictures stay the bytes that they were. The loader decodes, crops and flips them, drawn from (seed, step, lane, slot),
+  so that a resumed run crops the same pixels: see training_on_images.py.
 * ``cache=`` is a directory on the node's own disk that all its ranks share. Blocks are verified when they come and
   whenever they are read again; eviction knows the plan. Where it has room for the node's share, small blocks come
   together with what lies around them; without a cache, use blocks of 256 KiB and more.
@@ -22,16 +22,15 @@ What to know for real data:
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 import shardkit as sk
 from guide_shell import shardkit, workplace
+from shardkit import images
 from tests.servers.object_stores import moto, s3_environment
 
 SIZE = 32
@@ -47,15 +46,6 @@ def make_photos(folder: Path) -> None:
         path = folder / ("red", "green", "blue")[kind] / f"{number:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
-
-
-def crop(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Decode, crop at random, flip at random: the generator is the sample's own in this step."""
-    with Image.open(io.BytesIO(sample["image"])) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
-    top, left = rng.integers(0, pixels.shape[0] - SIZE + 1), rng.integers(0, pixels.shape[1] - SIZE + 1)
-    cut = pixels[top : top + SIZE, left : left + SIZE]
-    return {**sample, "image": np.ascontiguousarray(cut[:, ::-1] if rng.integers(2) else cut)}
 
 
 def main() -> None:
@@ -74,12 +64,13 @@ def main() -> None:
         dataset = sk.open(f"{root}@v1")
         print("classes:", ", ".join(dataset.classes))
         plan = dataset.plan(global_batch=24, lanes=4, seed=0)
-        loader = dataset.loader(plan, transform=crop, cache="cache", cache_size="100MiB", tensors=False)
+        decode = {"image": images.random_resized_crop(SIZE, scale=(0.5, 1.0))}
+        loader = dataset.loader(plan, decode=decode, cache="cache", cache_size="100MiB", tensors=False)
         stack.enter_context(contextlib.closing(loader))
         seen = []
         for epoch in (0, 1):
             for batch in loader:
-                assert batch["image"].shape == (24, SIZE, SIZE, 3)
+                assert batch["image"].shape == (24, 3, SIZE, SIZE)
                 counts = np.bincount(batch["label"], minlength=3)
                 assert counts.max() - counts.min() <= 4, "every batch looks like the dataset"
                 seen.append(batch["image"].mean())

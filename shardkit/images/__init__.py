@@ -11,7 +11,12 @@ in the plan. Only what is here turns bytes of pictures into pixels. It knows pla
 torch when the first picture is resized.
 """
 
+from shardkit.images.augmenting import color_jitter, random_erasing, trivial_augment
 from shardkit.images.decoders import random_resized_crop, resize, resize_center_crop
 from shardkit.images.decoding import MAX_PIXELS
+from shardkit.images.mixing import cutmix, mixup
 
-__all__ = ["MAX_PIXELS", "random_resized_crop", "resize", "resize_center_crop"]
+__all__ = [
+    "MAX_PIXELS", "color_jitter", "cutmix", "mixup", "random_erasing", "random_resized_crop", "resize",
+    "resize_center_crop", "trivial_augment",
+]  # fmt: skip

@@ -12,11 +12,14 @@ from typing import Final, NamedTuple, TypeAlias
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Place, draw, draws
 
-__all__ = ["CenterCrop", "Framing", "RandomCrop", "View", "WholePicture", "pair_of"]
+__all__ = [
+    "ONE", "CenterCrop", "Framing", "RandomCrop", "View", "WholePicture", "check_ratio", "check_share", "pair_of",
+    "random_box",
+]  # fmt: skip
 
-_NAME: Final = "random_resized_crop"
+_CROP: Final = "random_resized_crop"
 _TRIES: Final = 10
-_ONE: Final = 1 << 32  # fixed point
+ONE: Final = 1 << 32  # fixed point
 _RATIOS: Final = 1024  # aspect ratios that are drawn from, evenly spaced in their logarithm
 _SHARP: Final = 4  # a picture scaled in decoding to so many times its target is ≥ 50 dB from Pillow's
 
@@ -51,37 +54,58 @@ class RandomCrop:
     flip: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ConfigurationError(
-                f"scale={self.scale}: shares of the area, 0 < least <= most <= 1, are expected"
-            )
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise ConfigurationError(f"ratio={self.ratio}: width / height, 0 < least <= most, is expected")
-        if not 0 <= self.flip <= 1:
-            raise ConfigurationError(f"flip={self.flip}: a probability from 0 to 1 is expected")
+        check_ratio(self.scale, self.ratio)
+        check_share("flip", self.flip)
 
     def __call__(self, height: int, width: int, place: Place) -> View:
-        flip = draw(draws(place, _NAME, 1)[0], _ONE) < round(self.flip * _ONE)
-        least, most = (round(share * _ONE) for share in self.scale)
-        for attempt in range(_TRIES):
-            a, b, c, d = draws(place, _NAME, 4, first=1 + 4 * attempt)
-            area = height * width * (least + draw(a, most - least + 1))  # fixed point
-            ratio = _ratios(self.ratio)[draw(b, _RATIOS)]
-            wide, high = _rounded_root(area * ratio, _ONE * _ONE), _rounded_root(area, ratio)
-            if 0 < wide <= width and 0 < high <= height:
-                shrink = _shrink(high, wide, self.size)
-                wide, high = wide - wide % shrink, high - high % shrink
-                left, top = draw(c, width - wide + 1), draw(d, height - high + 1)
-                return View(
-                    left - left % shrink, top - top % shrink, wide, high, self.size, shrink=shrink, flip=flip
-                )
+        flip = draw(draws(place, _CROP, 1)[0], ONE) < round(self.flip * ONE)
+        box = random_box(height, width, self.scale, self.ratio, place, _CROP)
+        if box is not None:
+            left, top, wide, high = box
+            shrink = _shrink(high, wide, self.size)
+            left, top, wide, high = (edge - edge % shrink for edge in box)
+            return View(left, top, wide, high, self.size, shrink=shrink, flip=flip)
         wide, high = width, height  # the middle, as near to the picture's own ratio as is allowed
         low, tall = _ratios(self.ratio)[0], _ratios(self.ratio)[-1]
-        if wide * _ONE < low * high:
-            high = max(1, wide * _ONE // low)
-        elif wide * _ONE > tall * high:
-            wide = max(1, high * tall // _ONE)
+        if wide * ONE < low * high:
+            high = max(1, wide * ONE // low)
+        elif wide * ONE > tall * high:
+            wide = max(1, high * tall // ONE)
         return View((width - wide) // 2, (height - high) // 2, wide, high, self.size, flip=flip)
+
+
+def random_box(
+    height: int,
+    width: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    place: Place,
+    name: str,
+) -> tuple[int, int, int, int] | None:
+    """(left, top, width, height) of a random share of the area, by draws 1 to 40 of the name; None: ten did not fit."""
+    least, most = (round(share * ONE) for share in scale)
+    for attempt in range(_TRIES):
+        a, b, c, d = draws(place, name, 4, first=1 + 4 * attempt)
+        area = height * width * (least + draw(a, most - least + 1))  # fixed point
+        drawn = _ratios(ratio)[draw(b, _RATIOS)]
+        wide, high = _rounded_root(area * drawn, ONE * ONE), _rounded_root(area, drawn)
+        if 0 < wide <= width and 0 < high <= height:
+            return draw(c, width - wide + 1), draw(d, height - high + 1), wide, high
+    return None
+
+
+def check_ratio(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+    """Raise ConfigurationError for bounds that are none."""
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise ConfigurationError(f"scale={scale}: shares of the area, 0 < least <= most <= 1, are expected")
+    if not 0 < ratio[0] <= ratio[1]:
+        raise ConfigurationError(f"ratio={ratio}: width / height, 0 < least <= most, is expected")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ConfigurationError for what is no probability."""
+    if not 0 <= value <= 1:
+        raise ConfigurationError(f"{name}={value}: a probability from 0 to 1 is expected")
 
 
 @dataclass(frozen=True)
@@ -133,7 +157,7 @@ def _ratios(bounds: tuple[float, float]) -> tuple[int, ...]:
         context.prec = 28
         low, high = (Decimal(bound).ln() for bound in bounds)
         step = (high - low) / (_RATIOS - 1)
-        return tuple(round((low + step * number).exp() * _ONE) for number in range(_RATIOS))
+        return tuple(round((low + step * number).exp() * ONE) for number in range(_RATIOS))
 
 
 def _rounded_root(value: int, over: int) -> int:

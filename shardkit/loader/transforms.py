@@ -141,7 +141,7 @@ class LazyGenerators(Sequence[np.random.Generator]):
     """The generators of a batch's samples, each made only when it is asked for."""
 
     def __init__(self, seed: int, step: int, slots: NDArray[np.int64], cell_size: int) -> None:
-        self._seed, self._step, self._slots, self._cell_size = seed, step, slots, cell_size
+        self._seed, self._step, self._slots, self.cell_size = seed, step, slots, cell_size
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -153,7 +153,7 @@ class LazyGenerators(Sequence[np.random.Generator]):
 
     def place(self, index: int) -> Place:
         """Where a sample of the batch stands."""
-        lane, slot = divmod(int(self._slots[index]), self._cell_size)
+        lane, slot = divmod(int(self._slots[index]), self.cell_size)
         return Place(self._seed, self._step, lane, slot)
 
 

@@ -12,10 +12,15 @@ import pytest
 
 GUIDES = Path(__file__).parents[2] / "examples" / "guides"
 NAMES = sorted({path.stem for path in GUIDES.glob("*.py")} - {"guide_shell"})
-NEEDS = {"images_from_s3": ("moto", "PIL", "obstore"), "tokens_for_language_models": ("tokenizers",)}
+NEEDS = {
+    "images_from_s3": ("moto", "PIL", "obstore"),
+    "training_on_images": ("PIL", "sklearn", "torch"),
+    "tokens_for_language_models": ("tokenizers",),
+}
 SAYS = {
     "images_from_s3": r"after epoch 0: ([\d,]+) bytes came from the bucket\nafter epoch 1: \1 bytes",
     "tokens_for_language_models": r"share of web: 0\.750 before step 40, 0\.500 after",
+    "training_on_images": r"held out: 0\.[6-9]\d(?s:.*)resumed: the same weights",
     "migrating": r"data/from-mds: 300 samples",
     "elastic_training": r"read ahead by 3 and thrown away: the same 60 batches, the same weights",
     "auditing": r"runs/b: clean: the run consumed exactly what its plan says(?s:.*)runs/c: violated",

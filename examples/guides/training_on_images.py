@@ -1,0 +1,151 @@
+"""Training on images: the ImageNet recipe of a ResNet in ten lines, and a run that goes on in the middle of an epoch.
+
+    python examples/guides/training_on_images.py
+
+The recipe, with `shardkit build train data/imagenet --stratify label` before it and any model and loss behind it::
+
+    ds = shardkit.open("data/imagenet")
+    plan = ds.plan(global_batch=256, seed=0)
+    decode = {"image": images.random_resized_crop(224, flip=0.5, normalise="imagenet")}
+    loader = ds.loader(plan, decode=decode, run="runs/resnet50")
+    for epoch in range(90):
+        for batch in loader:
+            loss = cross_entropy(model(batch["image"]), batch["label"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+What to know for real data:
+
+* Validation is ``images.resize_center_crop(256, 224, normalise="imagenet")`` over another split.
+* More augmentation: ``augment=[images.trivial_augment(), images.random_erasing(0.1)]`` in the decoder, and
+  ``batch_transform=images.mixup(classes=1000, alpha=0.2)`` for whole batches. Each draws from a stream of its own,
+  keyed by seed, step, lane and slot: any number of ranks and workers makes the same pictures, resumed or not.
+* Threads decode (``threads=``, one per processor by default), each picture straight into its row of the batch.
+* What decoded, with versions, is in the ledger of the run: ``shardkit audit`` shows it.
+* Video and sound are not decoded by shardkit. torchcodec does it from the verified bytes, in ``transform=``, where the
+  generator is the sample's own::
+
+    def frames(sample, rng):
+        video = torchcodec.decoders.VideoDecoder(sample["video"], dimension_order="NCHW")
+        first = int(rng.integers(video.metadata.num_frames - 16 + 1))
+        return {**sample, "video": video[first : first + 16].numpy()}  # (16, 3, height, width) uint8
+
+    loader = ds.loader(plan, transform=frames)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sklearn
+import torch
+from PIL import Image
+from torch import nn
+
+import shardkit as sk
+from guide_shell import shardkit, workplace
+from shardkit import images
+
+
+def make_tiles(folder: Path) -> None:
+    """288 tiles of two photographs: a temple under the sky, a flower."""
+    for name in ("china", "flower"):
+        (folder / name).mkdir(parents=True)
+        with Image.open(Path(sklearn.__file__).parent / "datasets" / "images" / f"{name}.jpg") as photograph:
+            for number in range(144):
+                left, top = 34 * (number % 16), 36 * (number // 16)
+                tile = photograph.crop((left, top, left + 96, top + 96))
+                tile.save(folder / name / f"{number:03d}.jpg", quality=92)
+
+
+class Block(nn.Module):
+    def __init__(self, inside: int, out: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(inside, out, 3, 2, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()
+        )
+        self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
+        self.short = nn.Conv2d(inside, out, 1, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.second(self.first(x)) + self.short(x))
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A ResNet of three blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(3, 16), Block(16, 32), Block(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                          nn.Linear(64, 2))  # fmt: skip
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(ds: Any, steps: int, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Up to so many steps, from the beginning or from what was saved."""
+    model, optimizer = make_model()
+    plan = ds.plan(global_batch=24, lanes=4, seed=0)
+    decode = {"image": images.random_resized_crop(32, flip=0.5, normalise="imagenet")}
+    with ds.loader(plan, decode=decode) as loader:
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            loader.load_state_dict(saved["loader"])
+        while loader.handed_out < steps:
+            for batch in loader:
+                loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                if loader.handed_out == steps:
+                    break
+        return {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "loader": loader.state_dict(),
+        }
+
+
+@torch.no_grad()
+def correct(ds: Any, saved: dict[str, Any]) -> float:
+    """Share of the tiles of a split that the model names."""
+    model, _ = make_model()
+    model.load_state_dict(saved["model"])
+    model.eval()
+    decode = {"image": images.resize_center_crop(36, 32, normalise="imagenet")}
+    with ds.loader(ds.plan(global_batch=8, lanes=1), decode=decode) as loader:
+        hits = [(model(batch["image"]).argmax(1) == batch["label"]).float().mean().item() for batch in loader]
+    return float(np.mean(hits))
+
+
+def main() -> None:
+    with workplace(__doc__):
+        torch.set_num_threads(1)
+        make_tiles(Path("tiles"))
+        shardkit(
+            "build",
+            "tiles",
+            "data/tiles",
+            "--stratify",
+            "label",
+            "--split",
+            "train=0.85,val=0.15",
+            "--jobs",
+            1,
+        )
+        ds, val = sk.open("data/tiles@train"), sk.open("data/tiles@val")
+        steps = len(ds.loader(ds.plan(global_batch=24, lanes=4, seed=0)))
+        whole = train(ds, 4 * steps)
+        print(f"named right, of tiles held out: {correct(val, whole):.2f}")
+        stopped = train(ds, 2 * steps + steps // 2)  # in the middle of the third epoch
+        resumed = train(ds, 4 * steps, stopped)
+        equal = all(torch.equal(one, resumed["model"][name]) for name, one in whole["model"].items())
+        print(
+            f"stopped after step {stopped['loader']['step']} and resumed: "
+            + ("the same weights" if equal else "other")
+        )
+
+
+if __name__ == "__main__":
+    main()
