@@ -309,6 +309,11 @@ SCALARS: list[tuple[pa.Array, str, object, dict[str, object]]] = [
         pa.array([WHEN], pa.timestamp("us", "Asia/Kolkata")),
         "str", "2026-11-20 18:00:00.000000+0530", {"int64": 1795177800000000},
     ),
+    (
+        pa.array([WHEN], pa.timestamp("ns", "UTC")),
+        "str", "2026-11-20 12:30:00.000000000Z", {"int64": 1795177800 * 10**9},
+    ),
+    (pa.array([3723], pa.time32("s")), "str", "01:02:03", {"int64": 3723}),
     (pa.array([dt.time(1, 2, 3)]), "str", "01:02:03.000000", {"int64": 3723000000}),
     (pa.array([dt.timedelta(seconds=3)], pa.duration("ms")), "int64", 3000, {"str": "3000"}),
     (pa.array([decimal.Decimal("1.20")]), "str", "1.20", {"float64": 1.2}),
@@ -334,7 +339,7 @@ def test_scalars_of_tables_arrive_as_expected(tmp_path: Path, number: int) -> No
     pq.write_table(pa.table({"v": column}), tmp_path / "a.parquet")
     pa.feather.write_feather(pa.table({"v": column}), str(tmp_path / "a.arrow"), compression="uncompressed")
     for name in ("a.parquet", "a.arrow"):
-        if name == "a.parquet" and column.type == pa.timestamp("s"):
+        if name == "a.parquet" and column.type in (pa.timestamp("s"), pa.time32("s")):
             continue  # Parquet has none of whole seconds
         found = open_source(str(tmp_path / name))
         assert types_of(found) == {"v": kind}
@@ -353,12 +358,25 @@ def test_scalars_without_a_value_are_optional(tmp_path: Path) -> None:
         same_rows(rows_of(found), [{"v": value}, {"v": None}])
 
 
-def test_what_is_suggested_for_a_column_that_no_field_holds_works(tmp_path: Path) -> None:
-    pictures = [{"bytes": b"\xff\xd8", "note": "n"}]
-    pq.write_table(pa.table({"imgs": pa.array([pictures])}), tmp_path / "a.parquet")
-    with pytest.raises(shardkit.errors.SourceError, match=r"--schema imgs=json .*imgs=str"):
-        open_source(str(tmp_path / "a.parquet"))
-    expected = [{"bytes": "/9g=", "note": "n"}]
-    for given, value in (("json", expected), ("str", json.dumps(expected))):
-        options = ImportOptions(field_types={"imgs": given})
-        same_rows(rows_of(open_source(str(tmp_path / "a.parquet"), options=options)), [{"imgs": value}])
+SPAN = {"months": 1, "days": 2, "nanoseconds": 3}
+UNFIT: list[tuple[pa.Array, object]] = [
+    # column, and what it is as json; as str it is the text of that
+    (pa.array([[{"bytes": b"\xff\xd8", "note": "n"}]]), [{"bytes": "/9g=", "note": "n"}]),
+    (pa.array([[b"x"]]), ["eA=="]),
+    (pa.array([{"b": b"x", "n": 1}]), {"b": "eA==", "n": 1}),
+    (pa.array([[("k", b"x")]], pa.map_(pa.string(), pa.binary())), {"k": "eA=="}),
+    (pa.array([[pa.MonthDayNano([1, 2, 3])]]), [SPAN]),
+    (pa.array([pa.MonthDayNano([1, 2, 3])]), SPAN),
+]
+
+
+@pytest.mark.parametrize("number", range(len(UNFIT)))
+def test_what_is_suggested_for_a_column_that_no_field_holds_works(tmp_path: Path, number: int) -> None:
+    column, expected = UNFIT[number]
+    pa.feather.write_feather(pa.table({"v": column}), str(tmp_path / "a.arrow"), compression="uncompressed")
+    with pytest.raises(shardkit.errors.SourceError, match=r"--schema v=json .*v=str") as caught:
+        open_source(str(tmp_path / "a.arrow"))
+    assert ("--flatten" in str(caught.value)) == pa.types.is_struct(column.type)
+    for given, value in (("json", expected), ("str", json.dumps(expected, sort_keys=True))):
+        options = ImportOptions(field_types={"v": given})
+        same_rows(rows_of(open_source(str(tmp_path / "a.arrow"), options=options)), [{"v": value}])

@@ -355,7 +355,7 @@ def test_a_function_mends_rows_that_would_be_refused(
 ) -> None:
     given, root = write(tmp_path / name), str(tmp_path / "root")
     with pytest.raises(ShardkitError, match=re.escape(name)):
-        shardkit_tools.build(given, root)
+        shardkit_tools.build(given, root, options=ImportOptions(field_types={"n": "int64"}))
     for options in (ImportOptions(), ImportOptions(field_types={"n": "int64"}, rename={"n": "n"})):
         shardkit_tools.build(
             given, root, apply=module("mend"), options=options, shuffle=False, replace=True, jobs=1

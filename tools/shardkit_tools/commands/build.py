@@ -67,6 +67,13 @@ def build(
             "--rename", metavar="OLD=NEW", help="Give a field of the source another name; may be repeated."
         ),
     ] = None,
+    flatten: Annotated[
+        bool,
+        _SOURCE(
+            "--flatten",
+            help="Members of structs and objects become fields, such as meta.author.name.",
+        ),
+    ] = False,
     encoding: Annotated[
         str,
         _SOURCE("--encoding", metavar="NAME", help="Of CSV that is not UTF-8, such as latin-1 or cp1252."),
@@ -181,6 +188,7 @@ def build(
             columns=tuple(split_names(columns)),
             drop=tuple(drop or ()),
             rename=_renames(rename or []),
+            flatten=flatten,
             encoding=encoding,
         ),
         "output_schema": parse_field_types(output_schema or [], "--output-schema"),

@@ -17,6 +17,8 @@ from shardkit_tools.importers.arrow_values import (
     batch_samples,
     check_same_fields,
     column_types,
+    flat_batch,
+    flat_schema,
     kept_columns,
     null_columns,
 )
@@ -44,9 +46,9 @@ class ArrowImporter:
 
     source: Source
     schema: Schema
+    options: ImportOptions
     batches: tuple[tuple[int, ...], ...] = ()
     """Of each file: rows of its record batches; empty where they are known only to who has read them."""
-    unchecked: bool = False
     classes: tuple[str, ...] = ()
     name: str = "arrow"
     """Of the importer, in the recipe."""
@@ -79,12 +81,13 @@ class ArrowImporter:
         types = dict(self.schema)
         row = sum(self.batches[self.source.files.index(file)][: task.start])
         with open_ipc(file) as reader:
-            for batch in _record_batches(reader, file, task.start, task.stop):
-                yield from batch_samples(batch, types, file, row, unchecked=self.unchecked)
+            for found in _record_batches(reader, file, task.start, task.stop):
+                batch = flat_batch(found, self.options)
+                yield from batch_samples(batch, types, file, row, unchecked=self.options.unchecked)
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
-        return {"importer": self.name}
+        return {"importer": self.name, **({"flatten": True} if self.options.flatten else {})}
 
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -101,14 +104,15 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
             first = reader.schema if first is None else first
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
+    first = flat_schema(first, options)
     types = column_types(
         kept_columns(first, options),
         options,
         source.files[0].path,
-        null_columns(_first_batches(source)),
+        null_columns(flat_batch(batch, options) for batch in _first_batches(source)),
     )
     schema = options.schema(types, source.given, names=first.names)
-    return ArrowImporter(source, schema, tuple(batches), options.unchecked)
+    return ArrowImporter(source, schema, options, tuple(batches))
 
 
 def _first_batches(source: Source) -> Iterator[Any]:

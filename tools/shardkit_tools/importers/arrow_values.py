@@ -52,6 +52,8 @@ __all__ = [
     "batch_samples",
     "check_same_fields",
     "column_types",
+    "flat_batch",
+    "flat_schema",
     "is_media",
     "kept_columns",
     "null_columns",
@@ -64,6 +66,50 @@ SCAN_ROWS = 100_000
 
 RowOrError = dict[str, object] | SourceError
 """A row, or why there is none."""
+
+
+def flat_schema(schema: Any, options: ImportOptions) -> Any:
+    """A pyarrow schema with the members of structs in their places, where the user wants it."""
+    if not options.flatten:
+        return schema
+    fields = list(schema)
+    for place, field in reversed(list(enumerate(fields))):
+        if _is_flattened(field, options):
+            inner = [
+                pa.field(f"{field.name}.{one.name}", one.type, field.nullable or one.nullable)
+                for one in field.type
+            ]
+            fields[place : place + 1] = flat_schema(pa.schema(inner), options)
+    return pa.schema(fields)
+
+
+def flat_batch(batch: Any, options: ImportOptions) -> Any:
+    """A record batch of `flat_schema`; where a struct is null, its members are."""
+    if not options.flatten:
+        return batch
+    columns: list[tuple[Any, Any]] = []
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        inner = [(field, column)]
+        if _is_flattened(field, options):
+            alone = pa.schema([field])
+            members = pa.RecordBatch.from_arrays(
+                column.flatten(), [f"{field.name}.{one.name}" for one in field.type]
+            )
+            members = flat_batch(members, options)
+            inner = list(zip(flat_schema(alone, options), members.columns, strict=True))
+        columns += inner
+    return pa.RecordBatch.from_arrays(
+        [column for _, column in columns], schema=pa.schema([f for f, _ in columns])
+    )
+
+
+def _is_flattened(field: Any, options: ImportOptions) -> bool:
+    return bool(
+        pa.types.is_struct(field.type)
+        and field.type.num_fields
+        and not is_media(field.type)
+        and field.name not in options.field_types
+    )
 
 
 def kept_columns(schema: Any, options: ImportOptions) -> Any:
@@ -96,9 +142,10 @@ def column_types(
         inferred = given.get(column.name) or _type_text(column.type) or (MIXED if options.unchecked else None)
         if inferred is None:
             word = shell_word(column.name)
+            flat = ", or --flatten for a field for each of its members" * pa.types.is_struct(column.type)
             raise SourceError(
                 f"{where}: column {column.name!r} is {column.type}, which no field type holds as it is; say what it "
-                f"becomes: --schema {word}=json (bytes in it as base64), or {word}=str for its text"
+                f"becomes: --schema {word}=json (bytes in it as base64), or {word}=str for its text{flat}"
             )
         is_optional = column.name in nulls and column.name not in given and inferred not in ("json", MIXED)
         types[column.name] = f"{inferred}?" if is_optional else inferred
@@ -384,6 +431,8 @@ def _as_json(value: Any, kind: Any) -> Any:
         return dict(pairs) if has_names else pairs
     if pa.types.is_nested(kind):
         return [_as_json(one, kind.value_type) for one in value]
+    if pa.types.is_interval(kind):  # of three numbers, none of which says the others
+        return dict(zip(("months", "days", "nanoseconds"), value, strict=True))
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     text: str = pa.array([value], kind).cast(pa.string())[0].as_py()
@@ -447,7 +496,7 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
             return rows
     if kind.kind in ("array", "ragged"):
         return _lists(column, kind, where)
-    if kind.kind == "str" and pa.types.is_nested(column.type):
+    if kind.kind == "str" and (pa.types.is_nested(column.type) or pa.types.is_interval(column.type)):
         return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
     target = {"str": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
     if target is None:

@@ -60,6 +60,7 @@ _TEXTS = frozenset((
 ))  # fmt: skip
 
 
+_NESTED = ("parquet", "arrow", "jsonl", "huggingface")
 _WITH_AN_INDEX = ("huggingface", "mds")
 # What the samples of an importer may be, where more than files of its own extensions.
 _KINDS_OF = {name: {name} for name in set(_RECORDS.values())}
@@ -89,7 +90,12 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
     listed = list_source(source, skip=options.skip_bad_rows)
     if options.skip_bad_rows:
         listed = _without_strays(listed, kind)
-    importer = IMPORTERS[kind or detect(listed)](listed, options)
+    kind = kind or detect(listed)
+    if options.flatten and kind not in _NESTED:
+        raise UsageError(
+            f"--flatten: {source} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
+        )
+    importer = IMPORTERS[kind](listed, options)
     return ChosenFields(importer, options) if options.chooses else importer, _notes(listed.left_out)
 
 

@@ -48,6 +48,8 @@ class JsonLinesImporter:
     options: ImportOptions
     arrays: frozenset[str] = frozenset()
     """Names of files that hold one JSON array of objects."""
+    structs: frozenset[str] = frozenset()
+    """Objects of which only the members are fields: a null says nothing that these do not."""
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -63,7 +65,9 @@ class JsonLinesImporter:
             lines = None if file.name in self.arrays else self.lines.read_file(file, task)
             for number, where, found in _values(file, lines):
                 try:
-                    row = self.options.kept(_object(found, where))
+                    row = self.options.kept(_object(found, where, self.options, set()))
+                    if self.structs:
+                        row = {n: v for n, v in row.items() if v is not None or n not in self.structs}
                     if not self.options.unchecked:
                         check_row(row, self.types, self.given, where)
                 except SourceError as error:
@@ -72,7 +76,8 @@ class JsonLinesImporter:
                 yield SourceSample(row, None, file.name, number)
 
     def describe(self) -> dict[str, object]:
-        return {"importer": "jsonl", "given": dict(self.given)}
+        flat = {"flatten": True} if self.options.flatten else {}
+        return {"importer": "jsonl", "given": dict(self.given), **flat}
 
 
 def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter:
@@ -83,23 +88,28 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     """
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
     left_out: dict[str, None] = {}
+    objects, valued = set[str](), set[str]()
     arrays = frozenset(file.name for file in source.files if _is_array(file))
-    rows = itertools.islice(_rows(source, arrays, options.skip_bad_rows), SCAN_ROWS)
+    rows = itertools.islice(_rows(source, arrays, options, objects), SCAN_ROWS)
 
     def kept() -> Iterator[tuple[str, Mapping[str, object]]]:
         for where, row in rows:
             found = options.kept(row)
             left_out.update(dict.fromkeys(name for name in row if name not in found))
+            if options.flatten:
+                valued.update(name for name, value in found.items() if value is not None)
             yield where, found
 
     types = infer_types(kept(), options.field_types, skip=options.skip_bad_rows, unchecked=options.unchecked)
+    structs = frozenset(objects - valued)  # objects whose members are fields, or null
+    types = {name: kind for name, kind in types.items() if name not in structs}
     if not (types or left_out):
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
     schema = options.schema(types, source.given, names=left_out)
     given, lines = dict(options.field_types), cut_lines(source.files, arrays)
-    return JsonLinesImporter(source, schema, types, given, lines, options, arrays)
+    return JsonLinesImporter(source, schema, types, given, lines, options, arrays, structs)
 
 
 def _is_array(file: SourceFile) -> bool:
@@ -121,20 +131,22 @@ def _values(file: SourceFile, lines: Iterator[tuple[int, bytes]] | None) -> Iter
             yield number, f"{file.path} line {number + 1}", line
 
 
-def _rows(source: Source, arrays: Collection[str], skip: bool) -> Iterator[tuple[str, dict[str, object]]]:
+def _rows(
+    source: Source, arrays: Collection[str], options: ImportOptions, objects: set[str]
+) -> Iterator[tuple[str, dict[str, object]]]:
     for file in source.files:
         lines = None if file.name in arrays else enumerate(read_lines(file))
         for _, where, found in _values(file, lines):
             try:
-                row = _object(found, where)
+                row = _object(found, where, options, objects)
             except SourceError:
-                if not skip:
+                if not options.skip_bad_rows:
                     raise
                 continue
             yield where, row
 
 
-def _object(found: object, where: str) -> dict[str, object]:
+def _object(found: object, where: str, options: ImportOptions, objects: set[str]) -> dict[str, object]:
     """What a line holds, or an item as it is."""
     value = parse_json(found, where) if isinstance(found, bytes) else found
     if not isinstance(value, dict):
@@ -142,7 +154,28 @@ def _object(found: object, where: str) -> dict[str, object]:
             f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object, or the file "
             "one array of them (.json)"
         )
-    return value
+    return _flat(value, where, options, objects) if options.flatten else value
+
+
+def _flat(
+    value: dict[str, object], where: str, options: ImportOptions, objects: set[str], prefix: str = ""
+) -> dict[str, object]:
+    """An object with the members of those inside in their places; the names of these are added to `objects`."""
+    row: dict[str, object] = {}
+    for name, one in value.items():
+        path = prefix + name
+        inner = {path: one}
+        if isinstance(one, dict) and path not in options.field_types:
+            objects.add(path)
+            inner = _flat(one, where, options, objects, f"{path}.")
+        for field, member in inner.items():
+            if field in row:
+                raise SourceError(
+                    f"{where}: two values are called {field!r}; build without --flatten, or keep one object whole with "
+                    "--schema FIELD=json"
+                )
+            row[field] = member
+    return row
 
 
 _WORDS = {

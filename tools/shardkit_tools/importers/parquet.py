@@ -17,6 +17,8 @@ from shardkit_tools.importers.arrow_values import (
     batch_samples,
     check_same_fields,
     column_types,
+    flat_batch,
+    flat_schema,
     is_media,
     kept_columns,
     null_columns,
@@ -46,7 +48,7 @@ class ParquetImporter:
     source: Source
     schema: Schema
     groups: tuple[tuple[tuple[int, int], ...], ...]  # of each file: (rows, bytes) of its row groups
-    unchecked: bool = False
+    options: ImportOptions
     classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
@@ -79,16 +81,15 @@ class ParquetImporter:
             sizes = [parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)]
             firsts = [0, *accumulate(sizes)]
             row = firsts[task.start]
-            left_out = set(parquet.schema_arrow.names) - {*types, KEY}
-            wanted = (
-                [name for name in parquet.schema_arrow.names if name not in left_out] if left_out else None
-            )
-            for batch in _batches(parquet, range(task.start, task.stop or 0), file, wanted):
-                yield from batch_samples(batch, types, file, row, unchecked=self.unchecked)
+            names = flat_schema(parquet.schema_arrow, self.options).names
+            left_out = set(names) - {*types, KEY}
+            wanted = [name for name in names if name not in left_out] if left_out else None
+            for batch in _batches(parquet, range(task.start, task.stop or 0), file, self.options, wanted):
+                yield from batch_samples(batch, types, file, row, unchecked=self.options.unchecked)
                 row += batch.num_rows
 
     def describe(self) -> dict[str, object]:
-        return {"importer": "parquet"}
+        return {"importer": "parquet", **({"flatten": True} if self.options.flatten else {})}
 
 
 def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
@@ -108,6 +109,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
+    first = flat_schema(first, options)
     names, first = first.names, kept_columns(first, options)
     types = column_types(first, options, source.files[0].path)
     inferred = {
@@ -115,12 +117,12 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
         for name, kind in types.items()
         if name not in options.field_types and kind not in ("json", MIXED)
     }
-    types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred)}
+    types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred, options)}
     schema = options.schema(types, source.given, names=names)
-    return ParquetImporter(source, schema, tuple(groups), options.unchecked)
+    return ParquetImporter(source, schema, tuple(groups), options)
 
 
-def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:
+def _null_columns(source: Source, schema: Any, wanted: set[str], options: ImportOptions) -> set[str]:
     """Those of some columns that hold nulls: the footers say it, and where they do not tell, the columns."""
     found: set[str] = set()
     fields = {field.name: field for field in schema}
@@ -128,7 +130,11 @@ def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:
         with open_file(file) as stream:
             parquet = _open(stream, file)
             unsure = set()
-            owners = [field.name for field in parquet.schema_arrow for _ in range(_leaves(field.type))]
+            owners = [
+                field.name
+                for field in flat_schema(parquet.schema_arrow, options)
+                for _ in range(_leaves(field.type))
+            ]
             for group in range(parquet.num_row_groups):
                 row_group = parquet.metadata.row_group(group)
                 for place, name in enumerate(owners):  # a name may hold dots, as the path of a leaf does
@@ -149,7 +155,7 @@ def _null_columns(source: Source, schema: Any, wanted: set[str]) -> set[str]:
                         )  # of what is inside of lists and structs the nulls are counted together
             if unsure - found:
                 found |= null_columns(
-                    _batches(parquet, range(parquet.num_row_groups), file, sorted(unsure - found))
+                    _batches(parquet, range(parquet.num_row_groups), file, options, sorted(unsure - found))
                 )
     return found
 
@@ -173,12 +179,13 @@ def _open(stream: Any, file: SourceFile) -> Any:
 
 
 def _batches(
-    parquet: Any, groups: range, file: SourceFile, columns: list[str] | None = None
+    parquet: Any, groups: range, file: SourceFile, options: ImportOptions, columns: list[str] | None = None
 ) -> Iterator[Any]:
     try:
-        yield from parquet.iter_batches(
+        for batch in parquet.iter_batches(
             _BATCH_ROWS, row_groups=list(groups), columns=columns, use_threads=False
-        )
+        ):
+            yield flat_batch(batch, options)
     except (pa.ArrowException, OSError) as error:
         raise SourceError(
             f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "

@@ -250,6 +250,8 @@ class ImportOptions:
         columns: fields that are taken, by the names that the source has; empty: all.
         drop: fields that are left out.
         rename: field of the source → name that it gets.
+        flatten: structs and objects become a field for each of their members, ``a.b.c``; those that `field_types` names
+            stay whole, as maps and lists do. `columns` and `drop` may name one for all of its members.
         encoding: of CSV; "": UTF-8, or UTF-16 where the file begins with its mark.
         unchecked: rows go to a function that may mend them: values that do not fit are given as the source has them,
             None for a value that is not there, and no field name is refused.
@@ -263,6 +265,7 @@ class ImportOptions:
     columns: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
+    flatten: bool = False
     encoding: str = ""
     unchecked: bool = False
 
@@ -277,7 +280,11 @@ class ImportOptions:
 
     def keeps(self, name: str) -> bool:
         """Whether a field of the source is taken."""
-        return name not in self.drop and (not self.columns or name in self.columns)
+        return not self._names(self.drop, name) and (not self.columns or self._names(self.columns, name))
+
+    def _names(self, given: Iterable[str], name: str) -> bool:
+        """Whether a field is among those given, or a member of one."""
+        return name in given or (self.flatten and any(name.startswith(f"{one}.") for one in given))
 
     def kept(self, fields: Mapping[str, _Value]) -> Mapping[str, _Value]:
         """Fields of a sample without those that are left out."""
@@ -306,7 +313,10 @@ class ImportOptions:
         }
         for option, asked in named.items():
             for name in asked:
-                if name not in known:
+                is_struct = option in ("--columns", "--drop") and any(
+                    self._names([name], one) for one in known
+                )
+                if name not in known and not is_struct:
                     near = difflib.get_close_matches(name, known, n=1)
                     raise SchemaError(
                         f"{source}: {option} names the field {name!r}, which the source does not have; "
@@ -336,7 +346,8 @@ class ImportOptions:
         try:
             schema = Schema.parse(stored)
         except SchemaError as error:
-            raise SchemaError(f"{source}: {error}{_other_name(stored)}") from error
+            whole = "; --schema FIELD=json keeps an object of many keys whole" if self.flatten else ""
+            raise SchemaError(f"{source}: {error}{_other_name(stored) or whole}") from error
         return SourceSchema(dict(zip(types, schema.values(), strict=True))) if self.rename else schema
 
 
