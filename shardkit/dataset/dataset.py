@@ -230,6 +230,8 @@ class Dataset(Samples):
         threads: int | None = None,
         prefetch: int | None = None,
         tensors: bool | None = None,
+        device: Any = None,
+        device_prefetch: int = 2,
         decode: Mapping[str, Any] | None = None,
         transform: Any = None,
         batch_transform: Any = None,
@@ -283,6 +285,9 @@ class Dataset(Samples):
                 done for steps of up to 8 MiB that need no other work than being copied, and 4 steps wait otherwise.
                 Where rows are decoded or transformed, the step after them, and more if steps are small, is under way.
             tensors: torch tensors instead of numpy arrays; by default where torch is imported.
+            device: a torch device: batches lie there, ready on the current stream, when they are handed out; they are
+                copied from pinned memory on a stream of their own. Pictures cross as bytes and are normalised there.
+            device_prefetch: how many finished steps may be on their way to it. State and ledger do not count them.
             decode: field → `images.random_resized_crop` and its like, which write into the batch; ``"rgb8"``,
                 ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"``; or a function of the bytes.
             transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.
@@ -315,6 +320,7 @@ class Dataset(Samples):
             assignment=assignment, store=store,
             rebalance=Rebalancing() if rebalance is True else rebalance or None,
             memory=None if memory is None else parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors,
+            device=device, device_prefetch=device_prefetch,
             decode=decode or {}, transform=transform, batch_transform=batch_transform, workers=workers,
             on_error=on_error, stall_s=stall_s, on_stall=on_stall, run=None if run is None else Path(run),
             stride=stride, offset=offset, fill=fill or {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -95,6 +95,16 @@ class PictureDecoder:
             mean, factor = scaling(self.normalise, self.layout)
             np.subtract(seen, mean, out=out)
             out *= factor
+
+    def for_device(self, device: Any) -> tuple[PictureDecoder, Callable[[Any], Any]] | None:
+        """The same in bytes, and what normalises a batch of them on a torch device; None: it does not normalise."""
+        if self.normalise is None:
+            return None
+        import torch
+
+        mean, factor = (torch.from_numpy(one).to(device) for one in scaling(self.normalise, self.layout))
+        # two operations, each rounded, as on the host: the same bits
+        return replace(self, normalise=None), lambda rows: torch.sub(rows, mean).mul_(factor)
 
 
 def scaling(

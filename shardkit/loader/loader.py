@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -27,7 +27,7 @@ from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.step_costs import StepCosts
-from shardkit.loader.transforms import RowFunction, find_decoders
+from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Assignment, Plan
 from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
@@ -49,6 +49,7 @@ class Loader:
         self.plan = plan
         self.topology = topology = find_topology(config.rank, config.world, mesh=config.mesh)
         tensors = "torch" in sys.modules if config.tensors is None else config.tensors
+        tensors = tensors or config.device is not None
         if tensors:
             try:
                 __import__("torch")  # only where a caller asked for tensors before importing it
@@ -62,12 +63,19 @@ class Loader:
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
             events=EventLog(config.run, topology.rank), missing=MissingValues(sources.schema, fields, config.fill),
         )  # fmt: skip
+        decoders = find_decoders(config.decode, sources.schema)
+        self._device: Any = None
+        self._finish_on: dict[str, Any] = {}  # field → what is done to it on the device
+        if config.device is not None:
+            from shardkit.loader.device import find_device
+
+            self._device = find_device(config.device)
+            if config.transform is None and config.batch_transform is None:  # nobody looks at it on the host
+                decoders, self._finish_on = split_decoders(decoders, self._device)
         self._function: RowFunction | None = None
         if config.decode or config.transform is not None:
             self._function = RowFunction(
-                seed=plan.settings.seed,
-                decoders=find_decoders(config.decode, sources.schema),
-                transform=config.transform,
+                seed=plan.settings.seed, decoders=decoders, transform=config.transform
             )
         row_decoders = {} if self._function is None else self._function.row_decoders
         self._made_by = {name: one.made_by for name, one in row_decoders.items()}
@@ -86,6 +94,10 @@ class Loader:
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self.shared: SharedBlocks | None = None  # with loaders of other processes, from the first loop on
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
+        if self._device is not None and self._device.type != "cpu":
+            from shardkit.loader.device import pinned
+
+            self.allocate = pinned()
         live = self.live = LiveLoader(lanes)
         self.telemetry = Telemetry(
             rank=topology.rank, world=topology.world, worker=config.offset, lanes=lambda: list(live.lanes)
@@ -205,7 +217,23 @@ class Loader:
         pipeline = Pipeline(
             self._setup, resources, numbers, lanes, counts, self.allocate, self.live.chosen_prefetch
         )
-        return Steps(pipeline, numbers, lanes, counts)
+        return Steps(pipeline, numbers, lanes, counts, self._to_device)
+
+    def _to_device(self, pipeline: Pipeline) -> Iterator[StepBatches]:
+        config, steps = self._setup.config, iter(pipeline)
+        if self._device is None:
+            return steps
+        from shardkit.loader.device import CudaStream, DeviceFeed
+
+        stream = None if self._device.type == "cpu" else CudaStream(self._device)
+        return DeviceFeed(
+            steps,
+            lambda: pipeline.queued_steps,
+            self._device,
+            config.device_prefetch,
+            self._finish_on,
+            stream,
+        )
 
     def _read_with(self, loop: Loop, lanes: list[int]) -> None:
         """A move of lanes begins the reading ahead again."""

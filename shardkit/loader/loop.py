@@ -23,11 +23,19 @@ class Steps:
         numbers: the steps.
         lanes: whose cells they are.
         counts: of the loop; a step counts when it is taken, not when it is looked at.
+        to_device: makes of the steps of the pipeline those that are taken.
     """
 
-    def __init__(self, pipeline: Pipeline, numbers: range, lanes: list[int], counts: LoaderCounts) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        numbers: range,
+        lanes: list[int],
+        counts: LoaderCounts,
+        to_device: Callable[[Pipeline], Iterator[StepBatches]] = iter,
+    ) -> None:
         self.pipeline, self.numbers, self.lanes, self.counts = pipeline, numbers, lanes, counts
-        self._steps = iter(pipeline)
+        self._steps = to_device(pipeline)
         self._next: StepBatches | None = None
         self._waited_s = 0.0  # for the next one
         self._error: Exception | None = None

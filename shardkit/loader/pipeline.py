@@ -110,7 +110,7 @@ class Pipeline:
         self._allocate = allocate
         self._rows_per_step = max(1, setup.plan.cell_size * len(lanes))
         self._bytes_per_step = self._rows_per_step * setup.sources.row_bytes(setup.fields)
-        self._pin = setup.tensors and may_pin()
+        self._pin = setup.tensors and setup.config.device is None and may_pin()
         self._work = resources.row_work(allocate)
         self._prefetch = self._steps_ahead(prefetch)
         # Every gather waits for the interpreter once it is done: some steps at a time where they are small.
@@ -135,7 +135,8 @@ class Pipeline:
         if chosen is None:
             schema, fields = self._setup.sources.schema, self._setup.fields
             only_copied = self._work is None and all(is_only_copied(schema[name]) for name in fields)
-            is_cheap = only_copied and self._bytes_per_step <= _INLINE_BYTES and not self._pin
+            leaves = self._pin or self._setup.config.device is not None
+            is_cheap = only_copied and self._bytes_per_step <= _INLINE_BYTES and not leaves
             chosen = 0 if is_cheap else _DEFAULT_PREFETCH
         return chosen and (changed or chosen)
 

@@ -33,7 +33,7 @@ OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 _RANGES = {
     "memory": Range(1 << 20, 1 << 50), "cache_size": Range(0, 1 << 60), "threads": Range(1, 4096),
-    "prefetch": Range(0, 10**6), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
+    "prefetch": Range(0, 10**6), "device_prefetch": Range(1, 64), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
 }  # fmt: skip
 """Of whole numbers that a loader is told."""
 
@@ -75,6 +75,8 @@ class LoaderConfig:
     threads: int | None = None
     prefetch: int | None = None
     tensors: bool | None = None
+    device: Any = None  # of torch
+    device_prefetch: int = 2
     decode: Mapping[str, str | Decoder] = field(default_factory=dict)
     transform: SampleTransform | None = None
     batch_transform: BatchTransform | None = None
@@ -100,6 +102,10 @@ class LoaderConfig:
         if not isinstance(self.assignment, Assignment) and self.assignment not in ("near", "fixed"):
             raise ConfigurationError(
                 f"assignment={self.assignment!r}: 'near', 'fixed' or an Assignment is expected"
+            )
+        if self.device is not None and (self.stride != 1 or self.tensors is False):
+            raise ConfigurationError(
+                f"device={self.device!r} is for tensors of one process: leave out stride= and tensors=False"
             )
         if self.store is not None and self.rank is None:
             raise ConfigurationError("store= is for ranks that are given: pass rank= and world= with it")

@@ -33,6 +33,7 @@ __all__ = [
     "find_decoders",
     "row_reader",
     "sample_generator",
+    "split_decoders",
     "stack_samples",
 ]
 
@@ -121,6 +122,20 @@ def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[s
             find_decoder()
         found[name] = DECODERS[wanted]
     return found
+
+
+def split_decoders(decoders: Mapping[str, Decoder], device: Any) -> tuple[dict[str, Decoder], dict[str, Any]]:
+    """Decoders of which each leaves its arithmetic to a device, where it can; and by field that arithmetic.
+
+    A `RowDecoder` can if it has ``for_device(device)``: another decoder of smaller rows, and what is done to a batch of
+    those on the device.
+    """
+    host, finish = dict(decoders), {}
+    for name, one in decoders.items():
+        split = getattr(one, "for_device", lambda _: None)(device)
+        if split is not None:
+            host[name], finish[name] = split
+    return host, finish
 
 
 # ---- transforms

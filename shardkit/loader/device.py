@@ -1,0 +1,182 @@
+"""Batches on an accelerator before they are asked for: pinned memory, a stream of their own, events (SPEC.md §10).
+
+torch is the running program's: it is imported here only once a loader was given a device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import ConfigurationError
+from shardkit.loader.batch import Batch
+from shardkit.loader.gather import Allocate
+from shardkit.loader.pipeline import StepBatches
+
+__all__ = ["CudaStream", "DeviceFeed", "SideStream", "find_device", "pinned"]
+
+Finish = Callable[[Any], Any]
+"""A tensor on the device → what the trainer gets in its place, in new memory of that device."""
+
+
+class SideStream(Protocol):
+    """Copies that run beside the trainer's work."""
+
+    def sending(self) -> AbstractContextManager[Any]:
+        """What is begun inside runs on the side stream."""
+
+    def sent(self) -> Any:
+        """An event: all that was begun so far is done."""
+
+    def receive(self, event: Any, tensors: list[Any]) -> None:
+        """The trainer's stream waits for the event, and the tensors' memory is kept until its own work is done."""
+
+    def is_done(self, event: Any) -> bool:
+        """Whether what the event stands for has happened."""
+
+
+class CudaStream:
+    """A `SideStream` of torch.cuda."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        cuda: Any = torch.cuda
+        self._cuda, self._device, self._stream = cuda, device, cuda.Stream(device)
+
+    def sending(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._cuda.stream(self._stream)
+        return context
+
+    def sent(self) -> Any:
+        return self._stream.record_event()
+
+    def receive(self, event: Any, tensors: list[Any]) -> None:
+        current = self._cuda.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+    def is_done(self, event: Any) -> bool:
+        return bool(event.query())
+
+
+def find_device(asked: Any) -> Any:
+    """The torch.device that is meant, an index included.
+
+    Raises:
+        ConfigurationError: neither "cpu" nor a CUDA device that is there.
+    """
+    import torch
+
+    device: Any
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"device={asked!r}: {error}") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigurationError(f"device={asked!r}: 'cuda', 'cuda:N' or 'cpu' is expected")
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device={asked!r}, and torch sees no CUDA device; leave device out, or pass 'cpu'"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigurationError(f"device={asked!r}: there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def pinned() -> Allocate:
+    """Memory of batches from torch's pool of pinned memory, which goes back to it when a batch is dropped."""
+    import torch
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        memory: NDArray[Any] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory.view(dtype).reshape(shape)
+
+    return allocate
+
+
+class DeviceFeed(Iterator[StepBatches]):
+    """Steps whose batches lie on the device, ready on the stream that is current where they are asked for.
+
+    Of steps that are finished on the host up to `ahead` are on their way; it waits for a step only where none is. What
+    making a step raises is raised after the steps before it.
+
+    Args:
+        steps: on the host, in tensors.
+        ready: how many of them can be had without waiting.
+        device: of torch.
+        ahead: how many may be on their way.
+        finish: field → what is done to it on the device.
+        stream: None: nothing is copied, the device is the host.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[StepBatches],
+        ready: Callable[[], int],
+        device: Any,
+        ahead: int,
+        finish: Mapping[str, Finish],
+        stream: SideStream | None,
+    ) -> None:
+        self._steps, self._ready, self._device, self._ahead = steps, ready, device, ahead
+        self._finish, self._stream = finish, stream
+        self._sent: deque[tuple[StepBatches, Any]] = deque()
+        self._held: deque[tuple[StepBatches, Any]] = deque()  # host memory that is still copied from
+        self._error: Exception | None = None
+
+    def __next__(self) -> StepBatches:
+        while self._error is None and (not self._sent or (len(self._sent) <= self._ahead and self._ready())):
+            try:
+                one = next(self._steps)
+            except Exception as error:  # noqa: BLE001  raised below, StopIteration too
+                self._error = error
+            else:
+                self._sent.append(self._send(one))
+        if not self._sent:
+            assert self._error is not None
+            raise self._error
+        done, event = self._sent.popleft()
+        if self._stream is not None:
+            tensors = [
+                tensor for batch in done.batches for value in batch.values() for tensor in _tensors(value)
+            ]
+            self._stream.receive(event, tensors)
+            while self._held and self._stream.is_done(self._held[0][1]):
+                self._held.popleft()
+        return done
+
+    def _send(self, one: StepBatches) -> tuple[StepBatches, Any]:
+        if self._stream is None:
+            return one._replace(batches=[self._finished(batch) for batch in one.batches]), None
+        with self._stream.sending():
+            sent = one._replace(batches=[self._copied(batch) for batch in one.batches])
+        event = self._stream.sent()
+        self._held.append((one, event))
+        return sent, event
+
+    def _copied(self, batch: Batch) -> Batch:
+        copy = batch.to(self._device, non_blocking=True)
+        copy.samples = batch.samples  # the attribute stays on the host, where its users are
+        return self._finished(copy)
+
+    def _finished(self, batch: Batch) -> Batch:
+        for name, finish in self._finish.items():
+            if name in batch:
+                batch[name] = finish(batch[name])
+        return batch
+
+
+def _tensors(value: Any) -> list[Any]:
+    parts = value if isinstance(value, tuple) else (value,)
+    return [part for part in parts if hasattr(part, "record_stream")]
