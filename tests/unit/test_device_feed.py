@@ -1,4 +1,4 @@
-"""Batches on a device, with a stand-in for streams: in order, as far ahead as was said, memory held until it was copied."""
+"""Batches on a device, with a stand-in for streams: in order, as far ahead as was said, held until copied."""
 
 from __future__ import annotations
 
