@@ -267,7 +267,7 @@ class Dataset(Samples):
             mesh: a torch DeviceMesh: ranks that share its data-parallel coordinate read the same cells.
             lanes: the lanes of this rank instead of its even share.
             fields: only these fields are gathered.
-            by_cell: hand out a list of batches per step, one per lane.
+            by_cell: hand out a list of batches per step, one per lane; for a type checker: ``cast(list[Batch], …)``.
             uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
             assignment: ``"near"``: ranks of a process group begin with the lanes of which most bytes lie in their
                 node's `cache`, equally many each, or with those that the ledger of `run` recorded for these ranks on

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.errors import UsageError
+
 __all__ = ["Batch", "may_pin", "to_tensors"]
 
 _KNOWN_FIRST = ("lane", "slots", "weight", "valid")
@@ -49,7 +51,7 @@ class Batch(dict[str, Any]):
         """
         super().__init__(fields)
         self.step = int(self["step"]) if step is None else step
-        self.samples = self["samples"] if samples is None else samples
+        self.samples: NDArray[np.int64] = self["samples"] if samples is None else samples
         if lane is not None and slots is not None and weight is not None:
             self.lane, self.slots, self.weight, self.valid = lane, slots, weight, dict(valid or {})
         self["step"] = self.step
@@ -62,6 +64,19 @@ class Batch(dict[str, Any]):
                 "from the batch as the loader handed it out"
             )
         raise AttributeError(name)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A field as a numpy array, which a type checker knows too; it shares the memory of a tensor on the processor.
+
+        Raises:
+            UsageError: the field is a list, or a ragged pair.
+        """
+        value = self[name]
+        if isinstance(value, list | tuple):
+            kind = type(value).__name__
+            raise UsageError(f"batch.array({name!r}): the field is a {kind}, no array; take batch[{name!r}]")
+        array: NDArray[Any] = value if isinstance(value, np.ndarray) else value.numpy(force=True)
+        return array
 
     def to(self, device: Any, non_blocking: bool = False, **_: Any) -> Batch:
         """This batch with its tensors on `device`; frameworks that move batches call it by name.

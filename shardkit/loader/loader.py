@@ -176,7 +176,7 @@ class Loader:
         self._loop = weakref.ref(loop)
         return loop
 
-    def peek(self) -> Any:
+    def peek(self) -> Batch:
         """The batch that comes next, in the loop under way, else in the next one; moves nothing.
 
         State, ledger, statistics and lanes stay as they are, and no rank waits for another, so that one rank may look
@@ -196,7 +196,7 @@ class Loader:
             raise UsageError(
                 f"there is no batch from step {self._start} on in this loader's share of the steps"
             )
-        return copy.deepcopy(one.batches if self._setup.config.by_cell else one.batches[0])
+        return copy.deepcopy(self._handed(one))
 
     def _read_ahead(self, start: int) -> Steps:
         """The steps of the loop that begins at `start`, read from now on if they were not before."""
@@ -242,7 +242,7 @@ class Loader:
             loop.steps = self._open_steps(loop.left, lanes, loop.steps.counts)
             self.live.pipeline = loop.steps.pipeline
 
-    def _hand_out(self, loop: Loop) -> Any:
+    def _hand_out(self, loop: Loop) -> Batch:
         self._came_back(loop)
         if self._rebalancer is not None:
             self.live.lanes = self._rebalancer.lanes_at(loop.left[0])
@@ -261,7 +261,13 @@ class Loader:
         self.live.cells += len(self.lanes)
         self._with_trainer = loop.steps.counts
         self._handed_at, self._computed_s = time.perf_counter(), -1.0
-        return one.batches if self._setup.config.by_cell else one.batches[0]
+        return self._handed(one)
+
+    def _handed(self, one: StepBatches) -> Batch:
+        """What a step is to its user; lists are the rare way (`by_cell`), and every other program's loop is typed."""
+        handed: Any = one.batches if self._setup.config.by_cell else one.batches[0]
+        batch: Batch = handed
+        return batch
 
     def _record(self, one: StepBatches, *, last: bool) -> None:
         """Journal a step that is about to be handed out."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from shardkit.errors import UsageError
+from shardkit.loader.batch import Batch
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 
 __all__ = ["Loop", "Steps"]
@@ -65,7 +65,7 @@ class Steps:
         return one
 
 
-class Loop(Iterator[Any]):
+class Loop(Iterator[Batch]):
     """What `iter(loader)` gives.
 
     Args:
@@ -76,14 +76,14 @@ class Loop(Iterator[Any]):
     """
 
     def __init__(
-        self, hand_out: Callable[[Loop], Any], finish: Callable[[Loop], None], steps: Steps, stop: int
+        self, hand_out: Callable[[Loop], Batch], finish: Callable[[Loop], None], steps: Steps, stop: int
     ) -> None:
         self._hand_out, self._finish = hand_out, finish
         self.steps, self.stop = steps, stop
         self.left = steps.numbers  # not handed out yet
         self.ended_by: str | None = None  # what ended it before its last step
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         """The next batch.
 
         Raises:

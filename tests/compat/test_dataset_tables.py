@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ import pyarrow as pa
 import pytest
 
 import shardkit
-from shardkit.errors import MissingDependency, UsageError
+from shardkit.errors import MissingDependency, ShardkitError, UsageError
+
+ROOT = Path(__file__).parents[2]
 
 SCHEMA = {
     "image": "bytes",
@@ -53,25 +58,126 @@ def named(*numbers: int) -> list[str]:
     return [f"größe {number}" for number in numbers]
 
 
-def test_what_people_type(root: Path) -> None:
+SNIPPETS: list[tuple[str, str, str]] = [
+    # what is looked at, as people type it, and what it says: a repr, or the words of an error
+    ("iteration", "[sample['label'] for sample in ds] == [i % 5 for i in range(60)]", "True"),
+    ("slice", "[sample['text'] for sample in ds[10:13]]", "['größe 10', 'größe 11', 'größe 12']"),
+    ("slice from the end", "[sample['text'] for sample in ds[-2:]]", "['größe 58', 'größe 59']"),
+    ("list of numbers", "[sample['meta']['n'] for sample in ds[[3, 5, 8]]]", "[3, 5, 8]"),
+    ("array of numbers", "[sample['meta']['n'] for sample in ds[np.array([8, -1])]]", "[8, 59]"),
+    ("head", "len(ds.head()), [sample['label'] for sample in ds.head(2)]", "(5, [0, 1])"),
+    ("sample", "[s['text'] for s in ds.sample(5, seed=0)] == [s['text'] for s in ds.sample(5)]", "True"),
+    ("another seed", "[s['text'] for s in ds.sample(5, seed=0)] == [s['text'] for s in ds.sample(5, seed=1)]", "False"),
+    ("len", "len(ds)", "60"),
+    ("in", "3 in ds", "UsageError: .*say what is meant"),
+    ("a key for a number", "ds['000']", "UsageError: .*000"),
+    ("a number with a fraction", "ds[1.7]", "UsageError: .*1.7"),
+    ("beyond the end", "ds[60]", ".*Error: .*60"),
+    ("to_arrow", "ds.to_arrow()['label'].to_pylist()[:6]", "[0, 1, 2, 3, 4, 0]"),
+    ("to_pandas", "int(ds.to_pandas()['label'].sum())", "120"),
+    ("to_polars", "ds.to_polars()['label'].sum()", "120"),
+    ("iter_arrow", "[batch.num_rows for batch in ds.iter_arrow(batch_rows=25)]", "[25, 25, 10]"),
+    ("duckdb", "duckdb.sql('select sum(label) from ds').fetchall()[0][0]", "120"),
+    ("polars", "pl.DataFrame(ds).height", "60"),
+    ("select", "[s['text'] for s in ds.select(where='label == 3').head(2)]", "['größe 3', 'größe 8']"),
+    ("two datasets", "[s['text'] for s in shardkit.open({'a': root, 'b': root})[59:61]]", "['größe 59', 'größe 0']"),
+    ("repr of a dataset", "ds", "<shardkit .*60 samples"),
+    ("in a notebook", "'<table' in ds._repr_html_(), '<table' in ds.plan(8)._repr_html_()", r"\(True, True\)"),
+    ("repr of a plan", "ds.plan(8)", r"Plan\(global_batch=8, lanes=8, "),
+    ("repr of a loader", "ds.loader(ds.plan(8), rank=0, world=1)", "<shardkit loader, rank 0 of 1: .*7 steps a loop"),
+    ("repr of a plan dataset", "shardkit.torch.dataset(ds, ds.plan(8))", "<shardkit plan dataset, .*: 7 steps"),
+    ("a number for a plan", "ds.loader(512)", r"UsageError: .*ds\.loader\(ds\.plan\(global_batch=512, seed=0\)\)"),
+    ("a loop", "[b.array('label').shape for b in ds.loader(ds.plan(25), rank=0, world=1)]", r"\[\(25,\), \(25,\)\]"),
+    ("a field of texts as an array", "next(iter(ds.loader(ds.plan(8), rank=0, world=1))).array('text')",
+     r"UsageError: .*take batch\['text'\]"),
+]  # fmt: skip
+
+
+def test_what_people_type(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import duckdb
+    import polars as pl
+
+    import shardkit.torch
+
     ds = shardkit.open(root)
-    assert len(ds) == 60
-    assert texts([sample for sample in ds]) == named(*range(60))  # noqa: C416  as a user types it
-    assert texts(ds[10:20]) == named(*range(10, 20))
-    assert texts(ds[[3, 5, 8]]) == named(3, 5, 8)
-    assert ds[-1]["text"] == "größe 59"
-    assert texts(ds[-2:]) == named(58, 59)
-    assert texts(ds.head()) == named(0, 1, 2, 3, 4)
-    assert texts(ds.head(2)) == named(0, 1)
-    assert texts(ds.sample(5, seed=0)) == texts(ds.sample(5, seed=0)) != texts(ds.sample(5, seed=1))
-    assert ds.to_arrow()["label"].to_pylist() == [i % 5 for i in range(60)]
-    assert ds.to_pandas()["label"].sum() == 120
-    assert ds.to_polars()["label"].sum() == 120
-    assert [batch.num_rows for batch in ds.iter_arrow(batch_rows=25)] == [25, 25, 10]
-    assert texts(list(ds.select(where="label == 3"))) == named(*range(3, 60, 5))
-    assert [sample["pixels"].shape for sample in ds.select(rows=[7, -1])] == [(2, 3), (2, 3)]
-    both = shardkit.open({"a": root, "b": root})
-    assert texts(both[58:62]) == named(58, 59, 0, 1)
+    names = {"ds": ds, "root": root, "np": np, "duckdb": duckdb, "pl": pl, "shardkit": shardkit}
+    wrong = []
+    for title, typed, says in SNIPPETS:
+        try:
+            answer = repr(eval(typed, names))
+        except ShardkitError as error:
+            answer = f"{type(error).__name__}: {error}"
+        if answer != says and not re.match(says, answer, re.DOTALL):
+            wrong.append(f"{title}: {typed}\n    {answer}, not {says}")
+    assert not wrong, "\n".join(wrong)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependency, match=r"shardkit\[train\]"):
+        ds.loader(ds.plan(8), tensors=True)
+
+
+PROGRAM = """
+import numpy as np
+from numpy.typing import NDArray
+
+import shardkit
+from shardkit.loader import Batch
+
+
+def my_images() -> list[tuple[bytes, int]]:
+    return [(bytes([n]), n % 3) for n in range(100)]
+
+
+schema = {"image": "bytes", "label": "int64", "tokens": "int32[4]"}
+with shardkit.create("data", schema, stratify="label") as writer:
+    for jpeg, label in my_images():
+        writer.add({"image": jpeg, "label": label, "tokens": [label] * 4})
+print(writer.manifest.id)
+
+
+def loss(tokens: NDArray[np.int32], weight: float) -> float:
+    return float(tokens.mean()) * weight
+
+
+ds = shardkit.open("data")
+reveal_type(ds[0])
+reveal_type(ds[[3, 5]])
+plan = ds.plan(global_batch=8, seed=0)
+reveal_type(plan)
+with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
+    ahead: Batch = loader.peek()
+    for batch in loader:
+        reveal_type(batch)
+        reveal_type(batch.array("tokens"))
+        reveal_type(batch.samples)
+        reveal_type(batch.step)
+        state = loader.state_dict(after=batch)
+        print(loss(batch.array("tokens"), batch.weight), batch["image"][0][:1])
+ds.loader(512)
+"""
+REVEALED = ["dict[str, Any]", "list[dict[str, Any]]", "Plan", "Batch", "ndarray", "ndarray", "int"]
+
+
+def test_a_users_program_is_typed(tmp_path: Path) -> None:
+    """By mypy --strict, in a folder of its own, of the package as it is installed: one mistake, one line about it."""
+    pytest.importorskip("mypy")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", "--no-error-summary", "program.py"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    *notes, mistake = done.stdout.splitlines()
+    assert len(notes) == len(REVEALED), done.stdout + done.stderr
+    for note, kind in zip(notes, REVEALED, strict=True):
+        found = re.search(r'Revealed type is "(?:[a-z]+\.)*(.*)"', note)
+        assert found, note
+        assert found[1].startswith(kind), note
+    assert mistake.endswith('has incompatible type "int"; expected "Plan"  [arg-type]')
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("reveal_type", "str").replace("ds.loader(512)", "")],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) == 13
 
 
 @pytest.mark.parametrize("wanted", [3, "0000000003", {"label": 3}, None])

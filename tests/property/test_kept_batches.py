@@ -29,7 +29,8 @@ def test_batches_share_no_memory(root: Path, by_cell: bool, prefetch: int) -> No
     ds = shardkit.open(str(root))
     plan = ds.plan(global_batch=30, lanes=3, seed=5)
     with ds.loader(plan, tensors=False, by_cell=by_cell, prefetch=prefetch) as loader:
-        kept = [one for step in loader for one in (step if by_cell else [step])]
+        steps: list[Any] = list(loader)
+    kept = [one for step in steps for one in (step if by_cell else [step])]
     seen: set[tuple[int, int]] = set()
     for batch in kept:
         parts = [batch["x"], batch.samples, batch.slots]

@@ -143,7 +143,8 @@ def test_leaving_a_loop_early_begins_the_epoch_again(dataset: shardkit.Dataset) 
 def test_by_cell_gives_the_cells_of_the_plan(dataset: shardkit.Dataset) -> None:
     plan = dataset.plan(global_batch=20, lanes=5)
     loader = dataset.loader(plan, rank=1, world=2, uneven=True, by_cell=True, tensors=False)
-    for cells in loader:
+    for handed in loader:
+        cells: list[Batch] = handed  # type: ignore[assignment]
         assert [c.lane for c in cells] == loader.lanes
         for cell in cells:
             np.testing.assert_array_equal(cell.samples, plan.cell(cell.step, cell.lane))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import shardkit
 from shardkit.errors import NotFoundError, PlanError, RunError
+from shardkit.loader import Batch
 
 from .configuration import Configuration
 from .optimizers import learning_rate
@@ -48,7 +49,7 @@ def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
     loader = dataset.loader(plan, rank=world.rank, world=world.size, by_cell=True, uneven=True)
     with torch.no_grad(), loader:
         for cells in loader:
-            totals += _one_step(cells, plan.cell_size, config.run.seed, strategy)
+            totals += _one_step(cast("list[Batch]", cells), plan.cell_size, config.run.seed, strategy)
     strategy.module.train()
     for module in strategy.module.modules():
         if isinstance(module, FSDPModule):
@@ -59,7 +60,7 @@ def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
     return {"loss": loss / 2**LOSS_BITS / targets, "targets": valid, "samples": samples, **accuracy}
 
 
-def _one_step(cells: list[Any], cell_size: int, seed: int, strategy: Strategy) -> torch.Tensor:
+def _one_step(cells: list[Batch], cell_size: int, seed: int, strategy: Strategy) -> torch.Tensor:
     inputs = [strategy.task.prepare(cell, seed) for cell in cells if len(cell.samples)]
     counts = [row[0] for row in strategy.world.gather_integers([len(inputs)])]
     totals = torch.zeros(4, dtype=torch.int64)
