@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from shardkit.errors import SourceError, UsageError
+from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit_tools.importers.chosen_fields import ChosenFields
 from shardkit_tools.importers.protocol import Importer, ImportOptions
 from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, list_source
@@ -60,6 +62,7 @@ _TEXTS = frozenset((
 ))  # fmt: skip
 
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
 _WITH_AN_INDEX = ("huggingface", "mds")
 # What the samples of an importer may be, where more than files of its own extensions.
@@ -87,8 +90,15 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
     """`open_source`, and what to say of files that were left out."""
     if kind is not None and kind not in IMPORTERS:
         raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
+    is_hub = source.startswith("hf://")
+    if kind == "huggingface" and _HUB_NAME.fullmatch(source) and not os.path.exists(source):
+        raise NotFoundError(
+            f"{source}: no such folder; a dataset of the Hugging Face Hub is given as hf://datasets/{source}"
+        )
     listed = list_source(source, skip=options.skip_bad_rows)
-    if options.skip_bad_rows:
+    if is_hub and kind == "huggingface" and not _index_of(listed):
+        kind = None  # files as they were pushed, not a folder of `save_to_disk`
+    if options.skip_bad_rows or is_hub:  # a repository of the hub has a card, a licence, a script
         listed = _without_strays(listed, kind)
     kind = kind or detect(listed)
     if options.flatten and kind not in _NESTED:

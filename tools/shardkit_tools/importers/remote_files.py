@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
 from shardkit.stores.remote.foreign import ForeignBucket, ForeignStat, ForeignStore, open_foreign, split_url
+from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = [
@@ -33,10 +34,12 @@ __all__ = [
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _WILDCARDS = frozenset("*?[")
 _BUFFER_BYTES = 1 << 20
+_PACKAGES = {"hf": "huggingface_hub"}  # where fsspec does not say what to install
 _STAMPS = (
     "ETag",
     "etag",
     "md5Hash",
+    "blob_id",
     "content_md5",
     "mtime",
     "LastModified",
@@ -159,7 +162,12 @@ def _system(url: str) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(url)
     except ImportError as error:
-        raise MissingDependency(f"{url}: {error}; install that package") from error
+        package = _PACKAGES.get(url.partition(":")[0])
+        raise MissingDependency(
+            f"{url}: its file system is that of {package}; run: pip install {package}"
+            if package
+            else f"{url}: {error}; install that package"
+        ) from error
     except ValueError as error:
         raise UsageError(f"{url}: {error}") from error
     return system, str(path)
@@ -190,7 +198,8 @@ def _unreadable(file: SourceFile, error: Exception) -> SourceError:
 
 
 def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
+    """What a client of somebody else says, on one line, without credentials: it may repeat a signed URL."""
+    return redact(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
 _WILDCARD = re.compile(r"[*?\[]")

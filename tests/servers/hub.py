@@ -1,0 +1,119 @@
+"""The few calls of the Hugging Face Hub that its file system makes, over a folder of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Hub", "hub"]
+
+_SHA = "5" * 40
+
+
+class Hub:
+    """A dataset repository.
+
+    Attributes:
+        url: for HF_ENDPOINT. folder: of its files. token: that a request must bear. calls: (method, path) of each.
+        fails: paths of files that are answered with 500, and a redirect that holds a signature.
+    """
+
+    def __init__(self, url: str, name: str, folder: Path, token: str) -> None:
+        self.url, self.name, self.folder, self.token = url, name, folder, token
+        self.calls: list[tuple[str, str]] = []
+        self.fails: set[str] = set()
+
+    def entry(self, path: Path) -> dict[str, Any]:
+        """What the hub says of a file or folder."""
+        name = path.relative_to(self.folder).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "path": name, "oid": "0" * 40, "size": 0}
+        data = path.read_bytes()
+        return {
+            "type": "file",
+            "path": name,
+            "oid": hashlib.sha1(data, usedforsecurity=False).hexdigest(),
+            "size": len(data),
+        }
+
+    def answer(self, path: str, form: dict[str, list[str]]) -> object | None:
+        """What an API call gives; None: not found."""
+        api = f"/api/datasets/{self.name}"
+        head, _, inside = path.removeprefix(f"{api}/").partition("/")
+        revision, _, folder = inside.partition("/")
+        if path == api or (head == "revision" and inside == "main"):
+            return {"id": self.name, "sha": _SHA, "private": True, "tags": [], "siblings": []}
+        if not path.startswith(f"{api}/") or revision != "main":
+            return None
+        if head == "tree":
+            here = self.folder / folder
+            return [self.entry(one) for one in sorted(here.rglob("*"))] if here.is_dir() else None
+        if head == "paths-info":
+            return [self.entry(self.folder / one) for one in form["paths"] if (self.folder / one).exists()]
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def reply(self, code: int, body: bytes, **headers: str) -> None:
+        self.send_response(code)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def serve(self) -> None:
+        hub = self.server.hub  # type: ignore[attr-defined]
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        form = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        hub.calls.append((self.command, path))
+        files = f"/datasets/{hub.name}/resolve/main/"
+        is_private = path.startswith((f"/api/datasets/{hub.name}", files))
+        found: object = None
+        if is_private and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            self.reply(401, b"{}", X_Error_Message="Invalid credentials")
+        elif path.startswith(files):
+            self.file(hub, path.removeprefix(files))
+        elif (found := hub.answer(path, urllib.parse.parse_qs(form))) is not None:
+            self.reply(200, json.dumps(found).encode(), Content_Type="application/json")
+        else:
+            self.reply(404, b"{}", X_Error_Code="RepoNotFound")
+
+    def file(self, hub: Hub, inside: str) -> None:
+        if inside in hub.fails:
+            signed = f"{self.path}?X-Amz-Signature=secretsignature"
+            return self.reply(403, b"denied") if "?" in self.path else self.reply(302, b"", Location=signed)
+        data = (hub.folder / inside).read_bytes()
+        asked = self.headers.get("Range")
+        if asked is None:
+            return self.reply(200, data, ETag='"x"')
+        start, _, end = asked.removeprefix("bytes=").partition("-")
+        part = data[int(start) : int(end or len(data)) + 1]
+        return self.reply(206, part, Content_Range=f"bytes {start}-{end}/{len(data)}", ETag='"x"')
+
+    do_GET = do_POST = do_HEAD = serve  # noqa: N815 - as the standard library calls them
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@contextmanager
+def hub(name: str, folder: Path, token: str) -> Iterator[Hub]:
+    """Serve a folder as the dataset repository `name` (``user/dataset``) on 127.0.0.1."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    made = Hub(f"http://127.0.0.1:{server.server_port}", name, folder, token)
+    server.hub = made  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield made
+    finally:
+        server.shutdown()
+        server.server_close()
