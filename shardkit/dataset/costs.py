@@ -30,7 +30,7 @@ __all__ = [
 PIECE_ROWS: Final = 2**17
 """Rows after which a piece ends: a seek reads some of them, each as a whole, and so verified."""
 
-KEPT_BYTES: Final = 32 << 20
+KEPT_BYTES: Final = 16 << 20
 """Codes that a plan keeps in memory."""
 
 _KIND: Final = "cost"

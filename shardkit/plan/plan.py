@@ -377,7 +377,7 @@ def make_plan(
         remainder: ``"drop"`` leaves fewer than B rows out of each epoch, in turn; ``"short"`` ends the epoch
             with them.
         window_blocks: blocks that a lane keeps open, over all its strata; by default as many as take about 256 MiB in
-            all lanes, from 4 to 16.
+            all lanes, from 4 to 16; with costs four times as many.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
         weights: glob over strata to the integer weight of each stratum that it matches, 1 for all others; rows
             then come round pass after pass, without an end.
@@ -409,7 +409,9 @@ def make_plan(
         lanes=lanes,
         seed=seed,
         remainder=remainder,
-        window_blocks=default_window_blocks(population, lanes) if window_blocks is None else window_blocks,
+        window_blocks=default_window_blocks(population, lanes, costs=cost is not None)
+        if window_blocks is None
+        else window_blocks,
         shuffle=shuffle,
         stages=resolved,
         epoch_steps=epoch_steps,

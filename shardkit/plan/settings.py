@@ -30,6 +30,7 @@ EARLIER_WINDOW_BLOCKS = 16
 
 WINDOW_BYTES = 256 << 20  # of all lanes together, about
 LEAST_WINDOW, MOST_WINDOW = 4, 16  # blocks
+COST_FACTOR = 4  # windows that balance costs are larger: the sums of small ones differ too much between lanes
 
 TARGET_LANES = 64
 LEAST_LANES = 8
@@ -147,14 +148,16 @@ def _best_lanes(global_batch: int, most: int) -> int:
     return max(fit, key=merit)
 
 
-def default_window_blocks(population: Population, lanes: int) -> int:
-    """Blocks that a lane keeps open, so that those of all lanes take about 256 MiB: from 4 to 16.
+def default_window_blocks(population: Population, lanes: int, *, costs: bool = False) -> int:
+    """Blocks that a lane keeps open, so that those of all lanes take about 256 MiB: from 4 to 16; with costs 4 times.
 
     A function of manifest and lanes alone: a plan is the same on every machine, whatever memory a loader has.
     """
     _at_least("lanes", lanes, 1)
     mean = population.mean_block_bytes
-    return MOST_WINDOW if not mean else max(LEAST_WINDOW, min(MOST_WINDOW, WINDOW_BYTES // (lanes * mean)))
+    factor = COST_FACTOR if costs else 1
+    least, most = factor * LEAST_WINDOW, factor * MOST_WINDOW
+    return most if not mean else max(least, min(most, factor * WINDOW_BYTES // (lanes * mean)))
 
 
 def check_rows(rows: int, settings: Settings) -> None:

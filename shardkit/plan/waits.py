@@ -35,7 +35,7 @@ def rank_skew(cells: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
     return skew
 
 
-def predicted_waits(plan: Plan, plain: Plan, costs: Costs, worlds: Sequence[int]) -> list[dict[str, float]]:
+def predicted_waits(plan: Plan, costs: Costs, worlds: Sequence[int]) -> list[dict[str, float]]:
     """What a world of each size would wait, with a plan and with the same one without costs.
 
     Looks at up to 128 steps over the epoch. Where the time of a step is that of its dearest rank, the mean skew is how
@@ -43,7 +43,6 @@ def predicted_waits(plan: Plan, plain: Plan, costs: Costs, worlds: Sequence[int]
 
     Args:
         plan: with costs.
-        plain: the same without.
         costs: of the samples.
         worlds: numbers of ranks, at most as many as lanes.
 
@@ -56,7 +55,7 @@ def predicted_waits(plan: Plan, plain: Plan, costs: Costs, worlds: Sequence[int]
     spans = [range(first, min(full, first + _RUN)) for first in firsts]
     cells = {
         name: np.concatenate([cell_costs(one, costs, span) for span in spans if span])
-        for name, one in (("plain", plain), ("plan", plan))
+        for name, one in (("plain", plan.without_costs()), ("plan", plan))
     }
     found = []
     for ranks in worlds:

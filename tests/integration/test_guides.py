@@ -21,6 +21,8 @@ SAYS = {
     "images_from_s3": r"after epoch 0: ([\d,]+) bytes came from the bucket\nafter epoch 1: \1 bytes",
     "tokens_for_language_models": r"share of web: 0\.750 before step 40, 0\.500 after",
     "training_on_images": r"held out: 0\.[6-9]\d(?s:.*)resumed: the same weights",
+    "costs_of_packed_rows": r"Cost squares\(boundaries\): dearest rank(?s:.*)rows of \d+ documents on rank 0 of 8",
+    "costs_of_pictures": r"step 2: \d+ patches on rank 0 of 4",
     "migrating": r"data/from-mds: 300 samples",
     "elastic_training": r"read ahead by 3 and thrown away: the same 60 batches, the same weights",
     "auditing": r"runs/b: clean: the run consumed exactly what its plan says(?s:.*)runs/c: violated",

@@ -107,7 +107,7 @@ def test_telemetry_tells_the_skew_of_the_steps_that_were_handed_out(root: str) -
     assert found is not None
     assert found["steps"] == 6
     grid = plan.grid
-    for name, one in (("plan", plan), ("plain", ds.plan(BATCH, lanes=LANES))):
+    for name, one in (("plan", plan), ("plain", plan.without_costs())):
         skew = rank_skew(cell_costs(one, grid.costs, range(6)), 4)  # type: ignore[union-attr, arg-type]
         assert found[name] == pytest.approx(skew.mean())
     with ds.loader(ds.plan(BATCH, lanes=LANES), rank=0, world=4, tensors=False) as loader:
@@ -123,8 +123,9 @@ def test_the_plan_command_predicts_how_long_ranks_wait(root: str) -> None:
     assert [one["ranks"] for one in report["worlds"]] == [2, 4, 8]
     ds = shardkit.open(root)
     sizes = np.array([len(ds[sample]["text"]) for sample in range(ROWS)], dtype=float) ** 2
-    for name, cost in (("plain", None), ("plan", "bytes(text)**2")):
-        cells = sizes[ds.plan(BATCH, lanes=LANES, cost=cost).steps(0, ROWS // BATCH)].sum(axis=2)
+    plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
+    for name, one in (("plain", plan.without_costs()), ("plan", plan)):
+        cells = sizes[one.steps(0, ROWS // BATCH)].sum(axis=2)
         eight = (cells.max(axis=1) / cells.mean(axis=1)).mean()
         assert report["worlds"][-1][name] == pytest.approx(eight, rel=0.08)  # codes are within an eighth
     code, said = call(

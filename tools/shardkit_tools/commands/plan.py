@@ -86,9 +86,8 @@ def plan(
         raise UsageError(f"--nodes {nodes!r}: expected whole numbers from 1 on, such as 1,2,8")
     report = describe_plan(made, nodes=[int(part) for part in counts])
     if cost:
-        plain = dataset.plan(global_batch, seed=seed, **settings)
         worlds = [ranks for ranks in _USUAL_WORLDS if 1 < ranks <= made.lanes]
-        waits = predicted_waits(made, plain, costs_of(dataset, cost), worlds)
+        waits = predicted_waits(made, costs_of(dataset, cost), worlds)
         report["cost"] = {"expression": made.settings.cost, "balance": balance.value, "worlds": waits}
     if plot is not None:
         _draw(made, plot)

@@ -1,0 +1,57 @@
+"""Pictures of any size that cost what their patches cost: ranks wait less for each other.
+
+    python examples/guides/costs_of_pictures.py
+
+What to know:
+
+* A vision transformer at native resolution has (height / 16) · (width / 16) tokens a picture: keep that number as a
+  field when you build, and any expression of it is a cost: ``"patches"`` where the multilayer perceptron dominates,
+  ``"patches**2 // 16 + 64 * patches"`` or the like where attention counts.
+* A dataset that has no such field has ``bytes(image)``, which follows the patches roughly, or ``height * width`` where
+  it keeps those. ``shardkit rebuild ROOT --cost EXPR`` writes what rows cost beside shards that lie there; it reads
+  them where an expression asks for values, and writes none.
+* Text and pictures in one dataset: ``"patches + len(tokens)"``. A field that a row lacks counts 0.
+* In a trainer's TOML file: ``[data]`` ``cost = "patches"``. `shardkit top` shows how much the dearest rank costs over
+  the mean in the last steps, and what it were without.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+import shardkit as sk
+from guide_shell import shardkit, workplace
+
+SIDES = (64, 96, 128, 192, 256, 384)
+
+
+def main() -> None:
+    with workplace(__doc__):
+        draw = random.Random(0)
+        with sk.create(
+            "data", schema={"image": "uint8[*]", "patches": "int32"}
+        ) as writer:  # pixels, for brevity
+            for number in range(4_000):
+                height, width = draw.choices(SIDES, weights=[8, 6, 4, 2, 1, 1], k=2)
+                patches = (height // 16) * (width // 16)
+                writer.add({"image": np.full(patches, number % 251, np.uint8), "patches": patches})
+
+        shardkit("rebuild", "data", "--cost", "patches**2 // 16 + 64 * patches")
+        cost = sk.open("data").manifest.costs[0].expression
+        shardkit("plan", "data", "--global-batch", 128, "--lanes", 16, "--cost", cost)
+
+        dataset = sk.open("data")
+        loader = dataset.loader(
+            dataset.plan(global_batch=128, lanes=16, cost=cost), rank=0, world=4, tensors=False
+        )
+        for batch in loader:
+            if batch.step == 3:
+                break
+            print(f"step {batch.step}: {batch['patches'].sum()} patches on rank 0 of 4")
+        loader.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Skew of cost: the dearest rank of a step over the mean one, by order of the plan, cells, ranks and cost.
+
+    python tools/bench/costs.py --out tools/bench/results/costs
+
+Documents have lognormal lengths (median 600 tokens, log sd 1.2, at most 8,192) as int32 in blocks of 256 KiB, drawn row
+by row; their cost is n or n². Plans are those of the product at default windows (64 blocks a lane for 64 lanes, 16 for
+512), and with 64 blocks for 512; 64 lanes for 8 to 64 ranks, 512 for 64 to 512. Rank r of R has lanes r·L/R to
+(r+1)·L/R − 1. *LPT* gives the rows of each batch of the plan without costs to
+its ranks, dearest first, each to the rank that has least: it knows the whole batch and the world, and counts of rows
+may differ. *Saved* is the share of what LPT takes off the plan without costs. Step times are costs: the time of a step
+is that of its dearest rank, and nothing else is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
+from shardkit.plan.waits import rank_skew
+from shardkit_tools.benchmarks.suite import machine_facts
+
+BLOCK_BYTES, TOKEN_BYTES = 256 << 10, 4
+LEAST_STEPS, WINDOWS = 256, 3
+LPT_STEPS = 64
+ORDERS = ("random", "spread", "align", "LPT")
+
+
+def lengths(rows: int, seed: int) -> NDArray[np.int64]:
+    drawn = np.exp(np.log(600) + 1.2 * np.random.default_rng(seed).standard_normal(rows))
+    found: NDArray[np.int64] = np.clip(drawn, 1, 8192).astype(np.int64)
+    return found
+
+
+def longest_first(costs: NDArray[np.float64], ranks: int) -> float:
+    """Skew of a batch whose rows go, dearest first, each to the rank that has least."""
+    heap = [0.0] * ranks
+    for cost in -np.sort(-costs):
+        heapq.heapreplace(heap, heap[0] + float(cost))
+    return max(heap) * ranks / float(costs.sum())
+
+
+def measure(
+    lanes: int, size: int, power: int, worlds: list[int], seed: int, windows: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of results of one dataset; `windows` 0: the default."""
+    sample = lengths(1 << 16, seed)
+    per_block = max(1, round(BLOCK_BYTES / (float(sample.mean()) * TOKEN_BYTES)))
+    windows = windows or max(
+        16, min(64, (1 << 30) // (lanes * BLOCK_BYTES))
+    )  # as the default is for such blocks
+    steps = max(LEAST_STEPS, WINDOWS * windows * per_block // size)
+    rows = lanes * size * steps
+    costs = lengths(rows, seed) ** power
+    blocks = -(-rows // (64 * per_block))  # of shards of 64 blocks
+    segments = [(n, 0, min(64 * per_block, rows - n * 64 * per_block)) for n in range(blocks)]
+    people = Population.of(f"sha256:{lanes} {size} {seed}", ["all"], segments, per_block)
+    chosen: dict[str, Any] = {
+        "global_batch": lanes * size,
+        "lanes": lanes,
+        "seed": seed,
+        "window_blocks": windows,
+    }
+    cost = Costs(f"length**{power}", encode_costs(costs))
+    plans: dict[str, Plan] = {"random": make_plan(people, **chosen)}
+    for balance in ("spread", "align"):
+        plans[balance] = make_plan(people, cost=cost, balance=balance, **chosen)
+    exact = costs.astype(np.float64)
+    cells = {name: exact[plan.steps(0, steps)].sum(axis=2) for name, plan in plans.items()}
+    batches = [exact[plans["random"].step(step).ravel()] for step in range(0, steps, -(-steps // LPT_STEPS))]
+    for ranks in worlds:
+        skew = {name: rank_skew(each, ranks) for name, each in cells.items()}
+        skew["LPT"] = np.array([longest_first(batch, ranks) for batch in batches])
+        p95 = {name: float(np.quantile(each, 0.95)) for name, each in skew.items()}
+        gain = p95["random"] - p95["LPT"]
+        yield {
+            "lanes": lanes, "size": size, "power": power, "ranks": ranks, "seed": seed, "window_blocks": windows,
+            "p95": p95, "time": {name: float(each.mean()) for name, each in skew.items()},
+            # where a row alone is dearer than a rank's share, LPT saves nothing that a share could be of
+            "saved": {n: (p95["random"] - p95[n]) / gain if gain > 0.1 * p95["random"] else None for n in p95},
+            "spread_of_steps": {n: float(c.sum(axis=1).std() / c.sum(axis=1).mean()) for n, c in cells.items()},
+        }  # fmt: skip
+
+
+_LARGE = [64, 128, 256, 512]  # ranks
+_HEAD = (
+    *("cost", "cell", "lanes", "window", "ranks", "random, p95", "spread", "align", "LPT", "spread saves"),
+    *("align saves", "step time: random, spread, align, LPT"),
+)
+
+
+def page(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
+    """The results as a table: means over seeds, ranges of what is saved."""
+    out = [
+        "# Skew of cost", "", (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), "",
+        f"{len({row['seed'] for row in rows})} seeds: means, and of what is saved the least and the most; "
+        + str(facts["date"]),
+        "", f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|",
+    ]  # fmt: skip
+    key = ("power", "size", "lanes", "window_blocks", "ranks")
+    for at, group in itertools.groupby(sorted(rows, key=lambda row: tuple(row[k] for k in key)),
+                                       key=lambda row: tuple(row[k] for k in key)):  # fmt: skip
+        same = list(group)
+        p95 = [f"{np.mean([row['p95'][name] for row in same]):.2f}" for name in ORDERS]
+        saved = []
+        for name in ("spread", "align"):
+            each = [row["saved"][name] for row in same]
+            saved.append(
+                f"{np.mean(each):.2f} ({min(each):.2f} … {max(each):.2f})" if None not in each else "–"
+            )
+        times = ", ".join(f"{np.mean([row['time'][name] for row in same]):.2f}" for name in ORDERS)
+        cost = "n" if at[0] == 1 else "n²"
+        out.append(f"| {cost} | {' | '.join(map(str, at[1:]))} | {' | '.join([*p95, *saved])} | {times} |")
+    return "\n".join(out) + "\n"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--out", help="NAME of NAME.md and NAME.json")
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 8, 16])
+    given = options.parse_args()
+    rows: list[dict[str, Any]] = []
+    for lanes, worlds, windows in ((64, [8, 16, 32, 64], 0), (512, _LARGE, 0), (512, _LARGE, 64)):
+        for size, power, seed in itertools.product(given.sizes, (1, 2), range(given.seeds)):
+            rows += measure(lanes, size, power, worlds, seed, windows)
+            print(f"{lanes} lanes, cells of {size}, n**{power}, seed {seed}", file=sys.stderr)
+    facts = machine_facts()
+    text = page(rows, facts)
+    print(text)
+    if given.out:
+        Path(f"{given.out}.md").write_text(text, encoding="utf-8")
+        Path(f"{given.out}.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
