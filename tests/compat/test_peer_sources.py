@@ -210,6 +210,39 @@ def test_huggingface_folders(tmp_path: Path) -> None:
     assert len(rows_of(open_source(str(tmp_path / "splits" / "test")))) == 30
 
 
+def test_class_names_that_are_in_the_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def written(name: str, names: list[str], field: str = "label") -> Path:
+        features = datasets.Features({field: datasets.ClassLabel(names=names), "n": datasets.Value("int32")})
+        rows = [{field: n % 2, "n": n} for n in range(30)]
+        datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / name))
+        return tmp_path / name
+
+    table = pq.read_table(written("a.parquet", ["cat", "big dog"]))
+    pa.feather.write_feather(table, str(tmp_path / "a.arrow"))
+    for name in ("a.parquet", "a.arrow"):
+        root = tmp_path / f"root.{name}"
+        assert dict(build(str(tmp_path / name), root, stratify="__class__").strata) == {
+            "cat": 15,
+            "big dog": 15,
+        }
+        assert shardkit.open(str(root)).classes == ("cat", "big dog")
+    written("b.parquet", ["big dog", "cat"])  # the same numbers mean others
+    assert open_source(f"{tmp_path}/*.parquet").classes == ()
+    assert (
+        open_source(str(tmp_path / "a.parquet"), options=ImportOptions(rename={"label": "kind"})).classes
+        == ()
+    )
+    as_text = ImportOptions(field_types={"label": "str"})
+    assert open_source(str(tmp_path / "a.parquet"), options=as_text).classes == ()
+    assert open_source(str(written("c.parquet", ["x", "y"], "coarse"))).classes == ()
+    for names in (b'"ab"', b'["a", 1]', b'["a", "a"]', b'["\\u0000"]', b'["\\ud800"]', b"[" * 100_000):
+        hostile = b'{"info": {"features": {"label": {"_type": "ClassLabel", "names": %s}}}}' % names
+        pq.write_table(table.replace_schema_metadata({"huggingface": hostile}), tmp_path / "d.parquet")
+        assert open_source(str(tmp_path / "d.parquet")).classes == ()
+
+
 @pytest.mark.parametrize("written", ["to_parquet", "save_to_disk"])
 @pytest.mark.parametrize("gaps", [False, True])
 def test_files_as_the_hub_keeps_them(tmp_path: Path, written: str, gaps: bool) -> None:

@@ -16,7 +16,9 @@ from shardkit_tools.importers.arrow_values import (
     SCAN_ROWS,
     batch_samples,
     check_same_fields,
+    class_names,
     column_types,
+    described_label,
     flat_batch,
     flat_schema,
     kept_columns,
@@ -98,10 +100,11 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
     """
     source.keep(("arrow", "feather", "ipc"), "an Arrow file")
     first: Any = None
-    batches = []
+    batches, labels = [], []
     for file in source.files:
         with open_ipc(file) as reader:
             first = reader.schema if first is None else first
+            labels.append(described_label(reader.schema))
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
     first = flat_schema(first, options)
@@ -112,7 +115,7 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
         null_columns(flat_batch(batch, options) for batch in _first_batches(source)),
     )
     schema = options.schema(types, source.given, names=first.names)
-    return ArrowImporter(source, schema, options, tuple(batches))
+    return ArrowImporter(source, schema, options, tuple(batches), class_names(labels, schema))
 
 
 def _first_batches(source: Source) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -51,7 +52,9 @@ __all__ = [
     "batch_rows",
     "batch_samples",
     "check_same_fields",
+    "class_names",
     "column_types",
+    "described_label",
     "flat_batch",
     "flat_schema",
     "is_media",
@@ -63,6 +66,9 @@ KEY = "__key__"
 
 SCAN_ROWS = 100_000
 """Rows of a source whose nulls tell which fields are optional, where only reading them shows it."""
+
+_MOST_CLASSES = 2**17  # a manifest has no more
+_UNFIT = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 RowOrError = dict[str, object] | SourceError
 """A row, or why there is none."""
@@ -158,6 +164,29 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
         name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
         if (_media_bytes(column) if is_media(column.type) else _plain(column)).null_count
     }  # fmt: skip
+
+
+def described_label(schema: Any) -> object:
+    """What Hugging Face ``datasets`` wrote of the column ``label`` into a pyarrow schema; None where it did not."""
+    try:
+        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        return described["info"]["features"]["label"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+
+
+def class_names(labels: Sequence[object], schema: Mapping[str, FieldType]) -> tuple[str, ...]:
+    """Names of the values of the int64 field ``label`` where all files describe it as the same `ClassLabel`."""
+    first = labels[0]
+    if not isinstance(first, dict) or first.get("_type") != "ClassLabel":
+        return ()
+    if any(label != first for label in labels) or schema.get("label") != FieldType("scalar", "int64"):
+        return ()
+    names = first.get("names")
+    if not isinstance(names, list) or not 0 < len(names) <= _MOST_CLASSES:
+        return ()
+    are_names = all(isinstance(name, str) and len(name) <= 1000 and not _UNFIT.search(name) for name in names)
+    return tuple(names) if are_names and len(set(names)) == len(names) else ()
 
 
 def check_same_fields(first: Any, other: Any, first_name: str, where: str) -> None:

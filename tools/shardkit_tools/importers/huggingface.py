@@ -13,6 +13,7 @@ from typing import Any
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.arrow import ArrowImporter, open_arrow, open_ipc
+from shardkit_tools.importers.arrow_values import class_names
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SourceFile,
@@ -48,9 +49,9 @@ def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
     listed = Source(source.given, files)
     given = _given_types(files[0], features, options.field_types)
     arrow = open_arrow(listed, dataclasses.replace(options, field_types=given))
-    label = features.get("label")
-    classes = label.get("names", []) if isinstance(label, dict) and label.get("_type") == "ClassLabel" else []
-    return dataclasses.replace(arrow, classes=tuple(map(str, classes)), name="huggingface")
+    return dataclasses.replace(
+        arrow, classes=class_names([features.get("label")], arrow.schema), name="huggingface"
+    )
 
 
 def _document(file: SourceFile) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from shardkit_tools.importers.arrow_values import (
     KEY,
     batch_samples,
     check_same_fields,
+    class_names,
     column_types,
+    described_label,
     flat_batch,
     flat_schema,
     is_media,
@@ -100,13 +102,14 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     """
     source.keep(("parquet", "pq"), "a Parquet file")
     first: Any = None
-    groups = []
+    groups, labels = [], []
     for file in source.files:
         with open_file(file) as stream:
             parquet = _open(stream, file)
             if first is None:
                 first = parquet.schema_arrow
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
+            labels.append(described_label(parquet.schema_arrow))
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
     first = flat_schema(first, options)
@@ -119,7 +122,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     }
     types |= {name: f"{types[name]}?" for name in _null_columns(source, first, inferred, options)}
     schema = options.schema(types, source.given, names=names)
-    return ParquetImporter(source, schema, tuple(groups), options)
+    return ParquetImporter(source, schema, tuple(groups), options, class_names(labels, schema))
 
 
 def _null_columns(source: Source, schema: Any, wanted: set[str], options: ImportOptions) -> set[str]:
