@@ -195,6 +195,10 @@ def test_commands_take_the_names(tmp_path: Path, table: pa.Table) -> None:
         "export", f"{root}@one", "--as", "webdataset", "--out", tmp_path / "tars", "--columns", '"a,b",größe'
     )
     assert list(open_source(str(tmp_path / "tars")).schema) == ["a,b", "größe"]
+    code_of("build", source, tmp_path / "long", "--columns", "q" * 150 + "1")
+    code, said = call("export", tmp_path / "long", "--as", "webdataset", "--out", tmp_path / "long.tars")
+    assert code == 1
+    assert "too long for names of members" in said
     (path,) = (tmp_path / "parquet").glob("*.parquet")
     assert duckdb.execute(f"""select "a,b" from '{path}'""").fetchall() == [("a,b 3",)]
     _, said = call("show", root)

@@ -34,7 +34,7 @@ from shardkit.formats import Block, FieldType, Schema, arrow_schema, record_batc
 from shardkit.formats.arrow_writing import KEY_FIELD
 from shardkit.formats.rows import Row, RowBlock, fit_key, max_key_bytes
 from shardkit.formats.tar_blocks import TarEncoder
-from shardkit.formats.tar_members import sniff_extension
+from shardkit.formats.tar_members import member_names, sniff_extension
 from shardkit.stores.file_operations import explained
 
 _GROUP_BYTES = 8 << 20
@@ -332,7 +332,7 @@ def _sample(block: Block, schema: Schema, row: int) -> dict[str, Any]:
 
 
 def _check_fields(form: Form, schema: Schema) -> None:
-    for name, kind in schema.items():
+    for member, (name, kind) in zip(member_names(schema), schema.items(), strict=True):
         if form is Form.JSONL and kind.kind == "bytes":
             raise SchemaError(
                 f"field {name!r} is {kind}, which JSON does not have; export --as parquet, webdataset or hf, or leave "
@@ -341,6 +341,11 @@ def _check_fields(form: Form, schema: Schema) -> None:
         if form is Form.WEBDATASET and name != name.lower():
             raise SchemaError(
                 f"field {name!r} ({kind}): readers of WebDataset make names of members lower case; export --as "
+                "parquet, jsonl or hf, or leave it out with --columns"
+            )
+        if form is Form.WEBDATASET and "%-" in member:
+            raise SchemaError(
+                f"field {name!r} ({kind}): too long for names of members, which hold 40 bytes of it; export --as "
                 "parquet, jsonl or hf, or leave it out with --columns"
             )
 

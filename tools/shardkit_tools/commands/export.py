@@ -65,7 +65,9 @@ def export(
     where: Annotated[
         str | None,
         typer.Option(
-            "--where", metavar="CONDITION", help="Only samples that fulfil it, such as 'label < 5'."
+            "--where",
+            metavar="CONDITION",
+            help="Only samples that fulfil it, such as '`First Name` < 5'.",
         ),
     ] = None,
     columns: Annotated[

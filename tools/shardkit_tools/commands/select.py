@@ -25,7 +25,10 @@ def select(
     root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to take samples from.")],
     ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that the new version gets.")],
     where: Annotated[
-        str | None, typer.Option("--where", metavar="CONDITION", help="A condition, such as 'label < 5'.")
+        str | None,
+        typer.Option(
+            "--where", metavar="CONDITION", help="A condition, such as 'label < 5' or '`First Name` < 5'."
+        ),
     ] = None,
     rows: Annotated[
         Path | None,
