@@ -112,6 +112,7 @@ def test_a_version_that_lies_there_gets_costs_without_touching_a_shard(tmp_path:
     after = shardkit.open(str(root)).manifest
     assert (after.pages, after.parent, after.rows) == (before.pages, before.id, before.rows)
     check(str(root), ["length * 3 + 1", "len(tokens)"])
+    assert "len(tokens), length*3+1" in call("show", root)[1]
     assert call("rebuild", str(root), "--cost", "")[0] == 0
     assert shardkit.open(str(root)).manifest.costs == ()
 

@@ -18,6 +18,7 @@ import heapq
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
+from shardkit.plan.costs import BALANCES
 from shardkit.plan.waits import rank_skew
 from shardkit_tools.benchmarks.suite import machine_facts
 
@@ -91,6 +93,44 @@ def measure(
         }  # fmt: skip
 
 
+def attend(length: int, width: int = 16) -> float:
+    """Attention over a document of so many tokens: processor seconds."""
+    query = np.ones((length, width), dtype=np.float32)
+    begun = time.process_time()
+    scores = query @ query.T
+    np.exp(scores - scores.max(axis=1, keepdims=True), out=scores)
+    (scores / scores.sum(axis=1, keepdims=True)) @ query
+    return time.process_time() - begun
+
+
+def measure_steps(
+    seed: int = 0, lanes: int = 64, size: int = 8, ranks: int = 8, steps: int = 16
+) -> dict[str, float]:
+    """Attention of each rank's rows, one rank after the other: time of the dearest rank over the mean one's."""
+    rows, per_block = lanes * size * 256, 220  # of lengths below: 256 KiB
+    tokens = lengths(rows, seed) // 4 + 1
+    segments = [(n, 0, rows // 64) for n in range(64)]
+    people, cost = Population.of("sha256:steps", ["all"], segments, per_block), encode_costs(tokens**2)
+    chosen: dict[str, Any] = {"global_batch": lanes * size, "lanes": lanes, "seed": seed, "window_blocks": 64}
+    found: dict[str, float] = {}
+    orders: dict[str, dict[str, Any]] = {"random": {}}
+    orders |= {balance: {"cost": Costs("n**2", cost), "balance": balance} for balance in BALANCES}
+    for name, more in orders.items():
+        cells = tokens[make_plan(people, **chosen, **more).steps(40, 40 + steps)].reshape(steps, ranks, -1)
+        seconds = np.array([[sum(map(attend, rank.tolist())) for rank in step] for step in cells])
+        found[name] = float((seconds.max(axis=1) / seconds.mean(axis=1)).mean())
+    return found
+
+
+_TIMED = """
+## Attention, timed
+
+Cells of 8, 64 lanes, 8 ranks, documents of a quarter of these lengths: softmax(QQᵀ)Q of each in numpy, rank after rank
+on one core; processor time of the rank that takes most, over that of the mean rank. 16 steps.
+
+| order | dearest rank over the mean one |
+|---|---|
+"""
 _LARGE = [64, 128, 256, 512]  # ranks
 _HEAD = (
     *("cost", "cell", "lanes", "window", "ranks", "random, p95", "spread", "align", "LPT", "spread saves"),
@@ -134,12 +174,14 @@ def main() -> None:
         for size, power, seed in itertools.product(given.sizes, (1, 2), range(given.seeds)):
             rows += measure(lanes, size, power, worlds, seed, windows)
             print(f"{lanes} lanes, cells of {size}, n**{power}, seed {seed}", file=sys.stderr)
-    facts = machine_facts()
-    text = page(rows, facts)
+    facts, timed = machine_facts(), measure_steps()
+    text = page(rows, facts) + _TIMED + "".join(f"| {name} | {one:.2f} |\n" for name, one in timed.items())
     print(text)
     if given.out:
         Path(f"{given.out}.md").write_text(text, encoding="utf-8")
-        Path(f"{given.out}.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+        Path(f"{given.out}.json").write_text(
+            json.dumps({"facts": facts, "rows": rows, "timed": timed}, separators=(",", ":")) + "\n"
+        )
 
 
 if __name__ == "__main__":

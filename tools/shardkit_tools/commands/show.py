@@ -120,6 +120,7 @@ def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
             }
             for lookup in manifest.lookups
         ],
+        "costs": [costs.expression for costs in manifest.costs],
         "build": dict(manifest.build),
     }
 
@@ -209,6 +210,8 @@ def _print_facts(document: Mapping[str, Any]) -> None:
     if document["lookups"]:
         held = [f"{lookup['field']} ({bytes_text(lookup['bytes'])})" for lookup in document["lookups"]]
         facts.append(("found by", ", ".join(held)))
+    if document["costs"]:
+        facts.append(("costs", ", ".join(map(clean, document["costs"]))))
     console.print_facts(facts)
 
 
