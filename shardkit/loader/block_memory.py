@@ -1,4 +1,4 @@
-"""Private memory for blocks: taken for a load, and again for another one once nothing refers to it any more."""
+"""Private memory for blocks and batches of pictures: taken again for others once nothing refers to it any more."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _LEAST: Final = 1 << 16  # smaller blocks are the allocator's: it keeps what is 
 
 
 class _Piece:
-    """An anonymous mapping, where it begins and how much it holds. A forked child does not get it."""
+    """An anonymous mapping, where it begins and how much it holds."""
 
     __slots__ = ("address", "capacity", "mapping")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, inherited: bool) -> None:
         # touched at once, which costs two thirds of touching it page by page
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
         try:
             self.mapping = mmap.mmap(-1, capacity, flags)
         except OSError as error:
             raise MemoryError(f"no memory for a block of {capacity} bytes: {error.strerror}") from error
-        if hasattr(mmap, "MADV_DONTFORK"):
+        if not inherited and hasattr(mmap, "MADV_DONTFORK"):
             self.mapping.madvise(mmap.MADV_DONTFORK)
         self.capacity = capacity
         self.address: int = np.frombuffer(self.mapping, np.uint8).__array_interface__["data"][0]
@@ -61,10 +61,11 @@ class BlockMemory:
 
     Args:
         limit: bytes that it keeps; what is lent may be more.
+        inherited: whether a forked child gets it: what a program may hold it gets, as of any memory.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, *, inherited: bool = False) -> None:
+        self._limit, self._inherited = limit, inherited
         self._lock = threading.Lock()
         self._returned: deque[_Piece] = deque()
         self._free: dict[int, list[_Piece]] = {}  # by capacity
@@ -110,7 +111,7 @@ class BlockMemory:
         piece = free.pop() if free else self._larger(capacity)
         if piece is None:
             self._shrink(capacity)
-            piece = _Piece(capacity)
+            piece = _Piece(capacity, inherited=self._inherited)
             self._bytes += capacity
         return Loan(piece.address, size, piece, self._returned)
 

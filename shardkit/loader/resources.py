@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import threading
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.ledger import Journal
@@ -89,6 +91,7 @@ class LoaderResources:
         if config.run is not None and config.telemetry is not None:
             self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
         self._memory = BlockMemory(start)
+        self._batch_memory = BlockMemory(0, inherited=True)
         load = self._load = BlockLoading(sources, reader, setup.fields, self._memory, self.times)
 
         raise_file_limit()
@@ -160,7 +163,15 @@ class LoaderResources:
         if self._function is None and self._setup.config.batch_transform is None:
             return None
         parts = self._threads * 2
+        if allocate is np.empty:  # fresh pages for each batch would cost a fifth of decoding it
+            allocate = self._batch_array
         return RowWork(self._setup, self._function, workers=self.workers, parts=parts, allocate=allocate)
+
+    def _batch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Memory of batches that nobody holds any more."""
+        taken = self._batch_memory.take(math.prod(shape) * dtype.itemsize)
+        array: NDArray[Any] = taken.view(dtype).reshape(shape)
+        return array
 
     def close(self) -> None:
         """End all of it; may be called twice, and in a forked child does nothing."""
@@ -172,6 +183,7 @@ class LoaderResources:
             self.remote.close()
         self.window.close()
         self._memory.close()
+        self._batch_memory.close()
         if self.workers is not None:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:

@@ -1,10 +1,10 @@
-"""Image pipelines: JPEGs decoded, cropped at random, flipped, normalised; shardkit beside torchvision and webdataset.
+"""Pictures into batches: CPU time per picture of whole loaders, shardkit beside torchvision, webdataset and DALI.
 
-    python tools/bench/images.py --peers-python PATH --out tools/bench/results/images
+    python tools/bench/images.py --peers-python PATH [--dali-python PATH] --out tools/bench/results/images
 
-The JPEGs are crops of photographs that scikit-learn and matplotlib bring along, each another one, of about 100 KB.
-Every reader is a process of its own, has a copy of them in its own format, and decodes with Pillow. Epochs are
-interleaved and left after `--seconds`: long ones, since what a reader prefetched by then counts in its CPU time.
+One run: every loader is a process of its own with one decoding thread, all make random resized crops of 224 with flip
+of the same JPEGs, and take turns epoch by epoch. CPU of the whole process is the figure: neighbours disturb it less
+than rates. Pictures are cuts of the photographs that scikit-learn and matplotlib bring along.
 """
 
 from __future__ import annotations
@@ -16,162 +16,216 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
+import tarfile
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from bench.reading.contest import Entrant, first_batches, take_turns
-from bench.reading.figures import of, rates, spread
-from bench.reading.processes import Job, build_data
-from bench.reading.samples import IMAGES
+import shardkit
 from shardkit_tools.benchmarks.suite import machine_facts, versions
 
-PHOTOGRAPHS = {
+PHOTOGRAPHS: Final = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
     "matplotlib": ("mpl-data/sample_data/grace_hopper.jpg",),
 }
-CLASSES = 10
-SIZE = (600, 450)
-CONTESTANTS = {  # reader → (its name, worker counts, peer)
-    "images_shardkit": ("**shardkit**", {0: "1 thread", 2: "2 processes"}, False),
-    "images_shardkit_threads": ("**shardkit**", {2: "2 threads"}, False),
-    "images_torchvision": ("torchvision ImageFolder + DataLoader", {0: "none", 2: "2 processes"}, True),
-    "images_webdataset": ("webdataset", {0: "none", 2: "2 processes"}, True),
+SETS: Final = {  # name → (width, height, progressive, how many)
+    "500x375": (500, 375, False, 256),
+    "600x450": (600, 450, False, 256),
+    "600x450-progressive": (600, 450, True, 256),
+    "2000x1500": (2000, 1500, False, 64),
+    "2000x1500-progressive": (2000, 1500, True, 64),
 }
+LABELS: Final = {
+    "shardkit": "**shardkit**",
+    "bare": "its decoder alone, in a loop",
+    "torchvision_v2": "torchvision decode_jpeg + v2",
+    "torchvision_pillow": "torchvision ImageFolder + Pillow",
+    "webdataset": "webdataset + Pillow",
+    "dali": "DALI on the CPU",
+}
+KINDS: Final = ("uint8", "float32")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--peers-python", help="interpreter of an environment with torchvision and webdataset"
-    )
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the 2,000 pictures")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30.0, help="longest timed epoch")
+    parser.add_argument("--peers-python", help="interpreter with torchvision and webdataset")
+    parser.add_argument("--dali-python", help="interpreter with DALI")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--out", help="path without suffix for .md and .json")
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    scratch = Path(tempfile.mkdtemp(prefix="images-bench-"))
+    load, scratch = os.getloadavg()[0], Path(tempfile.mkdtemp(prefix="images-bench-"))
+    pythons = {name: {"dali": options.dali_python}.get(name, options.peers_python) for name in LABELS}
+    pythons |= {"shardkit": sys.executable, "bare": sys.executable}
+    readers = {}
     try:
-        count, mean_bytes = make_pictures(scratch / "pictures", IMAGES.rows(options.scale))
-        print(f"made {count} pictures of {mean_bytes / 1000:.0f} KB on average", flush=True)
-        readers = measure(options, scratch)
+        sizes = {name: make_pictures(scratch / name, name) for name in options.sets.split(",")}
+        readers = {name: Reader(name, python, scratch) for name, python in pythons.items() if python}
+        found = measure(readers, list(sizes), options.rounds)
     finally:
+        for reader in readers.values():
+            reader.close()
         shutil.rmtree(scratch, ignore_errors=True)
-    facts = {**machine_facts(), "pictures": count, "mean_bytes": mean_bytes, "load_before": load,
-             "load_after": os.getloadavg()[0], "repeats": options.repeats, "seconds_per_epoch": options.seconds,
-             "peer_versions": versions(options.peers_python) if options.peers_python else {}}  # fmt: skip
-    text = report(facts, readers)
+    peers = versions(options.peers_python) if options.peers_python else {}
+    facts = {
+        **machine_facts(),
+        "bytes": sizes,
+        "load": [load, os.getloadavg()[0]],
+        "rounds": options.rounds,
+        "peers": peers,
+    }
+    text = report(facts, found)
     if options.out:
         Path(options.out + ".md").write_text(text)
-        Path(options.out + ".json").write_text(
-            json.dumps({"facts": facts, "readers": readers}, indent=1) + "\n"
-        )
+        Path(options.out + ".json").write_text(json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
     print(text)
 
 
-def make_pictures(folder: Path, count: int) -> tuple[int, float]:
-    """Write crops of photographs, folder by class; returns how many there are and their mean size."""
+class Reader:
+    """One loader, in a process of its own."""
+
+    def __init__(self, name: str, python: str, scratch: Path) -> None:
+        script = str(Path(__file__).with_name("image_readers.py"))
+        self._process = subprocess.Popen(
+            [python, script, name, str(scratch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def epoch(self, pictures: str, kind: str, threads: int = 1) -> dict[str, Any]:
+        """One epoch; see image_readers.py."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{pictures} {kind} {threads}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return dict(json.loads(line)) if line else {"error": f"ended with {self._process.wait()}"}
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def make_pictures(folder: Path, name: str) -> int:
+    """JPEGs in two classes, as files, shards and a tar; returns their mean size."""
     from PIL import Image, ImageEnhance
 
+    width, height, progressive, count = SETS[name]
     sources = []
     for package, paths in PHOTOGRAPHS.items():
-        found = importlib.util.find_spec(package)
-        if found is not None and found.submodule_search_locations:
-            root = Path(found.submodule_search_locations[0])
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.submodule_search_locations:
+            root = Path(spec.submodule_search_locations[0])
             sources += [Image.open(root / path).convert("RGB") for path in paths if (root / path).exists()]
     if not sources:
         raise SystemExit("no photographs found; run: pip install scikit-learn")
     rng, total = np.random.default_rng(0), 0
-    for number in range(count):
-        source = sources[number % len(sources)]
-        share = rng.uniform(0.5, 1.0)
-        wide, high = int(source.width * share), int(source.height * share)
-        left, top = int(rng.integers(source.width - wide + 1)), int(rng.integers(source.height - high + 1))
-        picture = source.resize(SIZE, Image.Resampling.LANCZOS, box=(left, top, left + wide, top + high))
-        picture = ImageEnhance.Brightness(picture).enhance(rng.uniform(0.8, 1.2))
-        sink = io.BytesIO()
-        picture.save(sink, "JPEG", quality=int(rng.integers(92, 97)))
-        path = folder / f"{number % CLASSES}" / f"{number:06d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sink.getvalue())
-        total += len(sink.getvalue())
-    return count, total / count
+    with (
+        shardkit.create(str(folder / "shards"), schema={"image": "bytes", "label": "int64"}) as writer,
+        tarfile.open(folder / "webdataset.tar", "w") as tar,
+    ):
+        for number in range(count):
+            source = sources[number % len(sources)]
+            wide = source.width * rng.uniform(0.5, 1.0)
+            high = min(source.height, wide * height / width)
+            left, top = rng.uniform(0, source.width - wide), rng.uniform(0, source.height - high)
+            cut = source.resize(
+                (width, height), Image.Resampling.LANCZOS, box=(left, top, left + wide, top + high)
+            )
+            sink = io.BytesIO()
+            ImageEnhance.Brightness(cut).enhance(rng.uniform(0.8, 1.2)).save(
+                sink, "JPEG", quality=int(rng.integers(90, 96)), progressive=progressive
+            )
+            payload = sink.getvalue()
+            path = folder / "pictures" / str(number % 2) / f"{number:05d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(payload)
+            writer.add({"image": payload, "label": number % 2})
+            for suffix, content in (("jpg", payload), ("cls", str(number % 2).encode())):
+                member = tarfile.TarInfo(f"{number:05d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            total += len(payload)
+    return total // count
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """What every reader gave, by reader and workers."""
-    jobs = {
-        name: Job(
-            reader=name,
-            workload=IMAGES.name,
-            scale=options.scale,
-            directory=str(scratch / name),
-            python=options.peers_python if peer else sys.executable,
-        )
-        for name, (_, _, peer) in CONTESTANTS.items()
-        if options.peers_python or not peer
-    }
-    failed = build_data(jobs)
-    found: dict[str, Any] = {}
-    entrants = {}
-    for name, job in jobs.items():
-        for workers in CONTESTANTS[name][1]:
-            key = f"{name}/{workers}"
-            found[key] = {"epochs": {}, "first": []} | ({"error": failed[name]} if name in failed else {})
-            entrants[key] = Entrant(key, replace(job, workers=workers), frozenset({"first"}))
-    for repeat in range(options.repeats):
-        print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
-        first_batches(entrants, found)
-        take_turns(entrants, found, options, repeat, ["touched"])
+def measure(readers: dict[str, Reader], sets: list[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """ "set kind threads reader" → its epochs, taken in turns."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number in range(rounds):
+        for pictures in sets:
+            print(f"round {number + 1} of {rounds}: {pictures}, load {os.getloadavg()[0]:.1f}", flush=True)
+            for kind in KINDS:
+                for name, reader in readers.items():
+                    for threads in (1, 2) if name == "shardkit" and kind == "uint8" else (1,):
+                        answer = reader.epoch(pictures, kind, threads)
+                        found.setdefault(f"{pictures} {kind} {threads} {name}", []).append(answer)
     return found
 
 
-def report(facts: dict[str, Any], readers: dict[str, Any]) -> str:
-    """Markdown: one table."""
-    listed = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    peers = ", ".join(f"{name} {version}" for name, version in facts["peer_versions"].items())
+def _cpu_ms(answers: list[dict[str, Any]]) -> list[float]:
+    return [1e3 * one["cpu_s"] / one["samples"] for one in answers if one.get("samples")]
+
+
+def report(facts: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a table of CPU, one of ratios, one of threads."""
+    own = ", ".join(f"{name} {one}" for name, one in facts["versions"].items())
+    peers = ", ".join(f"{name} {one}" for name, one in facts["peers"].items())
     head = (
-        f"# Image pipelines, {facts['date']}\n\n{facts['cpus']} virtual cores ({facts['processor']}), load average "
-        f"{facts['load_before']:.1f} before and {facts['load_after']:.1f} after: rates suffer from neighbours, CPU per "
-        f"sample less. Python {facts['python']}.\n\nVersions: {listed}. Peers: {peers}.\n\n"
-        f"{facts['pictures']:,} JPEGs of {SIZE[0]} × {SIZE[1]} pixels, {facts['mean_bytes'] / 1000:.0f} KB on average, "
-        "crops of photographs. Decoded with Pillow by all; random resized crop to 224 × 224, flip, normalised to "
-        f"float32, batches of {IMAGES.batch}, shuffled. {facts['repeats']} interleaved repeats, each one epoch of a "
-        f"fresh process, of at most {facts['seconds_per_epoch']:g} s (¹: cut by that), warm page cache. First batch: "
-        "of a fresh process, imports included. shardkit verifies every block and draws each sample's augmentation from "
-        "its place in the plan.\n"
+        f"# Pictures into batches, {facts['date']}\n\n{facts['cpus']} virtual cores ({facts['processor']}), Python "
+        f"{facts['python']}, load average {facts['load'][0]:.1f} before and {facts['load'][1]:.1f} after: other "
+        "programs ran on the same cores, so CPU time is the figure, and rates are left out.\n\n"
+        f"Versions: {own}. Peers: {peers}.\n\nWhole loaders, one decoding thread each, batches of 32, random resized "
+        f"crop to 224 and flip, (3, 224, 224). {facts['rounds']} rounds, in turns. CPU ms per picture of the whole "
+        "process: median (lowest).\n"
     )
-    columns = (
-        "reader",
-        "workers",
-        "samples/s, median (range)",
-        "CPU ms per sample",
-        "first batch, s",
-        "peak MiB",
-    )
-    lines = [head, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for key, one in readers.items():
-        name, workers = key.split("/")
-        label, kinds, _ = CONTESTANTS[name]
-        row = f"| {label} | {kinds[int(workers)]} "
-        answers, speed = of(one, "touched", 0), spread(rates(one, "touched", 0))
-        if "error" in one or speed is None:
-            lines.append(f"{row}| failed: {one.get('error', 'not measured')[:80]} | | | |")
-            continue
-        cpu = statistics.median(answer["cpu_s"] / answer["samples"] for answer in answers)
+    lines = [head]
+    sets = list(facts["bytes"])
+    for kind in KINDS:
+        lines.append(f"\n## {kind}{' (normalised)' * (kind == 'float32')}\n")
         lines.append(
-            f"{row}| {speed.told()}{'' if all(answer['whole'] for answer in answers) else '¹'} | {cpu * 1e3:.2f} "
-            f"| {statistics.median(one['first']):.2f} | {max(answer['peak'] for answer in answers) / 2**20:.0f} |"
+            "| loader | " + " | ".join(f"{one}, {facts['bytes'][one] // 1000} KB" for one in sets) + " |"
         )
+        lines.append("|---" * (len(sets) + 1) + "|")
+        for name, label in LABELS.items():
+            cells = []
+            for one in sets:
+                answers = found.get(f"{one} {kind} 1 {name}", [])
+                cpu = _cpu_ms(answers)
+                failed = next((answer["error"] for answer in answers if "error" in answer), "not measured")
+                cells.append(f"{statistics.median(cpu):.2f} ({min(cpu):.2f})" if cpu else failed[:60])
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append("\nTimes shardkit's CPU, of medians (of lowest):\n")
+        lines += ["| loader | " + " | ".join(sets) + " |", "|---" * (len(sets) + 1) + "|"]
+        for name, label in LABELS.items():
+            cells = []
+            for one in sets:
+                mine, other = (_cpu_ms(found.get(f"{one} {kind} 1 {who}", [])) for who in ("shardkit", name))
+                told = mine and other and name != "shardkit"
+                cells.append(
+                    f"{statistics.median(other) / statistics.median(mine):.2f} ({min(other) / min(mine):.2f})"
+                    if told else ""
+                )  # fmt: skip
+            if any(cells):
+                lines.append(f"| {label} | {' | '.join(cells)} |")
+    lines += [
+        "\n## Two threads\n",
+        "| pictures | wall, one ÷ two, best of rounds | CPU, two ÷ one, lowest |",
+        "|---" * 3 + "|",
+    ]
+    for one in sets:
+        first, second = (
+            [a for a in found.get(f"{one} uint8 {n} shardkit", []) if a.get("samples")] for n in (1, 2)
+        )
+        if first and second:
+            wall = min(a["wall_s"] for a in first) / min(a["wall_s"] for a in second)
+            lines.append(f"| {one} | {wall:.2f} | {min(_cpu_ms(second)) / min(_cpu_ms(first)):.2f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,14 +9,11 @@ import numpy as np
 
 from shardkit_tools.benchmarks.workloads import WORKLOADS, Workload, touch
 
-__all__ = ["IMAGES", "MODES", "find"]
-
-IMAGES = Workload("images", 2000, 64, "image", (3, 224, 224), "float32", label=True, compressed=False)
-"""JPEGs, decoded and augmented (tools/bench/images.py makes them)."""
+__all__ = ["MODES", "find"]
 
 
 def find(name: str) -> Workload:
-    return IMAGES if name == IMAGES.name else WORKLOADS[name]
+    return WORKLOADS[name]
 
 
 def _count(value: Any) -> int:
