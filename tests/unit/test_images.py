@@ -280,6 +280,20 @@ def test_transforms_come_after_and_rows_without_a_value_are_zeros(dataset: Any) 
             assert (batch["image"] == 255 - before["image"]).all()
 
 
+def test_memory_of_dropped_batches_is_taken_again_and_that_of_kept_ones_is_not(dataset: Any) -> None:
+    plan = dataset.plan(global_batch=36, seed=3)
+    with dataset.loader(plan, decode={"image": MADE}, fields=["image"], tensors=False, prefetch=1) as loader:
+        places = [batch["image"].ctypes.data for _ in range(8) for batch in loader]
+        assert len(set(places)) < len(places) == 16
+        kept, seen = [], []
+        for _ in range(8):
+            for batch in loader:
+                kept.append(batch["image"][3:5])  # a view keeps all of it
+                seen.append(kept[-1].tobytes())
+    assert len({view.ctypes.data for view in kept}) == 16
+    assert [view.tobytes() for view in kept] == seen
+
+
 def test_what_does_not_decode_is_replaced_in_its_row(tmp_path: Path) -> None:
     payloads = [encoded(photograph(number, 80, 60)) for number in range(24)]
     payloads[5] = payloads[5][: len(payloads[5]) // 2]
