@@ -54,4 +54,4 @@ def split_names(text: str) -> list[str]:
         names = next(csv.reader([text], skipinitialspace=True, strict=True), [])
     except csv.Error as error:
         raise UsageError(f'{text!r}: {error}; expected names such as a,b,"c, d"') from None
-    return [name for name in map(str.strip, names) if name]
+    return list(map(str.strip, names))

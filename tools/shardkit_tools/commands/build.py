@@ -185,7 +185,7 @@ def build(
             classes=classes,
             split_folders=split_folders,
             skip_bad_rows=on_error is OnError.SKIP,
-            columns=tuple(split_names(columns)),
+            columns=tuple(filter(None, split_names(columns))),
             drop=tuple(drop or ()),
             rename=_renames(rename or []),
             flatten=flatten,
