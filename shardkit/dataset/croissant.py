@@ -256,12 +256,14 @@ def _value_field(
         "dataType": _data_type(kind),
         "source": source,
     }
-    if kind.kind in ("array", "ragged"):
-        shape = ",".join(map(str, kind.shape)) if kind.kind == "array" else "-1"
+    if kind.kind in ("array", "ragged") or kind.is_packed:
+        sizes = kind.items.shape if kind.items is not None else kind.shape
+        shape = ",".join(str(size or -1) for size in sizes or (0,))
         value |= {"isArray": True, "arrayShape": shape}
     return value
 
 
 def _data_type(kind: FieldType) -> str:
+    kind = kind.items or kind
     known = _TYPES.get(kind.kind) or _TYPES.get(kind.dtype)
     return known or ("sc:Float" if kind.dtype.startswith("float") else "sc:Integer")

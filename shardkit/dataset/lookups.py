@@ -340,7 +340,8 @@ def _words(digests: bytes) -> Hashes:
 def _check_askable(schema: Schema, field: str, *, by_digest: bool) -> None:
     if field not in schema:
         raise UsageError(f"there is no field {field!r} to look up; there are key, {', '.join(schema)}")
-    if not by_digest and schema[field].kind in ("bytes", "array", "ragged"):
+    kind = schema[field]
+    if not by_digest and (kind.is_packed or kind.kind in ("bytes", "array", "ragged")):
         raise UsageError(
             f"field {field!r} is {schema[field]}: nobody can type its value; look it up by its digest: {field}:sha256"
         )

@@ -331,7 +331,7 @@ def stream_table(
         for name in wanted:
             schema.position(name)
         schema = Schema({name: schema[name] for name in wanted})
-    arrow = arrow_schema(schema, keys=False)
+    arrow = arrow_schema(schema, keys=False, packed=False)
     runs = read_runs(reader, row_map, all_numbers(len(row_map)), list(schema.stored))
     batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
     return pa.RecordBatchReader.from_batches(

@@ -95,7 +95,7 @@ class BatchReader:
         if known is not None:
             return FixedColumn(_read_only(np.ndarray(known.shape, known.dtype, self._plain, known.offset)))
         kind = self._schema[name]
-        if kind.kind in ("bytes", "str", "json"):
+        if kind.is_opaque:
             return self._variable(name, kind)
         if kind.kind == "ragged":
             return self._ragged(name, kind)
@@ -124,7 +124,7 @@ class BatchReader:
             self._no_bitmap(buffer, name)
         offsets = self._offsets(buffer + 1, name)
         data = self._take(buffer + 2, int(offsets[-1]), name)
-        if kind.kind != "bytes":
+        if kind.kind in ("str", "json"):
             _check_utf8(data, offsets, name)
         return VariableColumn(data, offsets[:-1], offsets[1:], kind)
 
@@ -279,7 +279,7 @@ def _fixed_places(header: BatchHeader, schema: Schema) -> dict[str, FixedPlace]:
 
 def _counts(kind: FieldType) -> tuple[int, int]:
     """(arrays, buffers) of a column."""
-    if kind.kind in ("bytes", "str", "json"):
+    if kind.is_opaque:
         return 1, 3
     return (2, 4) if kind.kind == "ragged" else (1 + len(kind.shape), 2 + len(kind.shape))
 

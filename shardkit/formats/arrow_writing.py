@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from . import canonical_json
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
 from .block import Block, Column, FixedColumn, VariableColumn
 from .compression import zstd_level
-from .rows import JoinedPayloads, PayloadColumn, RowBlock, sizes_of
+from .packed import unpack_array, unpack_list
+from .rows import JoinedPayloads, PayloadColumn, RowBlock, payloads_of, sizes_of
 from .schema import FieldType, Schema, presence_of
 
 __all__ = [
@@ -43,10 +45,8 @@ def arrow_item_type(kind: FieldType) -> Any:
 
 def arrow_type(kind: FieldType) -> Any:
     """The Arrow type of a field; no level inside of it is nullable."""
-    if kind.kind == "bytes":
-        return pa.large_binary()
-    if kind.kind in ("str", "json"):
-        return pa.large_string()
+    if kind.is_opaque:
+        return pa.large_string() if kind.kind in ("str", "json") else pa.large_binary()
     item = arrow_item_type(kind)
     if kind.kind == "ragged":
         return pa.large_list(pa.field("item", item, nullable=False))
@@ -55,12 +55,30 @@ def arrow_type(kind: FieldType) -> Any:
     return item
 
 
-def arrow_schema(schema: Schema, *, keys: bool = True) -> Any:
-    """Key column, where wanted, then the fields; the shardkit schema and format version are in its metadata."""
+def table_type(kind: FieldType) -> Any:
+    """The Arrow type of a field for whoever computes with it: what is packed in shards is nested lists."""
+    items = kind.items
+    if items is None:
+        return arrow_type(kind)
+    if kind.kind == "list":
+        return pa.large_list(pa.field("item", arrow_type(items), nullable=False))
+    item = arrow_item_type(items)
+    for size in reversed(items.shape):
+        field = pa.field("item", item, nullable=False)
+        item = pa.list_(field, size) if size else pa.large_list(field)
+    return item
+
+
+def arrow_schema(schema: Schema, *, keys: bool = True, packed: bool = True) -> Any:
+    """Key column, where wanted, then the fields; the shardkit schema and format version are in its metadata.
+
+    `packed` as shards have it; otherwise of `record_batch`.
+    """
+    type_of = arrow_type if packed else table_type
     fields = [pa.field(KEY_FIELD, pa.large_string(), nullable=False)] if keys else []
     for name, kind in schema.items():
         metadata = {METADATA_KEY: b"json"} if kind.kind == "json" else None
-        fields.append(pa.field(name, arrow_type(kind), nullable=kind.optional, metadata=metadata))
+        fields.append(pa.field(name, type_of(kind), nullable=kind.optional, metadata=metadata))
     text = canonical_json.dumps({"fields": schema.to_json(), "version": 1})
     return pa.schema(fields, metadata={METADATA_KEY: text})
 
@@ -200,9 +218,9 @@ def arrow_array(
         SampleError: a text is not UTF-8.
     """
     validity = _Validity.of(presence)
-    if kind.kind in ("bytes", "str", "json"):
+    if kind.is_opaque:
         array = _variable_array(arrow_type(kind), payloads, validity)
-        if kind.kind != "bytes":
+        if kind.kind in ("str", "json"):
             try:
                 array.validate(full=True)
             except pa.ArrowException as error:
@@ -232,6 +250,45 @@ def arrow_array(
     return values
 
 
+def _nested_array(kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None) -> Any:
+    """`arrow_array` of a packed field, as lists."""
+    validity, items = _Validity.of(presence), kind.items
+    sizes: tuple[int, ...]
+    assert items is not None, "what is packed has items"
+    rows = [payload if len(payload) or not kind.optional else None for payload in payloads_of(payloads)]
+    try:
+        if kind.kind == "list":
+            lists = [unpack_list(row) if row is not None else [] for row in rows]
+            shapes, sizes = np.array([[len(one)] for one in lists], np.int64), (0,)
+            array = arrow_array(items, [item for one in lists for item in one], name)
+        else:
+            sizes, dtype = items.shape, items.numpy_dtype
+            found = [
+                unpack_array(row, dtype, sizes) if row is not None else np.empty(sizes, dtype) for row in rows
+            ]
+            shapes = np.array([one.shape for one in found], np.int64)
+            values = np.concatenate([one.ravel() for one in found])
+            octets = values.view(np.uint8).reshape(-1, dtype.itemsize)
+            array = arrow_array(FieldType("scalar", items.dtype), octets, name)
+    except ValueError as error:
+        raise FormatError(f"field {name!r}: a payload is no {kind}: {error}") from None
+    for depth in reversed(range(len(sizes))):
+        level = (
+            table_type(replace(kind, items=replace(items, shape=sizes[depth:])))
+            if depth
+            else table_type(kind)
+        )
+        lists_of = shapes[:, :depth].prod(axis=1)
+        buffers = [validity.bits if not depth else None]
+        if not sizes[depth]:
+            borders = np.zeros(int(lists_of.sum()) + 1, np.int64)
+            np.cumsum(np.repeat(shapes[:, depth], lists_of), out=borders[1:])
+            buffers.append(pa.py_buffer(borders))
+        nulls = 0 if depth else validity.nulls
+        array = pa.Array.from_buffers(level, int(lists_of.sum()), buffers, null_count=nulls, children=[array])
+    return array
+
+
 def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: Any) -> Any:
     """Some rows of a block, without their keys.
 
@@ -239,7 +296,7 @@ def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: A
         block: verified; in memory that nobody writes to, for columns may be views of it.
         rows: (n,) int64, ascending, n ≥ 1.
         schema: the fields that are wanted, all of them fields of the block.
-        arrow: `arrow_schema` of them.
+        arrow: `arrow_schema` of them, not packed.
 
     Raises:
         FormatError: a text of the block is not UTF-8, or a member is not what its type calls for.
@@ -252,7 +309,8 @@ def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: A
     for name, kind in schema.items():
         try:
             presence = _payloads(block.column(presence_of(name)), which) if kind.optional else None
-            arrays.append(arrow_array(kind, _payloads(block.column(name), which), name, presence))
+            make = _nested_array if kind.is_packed else arrow_array
+            arrays.append(make(kind, _payloads(block.column(name), which), name, presence))
         except SampleError as error:
             raise FormatError(str(error)) from None
     return pa.RecordBatch.from_arrays(arrays, schema=arrow)

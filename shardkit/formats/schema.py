@@ -14,6 +14,8 @@ import numpy as np
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 
+from .packed import pack_array, pack_list, unpack_array, unpack_list
+
 __all__ = [
     "MAX_FIELDS",
     "MAX_FIELD_NAME",
@@ -46,7 +48,7 @@ DTYPES = (
 _UNFIT = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|://")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}\Z")
 _NOT_PLAIN = frozenset({*RESERVED_NAMES, "weight"})
-_TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[(\*|[0-9]+(?:,[0-9]+)*)\])?(\??)\Z")
+_TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[((?:\*|[0-9]+)(?:,(?:\*|[0-9]+))*)\])?(\??)\Z")
 
 
 MAX_JSON_DEPTH = 200
@@ -55,22 +57,25 @@ MAX_JSON_DEPTH = 200
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """The type of one field: ``bytes``, ``str``, ``json``, a scalar, a fixed array or a ragged one.
+    """The type of one field: ``bytes``, ``str``, ``json``, a scalar, an array of fixed or varying shape, a list.
 
-    `kind` is one of bytes, str, json, scalar, array, ragged; `dtype` is the numpy name of the item ("" for
-    the first three); `shape` is the shape of a fixed array, else (). An `optional` field may have no value: None.
+    `kind` is one of bytes, str, json, scalar, array, ragged, varying, list; `dtype` is the numpy name of the item of
+    scalar, array and ragged, else ""; `shape` is the shape of a fixed array, else (). An `optional` field may have no
+    value: None. `items` says what one byte string of a varying array or a list holds: an array type whose free
+    dimensions are 0, or bytes or str.
     """
 
     kind: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
     optional: bool = False
+    items: FieldType | None = None
 
     @classmethod
     def parse(cls, text: object) -> FieldType:
-        """The type written as ``bytes``, ``int64``, ``int32[2048]``, ``uint8[32,32,3]`` or ``int32[*]``.
+        """The type written as ``bytes``, ``int64``, ``uint8[32,32,3]``, ``int32[*]``, ``uint8[*,*,3]`` or ``str[*]``.
 
-        With ``?`` behind it, a row may have no value.
+        ``*`` is a dimension of any size in each row. With ``?`` behind it, a row may have no value.
 
         Raises:
             SchemaError: `text` is none of the types of shardkit, or its size is out of range.
@@ -80,24 +85,29 @@ class FieldType:
         optional = bool(mark)
         if name in OPAQUE and dimensions is None:
             return cls(name, optional=optional)
+        if name in ("bytes", "str") and dimensions == "*":
+            return cls("list", optional=optional, items=cls(name))
         if name not in DTYPES:
             raise SchemaError(
                 f"field type {text!r} is unknown; expected bytes, str, json or one of {', '.join(DTYPES)}, "
-                "optionally with a shape such as int32[2048] or int32[*], and ? behind it where rows may have no value"
+                "optionally with a shape such as int32[2048], int32[*] or uint8[*,*,3] (bytes and str: [*]), and ? "
+                "behind it where rows may have no value"
             )
         if dimensions is None:
             return cls("scalar", name, optional=optional)
         if dimensions == "*":
             return cls("ragged", name, optional=optional)
-        shape = tuple(int(size) for size in dimensions.split(","))
-        fits = len(shape) <= MAX_DIMENSIONS and all(size > 0 for size in shape)
-        if not fits or prod(shape) * np.dtype(name).itemsize > MAX_ITEM_BYTES:
+        shape = tuple(0 if size == "*" else int(size) for size in dimensions.split(","))
+        fits = len(shape) <= MAX_DIMENSIONS and shape.count(0) == dimensions.count("*")
+        if not fits or prod(size or 1 for size in shape) * np.dtype(name).itemsize > MAX_ITEM_BYTES:
             raise SchemaError(
                 f"field type {text!r}: expected 1 to {MAX_DIMENSIONS} dimensions of at least 1 and at most "
                 f"{MAX_ITEM_BYTES} bytes in all"
             )
-        if ",".join(map(str, shape)) != dimensions:
+        if ",".join(str(size or "*") for size in shape) != dimensions:
             raise SchemaError(f"field type {text!r}: sizes have leading zeros")
+        if 0 in shape:
+            return cls("varying", optional=optional, items=cls("array", name, shape))
         return cls("array", name, shape, optional)
 
     def __str__(self) -> str:
@@ -106,6 +116,10 @@ class FieldType:
             return self.kind + mark
         if self.kind == "scalar":
             return self.dtype + mark
+        if self.kind == "list":
+            return f"{self.items}[*]{mark}"
+        if self.items is not None:
+            return f"{self.items.dtype}[{','.join(str(size or '*') for size in self.items.shape)}]{mark}"
         return f"{self.dtype}[{'*' if self.kind == 'ragged' else ','.join(map(str, self.shape))}]{mark}"
 
     @property
@@ -115,8 +129,18 @@ class FieldType:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Little-endian numpy type of one item; uint8 for bytes, str and json."""
+        """Little-endian numpy type of one item; uint8 where `is_opaque`."""
         return np.dtype(self.dtype or "uint8").newbyteorder("<")
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether a payload is a byte string to all that stores, moves and counts it, and not an array of items."""
+        return not self.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a value is an array of varying shape or a list, which lie packed in one byte string."""
+        return self.items is not None
 
     @property
     def is_whole(self) -> bool:
@@ -346,6 +370,8 @@ def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes
             _refuse(kind, value, where, name, "it holds a lone surrogate, which UTF-8 cannot carry")
     if kind.kind == "json":
         return _encode_json(kind, value, where, name)
+    if kind.kind == "list":
+        return _encode_list(kind, value, where, name)
     return _encode_numbers(kind, value, where, name)
 
 
@@ -366,6 +392,8 @@ def decode_payload(kind: FieldType, payload: bytes | memoryview, name: str) -> o
             ) from None
     if kind.kind == "json":
         return decode_json(payload, name)
+    if kind.items is not None:
+        return _decode_packed(kind.items, kind, payload, name)
     dtype = kind.numpy_dtype
     size = kind.item_bytes
     if len(payload) != size if size is not None else len(payload) % dtype.itemsize:
@@ -433,8 +461,26 @@ def _check_json(value: object) -> None:
     raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH}")
 
 
+def _encode_list(kind: FieldType, value: object, where: str, name: str) -> bytes:
+    if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim == 1):
+        _refuse(kind, value, where, name, f"expected a list of {kind.items}")
+    assert kind.items is not None, "lists have items"
+    return pack_list([encode_value(kind.items, one, where, name) for one in value])
+
+
+def _decode_packed(items: FieldType, kind: FieldType, payload: bytes | memoryview, name: str) -> object:
+    try:
+        if kind.kind == "varying":
+            return unpack_array(payload, items.numpy_dtype, items.shape)
+        found = unpack_list(payload)
+    except ValueError as error:
+        raise FormatError(f"field {name!r}: {len(payload)} bytes are no {kind}: {error}") from None
+    return found if items.kind == "bytes" else [decode_payload(items, one, name) for one in found]
+
+
 def _encode_numbers(kind: FieldType, value: object, where: str, name: str) -> bytes:
-    dtype = kind.numpy_dtype
+    items = kind.items or kind
+    dtype = items.numpy_dtype
     if isinstance(value, np.ndarray):
         array = value
     else:
@@ -442,14 +488,31 @@ def _encode_numbers(kind: FieldType, value: object, where: str, name: str) -> by
             array = np.asarray(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             _refuse(kind, value, where, name, f"no array can be made of it ({error})")
-    expected = "one dimension of any length" if kind.kind == "ragged" else f"shape {kind.shape}"
-    if array.ndim != 1 if kind.kind == "ragged" else array.shape != kind.shape:
+    expected = "one dimension of any length" if kind.kind == "ragged" else f"shape {items.shape}"
+    if kind.kind == "varying":
+        expected = f"that of {kind.required}, where * is of any size"
+        if array.size == 0 and array.ndim < len(
+            items.shape
+        ):  # nested lists cannot say what is inside of nothing
+            array = array.reshape(array.shape + items.shape[array.ndim :])
+        fits = array.ndim == len(items.shape) and all(
+            size in (0, n) for size, n in zip(items.shape, array.shape, strict=True)
+        )
+    else:
+        fits = array.ndim == 1 if kind.kind == "ragged" else array.shape == kind.shape
+    if not fits:
         _refuse(kind, value, where, name, f"its shape is {array.shape}, expected {expected}")
     if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):
         array = _exact_integers(kind, value, array, where, name)
     if array.dtype != dtype:
         array = _convert(kind, array, where, name)
-    return array.astype(dtype, copy=False).tobytes()
+    array = array.astype(dtype, copy=False)
+    if kind.kind != "varying":
+        return array.tobytes()
+    try:
+        return pack_array(array, items.shape)
+    except ValueError as error:
+        _refuse(kind, value, where, name, str(error))
 
 
 def _exact_integers(
@@ -461,17 +524,17 @@ def _exact_integers(
     items = np.asarray(value, object).ravel().tolist()
     if not any(isinstance(item, int) and int(float(item)) != item for item in items):
         return array
-    if kind.numpy_dtype.kind not in "iu" or any(item != item or item % 1 for item in items):
-        _refuse(kind, value, where, name, f"a value is not exact in {kind.dtype}")
+    if (kind.items or kind).numpy_dtype.kind not in "iu" or any(item != item or item % 1 for item in items):
+        _refuse(kind, value, where, name, f"a value is not exact in {(kind.items or kind).dtype}")
     try:
-        return np.array([int(item) for item in items], kind.dtype).reshape(array.shape)
+        return np.array([int(item) for item in items], (kind.items or kind).dtype).reshape(array.shape)
     except OverflowError:
-        _refuse(kind, value, where, name, f"an integer is out of range of {kind.dtype}")
+        _refuse(kind, value, where, name, f"an integer is out of range of {(kind.items or kind).dtype}")
 
 
 def _convert(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str) -> np.ndarray[Any, Any]:
     """`array` in the field's dtype; refused where a value would change, except by rounding float to float."""
-    dtype = kind.numpy_dtype
+    dtype = (kind.items or kind).numpy_dtype
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         _refuse(
             kind, array, where, name, f"items are {_item_type(array)}, expected numbers that fit {dtype.name}"
@@ -499,7 +562,7 @@ def _convert(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str
 
 
 def _to_integers(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str) -> np.ndarray[Any, Any]:
-    dtype = kind.numpy_dtype
+    dtype = (kind.items or kind).numpy_dtype
     info = np.iinfo(dtype)
     if array.dtype.kind == "f":
         if not np.array_equal(np.trunc(array), array):

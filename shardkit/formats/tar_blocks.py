@@ -137,7 +137,7 @@ def _members_of(
 
 def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
     """(prefix, content) whose concatenation is the member of a canonical payload."""
-    if kind.kind in ("bytes", "str", "json"):
+    if kind.is_opaque:
         return b"", payload
     dtype = kind.numpy_dtype
     if kind.is_whole:
@@ -170,8 +170,7 @@ def member_bytes(kind: FieldType, payload_bytes: int) -> int:
     """Bytes of the tar member, header and padding included, of a payload of so many bytes."""
     if kind.is_whole:
         return 2 * BLOCK
-    is_array = kind.kind in ("scalar", "array", "ragged")
-    return BLOCK + padded(payload_bytes + (len(npy_header(kind)) if is_array else 0))
+    return BLOCK + padded(payload_bytes + (0 if kind.is_opaque else len(npy_header(kind))))
 
 
 def tar_column(
@@ -198,7 +197,7 @@ def tar_column(
     Raises:
         FormatError: a member is not what shardkit writes for `kind`.
     """
-    if kind.kind in ("bytes", "str", "json"):
+    if kind.is_opaque:
         if kind.kind == "str":
             check_text(data, starts, starts + sizes, name)
         return VariableColumn(data, starts, starts + sizes, kind)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
 
+from .packed import array_header
 from .schema import FieldType, Schema
 
 __all__ = [
@@ -180,12 +181,7 @@ def member_names(schema: Schema) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def npy_header(kind: FieldType, length: int = 0) -> bytes:
     """Header of a member of type `kind`; `length` is the number of items of a ragged one."""
-    shape = (length,) if kind.kind == "ragged" else kind.shape
-    dtype = kind.numpy_dtype
-    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
-    total = -(-(10 + len(text) + 1) // 64) * 64
-    total = max(total, RAGGED_HEADER_BYTES)
-    return b"\x93NUMPY\x01\x00" + (total - 10).to_bytes(2, "little") + text.ljust(total - 11) + b"\n"
+    return array_header(kind.numpy_dtype, (length,) if kind.kind == "ragged" else kind.shape)
 
 
 def npy_payload_offset(data: bytes | memoryview, kind: FieldType) -> int:
@@ -249,4 +245,4 @@ def member_extension(kind: FieldType, payload: bytes | memoryview) -> str:
         return "json"
     if kind.is_whole:
         return "cls"
-    return "npy"
+    return "bin" if kind.kind == "list" else "npy"

@@ -221,7 +221,7 @@ class TarPlacer:
             if shard.schema.stored[name].optional or name not in shard.schema:
                 return None  # some have no member
             kind, number = shard.schema[name], shard.schema.position(name)
-            if shard.is_adopted or not (kind.is_whole or kind.kind == "bytes"):
+            if shard.is_adopted or not (kind.is_whole or kind.kind == "bytes" or kind.is_packed):
                 return None  # text is checked, arrays have headers
             starts, ends = (  # contiguous, and kept by the index
                 one.__array_interface__["data"][0]

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn, parse_decimals
+from shardkit.formats.packed import HEAD_BYTES, array_place, check_bools
+from shardkit.formats.schema import decode_payload
 from shardkit.loader import plain_rows
 
 block_rows: Any
@@ -40,7 +42,9 @@ addresses are then those of starts, ends and data."""
 
 def is_only_copied(field: FieldType) -> bool:
     """Whether gathering a field is one copy of many rows, beside which other threads run."""
-    return field.item_bytes is not None or (block_rows is not plain_rows and field.kind != "json")
+    return field.item_bytes is not None or (
+        block_rows is not plain_rows and field.kind != "json" and not field.is_packed
+    )
 
 
 class GatherColumns:
@@ -148,8 +152,9 @@ class RowAddresses:
         """Rows `borders[i]` … `borders[i + 1] - 1` for each i, of blocks that are there, in buffers of their own.
 
         Returns:
-            Per field a fresh array (n, *shape), a list (bytes, str, json), or for ragged fields (values, offsets):
-            all rows end to end and (n + 1,) int64 borders.
+            Per field a fresh array (n, *shape), a list (bytes, str, json, lists), or for ragged fields (values,
+            offsets): all rows end to end and (n + 1,) int64 borders. Arrays of varying shape are (values, offsets,
+            shapes), the shapes (n, dimensions) int64.
 
         Raises:
             FormatError: a row number is past the end of its block, or a number is none of the field's type.
@@ -188,7 +193,9 @@ class RowAddresses:
         places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]
         if one.type.kind == "ragged":
             return [_ragged(one, addresses[place], sizes[place], self._allocate) for place in places]
-        objects = _objects(one.type, addresses, sizes)
+        if one.type.kind == "varying":
+            return [_varying(one, addresses[place], sizes[place], self._allocate) for place in places]
+        objects = _objects(one.name, one.type, addresses, sizes)
         return [objects[place] for place in places]
 
     def _facts_of(self, one: _Gathered, first: int, end: int) -> Int64s:
@@ -237,14 +244,16 @@ def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) ->
     return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, one.name, first=0)
 
 
-def _objects(field: FieldType, addresses: Int64s, sizes: Int64s) -> list[Any]:
-    """bytes, str or parsed JSON of each row; one copy, out of the block."""
+def _objects(name: str, field: FieldType, addresses: Int64s, sizes: Int64s) -> list[Any]:
+    """bytes, str, list or parsed JSON of each row; one copy, out of the block."""
     if field.kind == "str":
         texts: list[str] = block_rows.texts_at(addresses, sizes)
         return texts
     found: list[Any] = block_rows.bytes_at(addresses, sizes)
     if field.kind == "bytes":
         return found
+    if field.kind == "list":
+        return [decode_payload(field, one, name) if one or not field.optional else None for one in found]
     return [json.loads(one) if one or not field.optional else None for one in found]
 
 
@@ -259,10 +268,36 @@ def _ragged(
     return values, borders // one.dtype.itemsize
 
 
+def _varying(
+    one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
+) -> tuple[NDArray[Any], Int64s, Int64s]:
+    """Values of all rows, end to end, their borders, and their shapes: (n, dimensions).
+
+    Headers are copied out and read; the items then go from block to batch in one copy.
+    """
+    items = one.type.items
+    assert items is not None, "an array of varying shape says what it holds"
+    shapes = np.empty((len(sizes), len(items.shape)), np.int64)
+    starts = np.zeros(len(sizes), np.int64)
+    heads = block_rows.bytes_at(addresses, np.minimum(sizes, HEAD_BYTES))
+    try:
+        for row, (head, size) in enumerate(zip(heads, sizes.tolist(), strict=True)):
+            if size or not one.type.optional:
+                shapes[row], starts[row] = array_place(head, size, items.numpy_dtype, items.shape)
+            else:
+                shapes[row] = items.shape  # no value: free dimensions are 0
+        found = one._replace(dtype=items.numpy_dtype)
+        values, borders = _ragged(found, addresses + starts, sizes - starts, allocate)
+        check_bools(values, items.numpy_dtype)
+    except ValueError as error:
+        raise FormatError(f"field {one.name!r}: a payload is no {one.type}: {error}") from None
+    return values, borders, shapes
+
+
 def rows_of(value: Any, first: int, last: int) -> Any:
     """Rows of a column as `RowAddresses.take` gives it; of an array, a view."""
     if isinstance(value, tuple):
-        values, borders = value
+        values, borders, *shapes = value
         part = borders[first : last + 1]
-        return values[part[0] : part[-1]], part - part[0]
+        return values[part[0] : part[-1]], part - part[0], *[shape[first:last] for shape in shapes]
     return value[first:last]

@@ -13,6 +13,8 @@ from shardkit.formats import Schema, presence_of
 
 __all__ = ["MissingValues"]
 
+_RAGGED = ("ragged", "varying")
+
 
 class MissingValues:
     """Of one loader.
@@ -31,8 +33,8 @@ class MissingValues:
         self._fill: dict[str, Any] = {}
         for name, value in fill.items():
             kind = self._kinds.get(name)
-            if kind is None or kind.kind == "ragged":
-                able = [one for one, held in self._kinds.items() if held.kind != "ragged"]
+            if kind is None or kind.kind in _RAGGED:
+                able = [one for one, held in self._kinds.items() if held.kind not in _RAGGED]
                 raise ConfigurationError(
                     f"fill: {name!r} is no optional field that is loaded and takes one; "
                     + (f"these are {', '.join(able)}" if able else "there is none")
@@ -69,6 +71,8 @@ class MissingValues:
             row[presence_of(name)] = row[name] is not None
             if row[name] is None:
                 row[name] = self._fill.get(name)
-                if row[name] is None and kind.dtype:
+                if row[name] is None and kind.kind == "varying" and kind.items is not None:
+                    row[name] = np.zeros(kind.items.shape, kind.items.dtype)
+                elif row[name] is None and kind.dtype:
                     row[name] = np.zeros(kind.shape or (0,), kind.dtype) if kind.kind != "scalar" else 0
         return row

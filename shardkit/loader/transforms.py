@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError
-from shardkit.formats import Schema, sha256_digest
+from shardkit.formats import FieldType, Schema, sha256_digest
 from shardkit.plan import Place, Population
 
 __all__ = [
@@ -105,12 +105,12 @@ def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[s
     for name, wanted in decode.items():
         if name not in schema:
             raise ConfigurationError(f"decode: {name!r} is not in the schema; it has {', '.join(schema)}")
-        if schema[name].kind not in ("bytes", "str"):
+        if schema[name].kind not in ("bytes", "str", "list"):
             raise ConfigurationError(
-                f"decode: {name!r} is {schema[name]}; only bytes and str fields are decoded"
+                f"decode: {name!r} is {schema[name]}; only bytes, str and lists of them are decoded"
             )
         if not isinstance(wanted, str):
-            found[name] = wanted
+            found[name] = _of_each(name, wanted, schema[name])
             continue
         if wanted not in DECODERS:
             raise ConfigurationError(
@@ -120,7 +120,7 @@ def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[s
             from shardkit.images.decoding import find_decoder
 
             find_decoder()
-        found[name] = DECODERS[wanted]
+        found[name] = _of_each(name, DECODERS[wanted], schema[name])
     return found
 
 
@@ -136,6 +136,22 @@ def split_decoders(decoders: Mapping[str, Decoder], device: Any) -> tuple[dict[s
         if split is not None:
             host[name], finish[name] = split
     return host, finish
+
+
+def _of_each(name: str, decode: Decoder, kind: FieldType) -> Decoder:
+    """Of a list, each item is decoded."""
+    if kind.kind != "list":
+        return decode
+    if isinstance(decode, RowDecoder):
+        raise ConfigurationError(
+            f"decode: {name!r} is {kind}, and its decoder makes one array of each row; decode its items with "
+            "\"rgb8\" or a function of one, and crop or resize them in transform="
+        )
+    return partial(_decoded, decode)
+
+
+def _decoded(decode: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    return [decode(item) for item in items]
 
 
 # ---- transforms
@@ -249,7 +265,9 @@ def _failure(decoding: str, error: Exception) -> RowFailure:
 def row_reader(value: Any) -> Callable[[int], Any]:
     """Rows of a column, each by its number."""
     if isinstance(value, tuple):
-        values, borders = value
+        values, borders, *shapes = value
+        if shapes:
+            return lambda i: values[borders[i] : borders[i + 1]].reshape(shapes[0][i])
         return lambda i: values[borders[i] : borders[i + 1]]
     if isinstance(value, np.ndarray) and value.ndim == 1:
         return lambda i: value[i].item()
@@ -257,14 +275,17 @@ def row_reader(value: Any) -> Callable[[int], Any]:
 
 
 def columns_of_rows(like: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows → columns of the same kinds as in `like`: arrays, lists, or (values, borders)."""
+    """Rows → columns of the same kinds as in `like`: arrays, lists, (values, borders) or (values, borders, shapes)."""
     result: dict[str, Any] = {}
     for name, column in like.items():
         values = [row[name] for row in rows]
         if isinstance(column, tuple):
             borders = np.zeros(len(values) + 1, dtype=np.int64)
-            np.cumsum([len(value) for value in values], out=borders[1:])
-            result[name] = (np.concatenate([column[0][:0], *values]), borders)
+            np.cumsum([value.size for value in values], out=borders[1:])
+            shapes = [
+                np.array([v.shape for v in values], np.int64).reshape(-1, c.shape[1]) for c in column[2:]
+            ]
+            result[name] = (np.concatenate([column[0][:0], *map(np.ravel, values)]), borders, *shapes)
         elif isinstance(column, np.ndarray):
             result[name] = np.array(values, dtype=column.dtype).reshape(-1, *column.shape[1:])
         else:

@@ -189,7 +189,7 @@ def _open_writer(
         return _JsonLines(stream, schema)
     if form is Form.WEBDATASET:
         return _Tar(stream, schema)
-    arrow = arrow_schema(schema)
+    arrow = arrow_schema(schema, packed=False)
     if form is Form.HF:
         arrow = _with_media(arrow, features)
         made = pa.ipc.new_stream(stream, arrow)
@@ -241,7 +241,8 @@ class _JsonLines:
     def _refuse(self, sample: Mapping[str, object], key: str) -> NoReturn:
         name = next(
             name for name, kind in self._schema.items()
-            if kind.numpy_dtype.kind == "f" and sample[name] is not None and not np.isfinite(sample[name]).all()  # type: ignore[call-overload]
+            if (kind.items or kind).dtype.startswith("float") and sample[name] is not None
+            and not np.isfinite(sample[name]).all()  # type: ignore[call-overload]
         )  # fmt: skip
         raise SampleError(
             f"sample {key!r}: field {name!r} ({self._schema[name]}) is NaN or infinite, which JSON does not have; "
@@ -284,7 +285,7 @@ class _Tables:
     def __init__(self, writer: Any, schema: Schema, arrow: Any, group_bytes: int) -> None:
         self._group_bytes = group_bytes
         self._writer, self._schema, self._arrow = writer, schema, arrow
-        self._plain = arrow_schema(schema, keys=False)
+        self._plain = arrow_schema(schema, keys=False, packed=False)
         self._held: list[Any] = []
 
     def write(self, run: _Run) -> None:
@@ -333,7 +334,7 @@ def _sample(block: Block, schema: Schema, row: int) -> dict[str, Any]:
 
 def _check_fields(form: Form, schema: Schema) -> None:
     for member, (name, kind) in zip(member_names(schema), schema.items(), strict=True):
-        if form is Form.JSONL and kind.kind == "bytes":
+        if form is Form.JSONL and "bytes" in (kind.kind, str(kind.items)):
             raise SchemaError(
                 f"field {name!r} is {kind}, which JSON does not have; export --as parquet, webdataset or hf, or leave "
                 "it out with --columns"
@@ -357,7 +358,9 @@ def _features(dataset: Dataset, schema: Schema) -> dict[str, Any]:
     """The types of the columns as ``datasets`` writes them; bytes that begin with pictures are pictures."""
     first = next(_runs(dataset, schema), None)
     features: dict[str, Any] = {KEY_FIELD: _feature(pa.large_string())}
-    for field, (name, kind) in zip(arrow_schema(schema, keys=False), schema.items(), strict=True):
+    for field, (name, kind) in zip(
+        arrow_schema(schema, keys=False, packed=False), schema.items(), strict=True
+    ):
         features[name] = _feature(field.type)
         if name == "label" and kind.required == FieldType("scalar", "int64") and dataset.classes:
             features[name] = {"names": list(dataset.classes), "_type": "ClassLabel"}

@@ -371,7 +371,9 @@ class _Scan:
 
 def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int, int, bool]:
     """(bytes to skip, size, whether what is left is the payload itself) of a member's value inside it."""
-    if kind.kind in ("bytes", "str", "json"):
+    if kind.is_packed:
+        raise SourceError(f"{where}: {kind} cannot be read where it lies; {BUILD_INSTEAD}")
+    if kind.is_opaque:
         return 0, len(data), False
     if suffix == "npy":
         try:

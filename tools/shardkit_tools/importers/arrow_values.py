@@ -2,8 +2,12 @@
 
     bool, integers, floats → the same            utf8 → str           binary → bytes
     list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
+    list of those → dtype[*,n]                   list of binary, of pictures → bytes[*]
     struct, map, list of anything else → json    dictionary → what it encodes
     date, time, timestamp, decimal → str         duration → int64, in its own unit
+
+Lists of lists are json where nobody says more, for rows of several lengths can be in them; ``--schema
+boxes=float32[*,*]`` and ``tags=str[*]`` make arrays and lists.
 
 A text column ``__key__`` holds the samples' keys, as it does in shards of the arrow format.
 
@@ -315,9 +319,12 @@ def _columns(
             for row in _paths_alone(column):
                 bad.setdefault(row, _path_error(where, first_row + row, name))
             column = _media_bytes(column)
+        if kind.kind == "list" and _is_list(column.type) and is_media(column.type.value_type):
+            column = _media_lists(column)
         absent = set(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist())
         if kind.kind != "json":
-            for row in _null_rows(column) if kind.kind in ("array", "ragged") else sorted(absent):
+            is_nested = kind.is_packed or kind.kind in ("array", "ragged")
+            for row in _null_rows(column) if is_nested else sorted(absent):
                 if row not in absent or not kind.optional:
                     bad.setdefault(row, _null_error(where, first_row + row, name, kind))
         values = _values(column, kind, f"{where} from row {first_row} on, column {name!r}")
@@ -366,6 +373,14 @@ def _media_bytes(column: Any) -> Any:
     return pc.struct_field(column, "bytes")
 
 
+def _media_lists(column: Any) -> Any:
+    """Lists of files as lists of their bytes."""
+    made = pa.LargeListArray if pa.types.is_large_list(column.type) else pa.ListArray
+    borders = pc.subtract(column.offsets, column.offsets[0])
+    mask = column.is_null() if column.null_count else None
+    return made.from_arrays(borders, _media_bytes(column.flatten()), mask=mask)
+
+
 def _paths_alone(column: Any) -> list[int]:
     """Rows of files that lie elsewhere."""
     alone = pc.and_(pc.is_null(_media_bytes(column)), pc.is_valid(pc.struct_field(column, "path")))
@@ -401,13 +416,26 @@ def _type_text(kind: Any) -> str | None:
     shape, item = _fixed_shape(kind)
     if shape and _is_number(item):
         return f"{np.dtype(item.to_pandas_dtype()).name}[{','.join(map(str, shape))}]"
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
-        return f"{np.dtype(kind.value_type.to_pandas_dtype()).name}[*]"
+    if _is_list(kind):
+        return _list_text(kind)
     if pa.types.is_duration(kind):
         return "int64"
     if _is_text(kind):
         return "str"
     return "json" if _is_json(kind) else None
+
+
+def _list_text(kind: Any) -> str | None:
+    shape, item = _fixed_shape(kind.value_type)
+    if _is_number(item):
+        return f"{np.dtype(item.to_pandas_dtype()).name}[{','.join(['*', *map(str, shape)])}]"
+    if _type_text(kind.value_type) == "bytes":
+        return "bytes[*]"
+    return "json" if _is_json(kind) else None
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _is_text(kind: Any) -> bool:
@@ -523,7 +551,7 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
         if found is not None:
             rows: Sequence[Any] = found  # type: ignore[assignment]  # an array is a sequence of its rows
             return rows
-    if kind.kind in ("array", "ragged"):
+    if kind.is_packed or kind.kind in ("array", "ragged"):
         return _lists(column, kind, where)
     if kind.kind == "str" and (pa.types.is_nested(column.type) or pa.types.is_interval(column.type)):
         return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
@@ -561,13 +589,16 @@ def _fixed_array(column: Any, kind: FieldType) -> NDArray[Any] | None:
 
 
 def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
-    """Lists of numbers as arrays: of one dimension straight from the buffer, deeper ones through Python lists."""
-    is_flat = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if is_flat and _is_number(column.type.value_type) and not _null_rows(column):
-        numbers = column.values.to_numpy(zero_copy_only=False)
+    """Lists of numbers as arrays: with one level of any size straight from the buffer, others through Python lists."""
+    shape, item = _fixed_shape(column.type.value_type) if _is_list(column.type) else ((), None)
+    if item is not None and _is_number(item) and not _null_rows(column):
+        inner = column.values
+        for _ in shape:
+            inner = inner.flatten()
+        numbers = inner.to_numpy(zero_copy_only=False).reshape(-1, *shape)
         borders = column.offsets.to_numpy().tolist()
         parts = [numbers[start:stop] for start, stop in pairwise(borders)]
-        return parts if kind.kind == "ragged" else [_reshaped(part, kind) for part in parts]
+        return parts if shape or kind.kind != "array" else [_reshaped(part, kind) for part in parts]
     if not pa.types.is_nested(column.type):
         raise SchemaError(f"{where}: {column.type} cannot be made {kind}; choose another type")
     values: list[Any] = column.to_pylist()

@@ -90,6 +90,6 @@ def _given_types(file: SourceFile, features: Mapping[str, Any], given: Mapping[s
         kind = feature.get("_type", "") if isinstance(feature, dict) else ""
         if kind.startswith("Array") and isinstance(feature, dict) and column.name not in types:
             shape = feature.get("shape")
-            if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
-                types[column.name] = f"{feature.get('dtype')}[{','.join(map(str, shape))}]"
+            if isinstance(shape, list) and all(size is None or isinstance(size, int) for size in shape):
+                types[column.name] = f"{feature.get('dtype')}[{','.join(str(size or '*') for size in shape)}]"
     return types

@@ -14,6 +14,7 @@ import bz2
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import re
 import zlib
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
+from shardkit_tools.importers.member_values import common_array
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SourceFailure,
@@ -42,6 +44,7 @@ from shardkit_tools.importers.strict_json import parse_json
 __all__ = ["MdsImporter", "field_type", "open_mds", "value_of"]
 
 _INDEX = "index.json"
+_SCAN_ROWS = 1_000
 _MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide
 
 
@@ -119,14 +122,14 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
             raise SourceError(f"{where}: its shards have different columns; import them one by one")
         shards.append(_shard(entry, by_name, where))
     types = {}
+    examples = list(itertools.islice(_rows(shards[0], encodings), _SCAN_ROWS))
+    if not examples:
+        raise SourceError(f"{shards[0].file.path}: the first shard has no rows; write the dataset again")
     for place, (name, encoding, _) in enumerate(encodings):
-        example = next(_rows(shards[0], encodings), None)
-        if example is None:
-            raise SourceError(f"{shards[0].file.path}: the first shard has no rows; write the dataset again")
         if not options.keeps(name):
             continue
-        types[name] = options.field_types.get(name) or field_type(
-            encoding, example[place], f"{where}, column {name!r}"
+        types[name] = options.field_types.get(name) or _common_type(
+            encoding, [example[place] for example in examples], f"{where}, column {name!r}"
         )
     schema = options.schema(types, source.given, names=[name for name, _, _ in encodings])
     return MdsImporter(tuple(shards), encodings, schema)
@@ -258,6 +261,22 @@ _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: 
 _PIXELS = {"L": (), "RGB": (3,), "RGBA": (4,)}
 _PLAIN = {"bytes": "bytes", "str": "str", "int": "int64", "str_int": "int64", "str_float": "float64"}
 _PLAIN |= {"str_decimal": "str", "jpeg": "bytes", "png": "bytes", "jpeg_array": "bytes", "json": "json"}
+
+
+def _common_type(encoding: str, examples: Sequence[bytes], where: str) -> str:
+    """The type of a column by its first rows: a dimension of which they have several sizes is free."""
+    found = field_type(encoding, examples[0], where)
+    if encoding.partition(":")[0] not in ("ndarray", "pil") or encoding.count(":") == 2:
+        return found
+    for example in examples[1:]:
+        one = field_type(encoding, example, where)
+        common = found if one == found else common_array(found, one)
+        if common is None:
+            raise SourceError(
+                f"{where}: arrays of type {found} and {one}; write them alike, or apart: they have no common type"
+            )
+        found = common
+    return found
 
 
 def field_type(encoding: str, example: bytes, where: str) -> str:

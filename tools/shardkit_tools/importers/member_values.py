@@ -26,7 +26,7 @@ from shardkit.errors import SourceError
 from shardkit_tools.importers.detection import MEDIA
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["field_of", "field_type_of", "value_of"]
+__all__ = ["common_array", "field_of", "field_type_of", "value_of"]
 
 _INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
 _TEXTS = frozenset(["txt", "text", "transcript"])
@@ -92,6 +92,15 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
         shape = ",".join(map(str, array.shape))
         return array.dtype.newbyteorder("=").name + (f"[{shape}]" if shape else "")
     return "bytes"
+
+
+def common_array(known: str, found: str) -> str | None:
+    """The type that holds arrays of both types: where they differ in a size, it is free. None where there is none."""
+    (dtype, _, sizes), (other, _, other_sizes) = (text.rstrip("]").partition("[") for text in (known, found))
+    pairs = list(zip(sizes.split(","), other_sizes.split(","), strict=False))
+    if dtype != other or not (sizes and other_sizes) or sizes.count(",") != other_sizes.count(","):
+        return None
+    return f"{dtype}[{','.join(a if a == b else '*' for a, b in pairs)}]"
 
 
 def value_of(extension: str, kind: str, data: bytes, where: str) -> object:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.member_values import field_of, field_type_of, value_of
+from shardkit_tools.importers.member_values import common_array, field_of, field_type_of, value_of
 from shardkit_tools.importers.protocol import (
     MIXED,
     ImportOptions,
@@ -208,12 +208,12 @@ def check_fields(
 
 
 def _merged(known: str, found: str, where: str) -> str:
-    """One type for two arrays: equal ones stay, vectors of one dtype and several lengths become ragged."""
+    """One type for two arrays: equal ones stay, dimensions that differ become free."""
     if known == found:
         return known
-    (dtype, _, shape), (other, _, other_shape) = known.partition("["), found.partition("[")
-    if dtype == other and shape and other_shape and "," not in shape + other_shape:
-        return f"{dtype}[*]"
+    common = common_array(known, found)
+    if common is not None:
+        return common
     raise SourceError(
         f"{where}: an array of type {found}, but {known} in the samples before it; make the arrays alike"
     )
