@@ -409,7 +409,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     "columns": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3), order="F"))}), "Fortran order.*build"),
     "shape": (
         lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3))), "b.npy": npy(np.ones((3, 2)))}),
-        r"float64\[3,2\]",
+        r"float64\[\*,\*\] cannot be read where it lies.*build",
     ),
     "short npy": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3)))[:-8]}), "header asks for"),
     "objects": (lambda p: write_tar(p, {"a.npy": npy(np.array([1j]))}), "cannot be stored"),

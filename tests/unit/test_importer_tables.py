@@ -64,8 +64,8 @@ def test_types_that_no_field_has(tmp_path: Path, suffix: str) -> None:
     assert [dict(row.sample) for row in rows] == [{"d": "1.00", "x": 1}]
     rows = read_all(open_source(str(path), options=ImportOptions(field_types={"d": "float64"})))
     assert [dict(row.sample) for row in rows] == [{"d": 1.0, "x": 1}]
-    WRITERS[suffix](path, pa.table({"d": pa.array([[b"1"]])}))
-    with pytest.raises(SourceError, match=r"column 'd' is list<.*: binary>.*--schema d=json"):
+    WRITERS[suffix](path, pa.table({"d": pa.array([{"b": b"1"}])}))
+    with pytest.raises(SourceError, match=r"column 'd' is struct<b: binary>.*--schema d=json"):
         open_source(str(path))
     WRITERS[suffix](path, pa.table({"x": ["word"]}))
     with pytest.raises(SchemaError, match=r"column 'x': string cannot be made int8"):

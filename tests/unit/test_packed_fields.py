@@ -21,6 +21,7 @@ from shardkit.errors import FormatError, SampleError, SchemaError, UsageError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.schema import decode_payload, encode_value
 from shardkit_tools.exporting import Form, export_samples
+from shardkit_tools.importers import ImportOptions
 
 SCHEMA = {
     "picture": "uint8[*,*,3]",
@@ -172,7 +173,7 @@ def test_a_dataset_of_them(tmp_path: Path, form: str, compression: str) -> None:
         assert record["sound"] == (None if row["sound"] is None else row["sound"].tolist())
     plan = ds.plan(global_batch=8, seed=1)
     seen = 0
-    with ds.loader(plan) as loader:
+    with ds.loader(plan, tensors=False) as loader:
         for batch in loader:
             values, offsets, shapes = batch["picture"]
             assert shapes.shape == (8, 3)
@@ -204,7 +205,7 @@ def test_transforms_get_arrays_in_their_shapes_and_each_item_is_decoded(tmp_path
         assert same(row["picture"], made[row["number"]]["picture"])
         return {"sizes": row["files"], "number": row["number"]}
 
-    with ds.loader(plan, decode={"files": len}, transform=looked_at) as loader:
+    with ds.loader(plan, decode={"files": len}, transform=looked_at, tensors=False) as loader:
         batch = next(iter(loader))
         for sizes, number in zip(batch["sizes"], batch["number"].tolist(), strict=True):
             files = made[number]["files"]
@@ -247,7 +248,11 @@ def test_tables_with_lists_of_lists_and_of_pictures(tmp_path: Path) -> None:
     mel = pa.array([[[1.0, 2.0]], [], [[3.0, 4.0], [5.0, 6.0]]], pa.list_(pa.list_(pa.float32())))
     table = pa.table({"boxes": boxes, "pictures": pictures, "words": words, "mel": mel})
     pq.write_table(table, tmp_path / "in.parquet")
-    ds = built(tmp_path / "in.parquet", tmp_path / "d", schema={"words": "str[*]", "mel": "float32[*,2]"})
+    ds = built(
+        tmp_path / "in.parquet",
+        tmp_path / "d",
+        options=ImportOptions(field_types={"words": "str[*]", "mel": "float32[*,2]"}),
+    )
     types = {name: str(kind) for name, kind in ds.schema.items()}
     assert types == {
         "boxes": "float32[*,2]",
@@ -274,3 +279,18 @@ def test_members_of_several_shapes(tmp_path: Path) -> None:
     ds = built(tmp_path / "in.tar", tmp_path / "d")
     assert str(ds.schema["pixels"]) == "uint8[*,4,3]"
     assert sorted(ds[n]["pixels"].shape[0] for n in range(3)) == [2, 3, 5]
+
+
+def test_batches_of_tensors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    made = rows(16)
+    with shardkit.create(tmp_path / "d", schema=SCHEMA) as writer:
+        for row in made:
+            writer.add(row)
+    ds = shardkit.open(tmp_path / "d")
+    with ds.loader(ds.plan(global_batch=8, seed=1), tensors=True) as loader:
+        batch = next(iter(loader))
+    values, offsets, shapes = batch["picture"]
+    for place, number in enumerate(batch["number"].tolist()):
+        picture = values[offsets[place] : offsets[place + 1]].reshape(*shapes[place])
+        assert torch.equal(picture, torch.from_numpy(made[number]["picture"]))

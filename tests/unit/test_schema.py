@@ -49,7 +49,6 @@ def test_item_bytes(text: str, size: int | None) -> None:
         "int32[]",
         "int32[0]",
         "int32[-1]",
-        "int32[1,*]",
         "int32[ 2]",
         "int32[02]",
         "Int32",
