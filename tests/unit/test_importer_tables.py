@@ -73,7 +73,7 @@ def test_types_that_no_field_has(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](path, pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
     with pytest.raises(SourceError, match=r"two columns are called 'x'"):
         open_source(str(path))
-    WRITERS[suffix](path, pa.table({"First Name": pa.array([[b"1"]])}))
+    WRITERS[suffix](path, pa.table({"First Name": pa.array([{"b": b"1"}])}))
     with pytest.raises(SourceError, match=r"--schema 'First Name'=json .*or 'First Name'=str"):
         open_source(str(path))
 
