@@ -145,7 +145,7 @@ def _of_each(name: str, decode: Decoder, kind: FieldType) -> Decoder:
     if isinstance(decode, RowDecoder):
         raise ConfigurationError(
             f"decode: {name!r} is {kind}, and its decoder makes one array of each row; decode its items with "
-            "\"rgb8\" or a function of one, and crop or resize them in transform="
+            '"rgb8" or a function of one, and crop or resize them in transform='
         )
     return partial(_decoded, decode)
 
