@@ -395,7 +395,7 @@ SPAN = {"months": 1, "days": 2, "nanoseconds": 3}
 UNFIT: list[tuple[pa.Array, object]] = [
     # column, and what it is as json; as str it is the text of that
     (pa.array([[{"bytes": b"\xff\xd8", "note": "n"}]]), [{"bytes": "/9g=", "note": "n"}]),
-    (pa.array([[b"x"]]), ["eA=="]),
+    (pa.array([[[b"x"]]]), [["eA=="]]),
     (pa.array([{"b": b"x", "n": 1}]), {"b": "eA==", "n": 1}),
     (pa.array([[("k", b"x")]], pa.map_(pa.string(), pa.binary())), {"k": "eA=="}),
     (pa.array([[pa.MonthDayNano([1, 2, 3])]]), [SPAN]),
