@@ -8,6 +8,11 @@ from typing import Any
 
 __all__ = ["Shown", "page", "pages", "table"]
 
+_TABLE = ' style="border-collapse:collapse;margin:0 0 1em"'
+_LEFT = (
+    ' style="text-align:left;padding:2px 16px 2px 0"'  # notebooks align numbers, and heads, each in their way
+)
+
 pages: dict[type, Callable[[Any], str]] = {}
 """Class → what makes its page; packages say it, so that a class need not know what reports on it."""
 
@@ -22,10 +27,10 @@ class Shown:
 def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12) -> str:
     """HTML of the first rows, and how many more there are."""
     given = list(rows)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    head = "".join(f'<th scope="col"{_LEFT}>{escape(name)}</th>' for name in names)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in given[:most])
     more = f"<p>… and {len(given) - most:,} more</p>" if len(given) > most else ""
-    return f"<table><tr>{head}</tr>{body}</table>{more}"
+    return f"<table{_TABLE}><tr>{head}</tr>{body}</table>{more}"
 
 
 def page(kind: str, name: str, said: str, *parts: str) -> str:
@@ -35,4 +40,4 @@ def page(kind: str, name: str, said: str, *parts: str) -> str:
 
 
 def _cell(value: object) -> str:
-    return f"<td>{escape(f'{value:,}' if isinstance(value, int) else str(value))}</td>"
+    return f"<td{_LEFT}>{escape(f'{value:,}' if isinstance(value, int) else str(value))}</td>"

@@ -223,7 +223,7 @@ def run_page(telemetry: RunTelemetry) -> str:
     bound = f", {found['bottleneck']['text']}" if found["bottleneck"] else ""
     ranks = [
         (one["rank"], one["host"], one["state"], one["step"], f"{one['samples_per_s']:,.0f}",
-         f"{one['data_share']:.0%}", f"{one['wait_share']:.0%}", one["lanes"])
+         f"{100 * one['data_share']:.0f} %", f"{100 * one['wait_share']:.0f} %", one["lanes"])
         for one in found["ranks"]
     ]  # fmt: skip
     names = ["rank", "host", "state", "step", "samples/s", "waiting for data", "for other ranks", "lanes"]

@@ -174,7 +174,8 @@ def _most_telling(rows: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[
 
 
 def _event_line(event: Mapping[str, Any]) -> Text:
-    line = Text.assemble((f"{clock_text(event['time'])}  ", "dim"))
+    line = Text(no_wrap=True, overflow="ellipsis")  # a line each: more of them stand in a small terminal
+    line.append(f"{clock_text(event['time'])}  ", style="dim")
     rank = event.get("rank")
     line.append(f"{'' if rank is None or rank == -1 else f'rank {clean(str(rank))}':<9}")
     line.append(f"{clean(str(event['event'])):<16} ", style="bold" if event["event"] == "anomaly" else "cyan")

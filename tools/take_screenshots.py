@@ -1,0 +1,224 @@
+"""The pictures in docs/images: the dashboard, `shardkit top` and a notebook, of a run that trains here and now.
+
+    python tools/take_screenshots.py    # needs Chromium, the extras dashboard and train, Pillow
+
+Three processes train on drawn pictures, one of them slowed, so that there is something to see.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pty
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+import shardkit
+from shardkit.telemetry import read_run
+from shardkit_tools.observing.web import make_app
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+TOKEN = "screenshots"  # noqa: S105  of pages on this machine, while they are looked at
+MOST_BYTES = 100_000
+CLASSES = {"circle": (214, 96, 77), "square": (67, 147, 195), "triangle": (127, 188, 65)}
+RUN = """
+[run]
+directory = "runs/shapes"
+steps = 220
+[data]
+dataset = "data/shapes@train"
+global_batch = 48
+lanes = 12
+[model]
+kind = "trainer_histogram:straggler"
+image_size = 16
+width = 8
+stages = 1
+[parallel]
+exact = "int64"
+rebalance = true
+rebalance_every = 10
+[checkpoint]
+every = 60
+[log]
+telemetry_s = 0.25
+price_per_hour = 36.0
+"""
+NOTEBOOK = """<!doctype html><meta charset="utf-8"><style>
+body {{ font: 14px system-ui, sans-serif; margin: 16px; width: 860px }}
+pre {{ background: #f3f4f6; border: 1px solid #d8dbe0; padding: 8px 10px; margin: 18px 0 8px }}
+</style>{cells}"""
+
+
+# ---- what is looked at
+
+
+def draw_pictures(folder: Path) -> None:
+    """A folder of classes, as people keep pictures."""
+    for kind, colour in CLASSES.items():
+        (folder / kind).mkdir(parents=True)
+        for number in range(400):
+            picture = Image.new("RGB", (64, 64), tuple(235 - (number * step) % 40 for step in (3, 5, 7)))
+            draw, at, size = ImageDraw.Draw(picture), 8 + number % 13, 26 + number % 17
+            box = (at, at, at + size, at + size)
+            if kind == "circle":
+                draw.ellipse(box, fill=colour)
+            elif kind == "square":
+                draw.rectangle(box, fill=colour)
+            else:
+                draw.polygon([(at, at + size), (at + size, at + size), (at + size // 2, at)], fill=colour)
+            picture.save(folder / kind / f"{number:03}.png")
+
+
+def train(folder: Path) -> None:
+    """Build and train, as the commands do it; rank 1 computes longer than the others."""
+    draw_pictures(folder / "shapes")
+    (folder / "run.toml").write_text(RUN)
+    modules = os.pathsep.join([str(ROOT / "tests" / "integration"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": modules, "SHARDKIT_TEST_FAULT": "slow:1:45"}
+    for line in (
+        "build shapes data/shapes --stratify label --split train=0.9,val=0.1 --shard-size 64KiB --block-size 8KiB",
+        "train run.toml --nproc 3",
+    ):
+        command = [sys.executable, "-m", "shardkit_tools", *line.split()]
+        subprocess.run(command, cwd=folder, env=environment, check=True)
+
+
+# ---- pictures
+
+
+def save(name: str, picture: bytes) -> None:
+    """As PNG of few colours, below `MOST_BYTES`."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    for colours in (256, 128, 64, 32):
+        made = io.BytesIO()
+        image.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+            made, "PNG", optimize=True
+        )
+        if len(made.getvalue()) < MOST_BYTES:
+            break
+    else:
+        raise SystemExit(f"{name}.png is {len(made.getvalue())} bytes in 32 colours; show less")
+    (IMAGES / f"{name}.png").write_bytes(made.getvalue())
+    kilobytes = len(made.getvalue()) // 1000
+    print(f"docs/images/{name}.png  {image.size[0]}×{image.size[1]}  {kilobytes} kB, {colours} colours")
+
+
+@contextmanager
+def served(run: Path) -> Iterator[str]:
+    """The address of a run's dashboard."""
+    uvicorn = importlib.import_module("uvicorn")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(make_app(run, TOKEN), log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/{TOKEN}/"
+        server.should_exit = True
+        thread.join()
+
+
+def take_dashboard(chromium: Any, run: Path) -> None:
+    """Light, dark, and on a phone."""
+    with served(run) as address:
+        for name, scheme, width, height in (
+            ("dashboard-light", "light", 1280, 900), ("dashboard-dark", "dark", 1280, 900),
+            ("dashboard-phone", "light", 390, 844),
+        ):  # fmt: skip
+            page = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(address)
+            page.wait_for_selector("#events td")
+            grid = (
+                page.locator("#lanes").locator("xpath=ancestor::*[contains(@class, 'panel')]").bounding_box()
+            )
+            shown = {
+                "x": 0,
+                "y": 0,
+                "width": width,
+                "height": grid["y"] + grid["height"] + 16 if width > 1000 else height,
+            }
+            save(name, page.screenshot(full_page=True, clip=shown))
+            page.close()
+
+
+def take_notebook(chromium: Any, folder: Path) -> None:
+    """What a dataset, a plan and a run say of themselves."""
+    ds = shardkit.open(folder / "data" / "shapes@train")
+    cells = {
+        'ds = shardkit.open("data/shapes@train")\nds': ds,
+        "ds.plan(global_batch=48, lanes=12)": ds.plan(global_batch=48, lanes=12),
+        'shardkit.telemetry.read_run("runs/shapes")': read_run(folder / "runs" / "shapes"),
+    }
+    shown = "".join(f"<pre>{code}</pre>{value._repr_html_()}" for code, value in cells.items())  # type: ignore[attr-defined]
+    page = chromium.new_page(viewport={"width": 900, "height": 600})
+    page.set_content(NOTEBOOK.format(cells=shown))
+    save("notebook", page.screenshot(full_page=True))
+
+
+def take_top(chromium: Any, folder: Path) -> None:
+    """`shardkit top` in a terminal of 80 columns and 24 lines."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, 80))
+    command = [sys.executable, "-m", "shardkit_tools", "top", "runs/shapes", "--once"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its) as process:
+        os.close(its)
+        said = bytearray()
+        while True:
+            try:
+                part = os.read(ours, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            said += part
+    if process.returncode:
+        raise SystemExit(said.decode())
+    screen = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    lines = said.decode().replace("\r", "").rstrip("\n").split("\n")
+    for line in ["$ shardkit top runs/shapes", *lines][:24]:
+        screen.print(Text.from_ansi(line), soft_wrap=True)
+    page = chromium.new_page(viewport={"width": 724, "height": 480})
+    html = screen.export_html(theme=MONOKAI)
+    page.set_content(
+        re.sub(r"font-family:[^\"]*?monospace", "font: 14px/1.3 'DejaVu Sans Mono', monospace", html)
+    )
+    save("top", page.locator("pre").screenshot())
+
+
+def main() -> None:
+    """Train, look, save."""
+    playwright = importlib.import_module("playwright.sync_api")
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name, playwright.sync_playwright() as started:
+        folder = Path(name)
+        train(folder)
+        chromium = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        take_dashboard(chromium, folder / "runs" / "shapes")
+        take_notebook(chromium, folder)
+        take_top(chromium, folder)
+        chromium.close()
+
+
+if __name__ == "__main__":
+    main()
