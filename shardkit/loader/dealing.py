@@ -17,7 +17,7 @@ from shardkit.loader.agreement import Exchange
 from shardkit.loader.ranks import Dealt, Topology
 from shardkit.loader.settings import LoaderConfig, Sources
 from shardkit.plan import Assignment, Plan, assign
-from shardkit.plan.locality import lanes_of_blocks
+from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.catalogue import cached_places
 
 __all__ = ["bytes_nearby", "deal"]
@@ -39,7 +39,9 @@ def deal(plan: Plan, sources: Sources, config: LoaderConfig, topology: Topology,
     node = platform.node()
     if config.cache is not None:  # ranks of one machine that cache in different places are different nodes
         node += ":" + os.path.abspath(config.cache)
-    mine = {"rank": topology.rank, "node": node, "bytes": bytes_nearby(plan, sources, config.cache).tolist()}
+    near = bytes_nearby(plan, sources, config.cache)
+    held = np.flatnonzero(near)  # a node has its own lanes and few others
+    mine = {"rank": topology.rank, "node": node, "lanes": held.tolist(), "bytes": near[held].tolist()}
     exchange.put(f"nearby/{exchange.rank}", dumps(mine))
     if exchange.rank == 0:
         told = [loads(exchange.get(f"nearby/{rank}", rank), _MAX_BYTES) for rank in range(exchange.world)]
@@ -56,8 +58,8 @@ def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: L
     has: dict[str, NDArray[np.int64]] = {}
     for one in told:
         at[one["rank"]].add(one["node"])
-        found = np.array(one["bytes"], dtype=np.int64)
-        has[one["node"]] = np.maximum(found, has.get(one["node"], 0))
+        found = has.setdefault(one["node"], np.zeros(plan.lanes, dtype=np.int64))
+        found[one["lanes"]] = np.maximum(found[one["lanes"]], one["bytes"])
     nodes = ["|".join(sorted(those)) for those in at]
     nearby = {
         node: np.sum([has[one] for one in those], axis=0) for node, those in zip(nodes, at, strict=True)
@@ -92,12 +94,12 @@ def bytes_nearby(plan: Plan, sources: Sources, cache: Path | None) -> NDArray[np
     order = np.argsort(places)
     places, sizes = places[order], sizes[order]
     rows = sources.rows
-    lane = lanes_of_blocks(plan.population, plan.lanes, rows.segment_blocks)
+    lane_of = LaneOfBlock(plan.population, plan.lanes, rows.segment_blocks)
     for first in range(0, rows.blocks, _SLAB):
         block = np.arange(first, min(rows.blocks, first + _SLAB))
         shard = np.searchsorted(rows.shard_first_block, block, side="right") - 1
         wanted = sources.reader.places(shard, block - rows.shard_first_block[shard])
         which = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
         there = np.flatnonzero(places[which] == wanted)
-        np.add.at(found, lane[block[there]], sizes[which[there]])
+        np.add.at(found, lane_of(block[there]), sizes[which[there]])
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ share it."""
 _LEVELS = 1 << 10  # local bytes count in 1024ths of the largest entry: sums of costs stay exact in float64
 _MOVE = 1 << 20
 _SLACK = 0.02  # what a step may take longer where lanes move to their bytes
+_EXACT = 4096  # lanes that are dealt exactly, in 2.5 s; a linear assignment takes their cube in time, their square in memory
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,13 @@ def assign(
     if local_bytes is None and previous is None:  # nothing but neighbours to weigh: they go in order
         return Assignment(tuple(slot_rank.tolist()), node_of, from_step)
     column_node = np.array(node_of)[slot_rank]
+    if local_bytes is not None:
+        table = np.asarray(local_bytes, dtype=np.float64)
+        if table.ndim != 2 or table.shape[0] != lanes or table.shape[1] <= max(node_of):
+            raise PlanError(f"assignment: local_bytes has shape {table.shape}, expected ({lanes}, nodes)")
+    if lanes > _EXACT:
+        wanted = _levels(table) if local_bytes is not None else np.zeros((lanes, max(node_of) + 1))
+        return Assignment(_greedily(before, slot_rank, node_of, wanted, prefer), node_of, from_step)
     lane = np.arange(lanes)
     place = np.arange(len(slot_rank)) * lanes // len(slot_rank)
     cost = np.abs(lane[:, None] - place[None, :]).astype(np.float64) / lanes  # neighbours last
@@ -135,10 +144,7 @@ def assign(
     if local_bytes is None:
         cost += moves
     else:
-        table = np.asarray(local_bytes, dtype=np.float64)
-        if table.ndim != 2 or table.shape[0] != lanes or table.shape[1] <= max(node_of):
-            raise PlanError(f"assignment: local_bytes has shape {table.shape}, expected ({lanes}, nodes)")
-        levels = np.floor(table[:, column_node] * (_LEVELS / max(1.0, table.max())))
+        levels = _levels(table)[:, column_node]
         if prefer == "bytes":
             cost += moves - levels * (_MOVE * 4)
         else:
@@ -147,6 +153,56 @@ def assign(
 
     _, columns = linear_sum_assignment(cost)
     return Assignment(tuple(int(r) for r in slot_rank[columns]), node_of, from_step)
+
+
+def _levels(table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Whole 1024ths of the largest entry."""
+    return np.floor(table * (_LEVELS / max(1.0, table.max())))
+
+
+def _greedily(
+    before: NDArray[np.int64],
+    slot_rank: NDArray[np.int64],
+    node_of: Sequence[int],
+    wanted: NDArray[np.float64],
+    prefer: str,
+) -> tuple[int, ...]:
+    """Owners of very many lanes: each goes to the node that has most of it and room, those with most first.
+
+    Best where every lane's bytes lie on one node, as restarts find them. Lanes that no node wants stay where they are;
+    the others fill what is left in order, so that lanes of a node are neighbours.
+    """
+    nodes = np.array(node_of)
+    room = np.bincount(slot_rank, minlength=len(nodes))  # of each rank
+    node_room = np.bincount(nodes, room, wanted.shape[1]).astype(np.int64)
+    lane, at = np.nonzero(wanted)
+    most = np.lexsort((at, lane, -wanted[lane, at]))
+    held = np.flatnonzero(before >= 0)
+    choices = [(lane[most], at[most]), (held, nodes[before[held]])]
+    node = np.full(len(before), -1, dtype=np.int64)
+    for lanes, places in choices if prefer == "bytes" else reversed(choices):
+        for one, place in zip(lanes.tolist(), places.tolist(), strict=True):
+            if node[one] < 0 and node_room[place] > 0:
+                node[one] = place
+                node_room[place] -= 1
+    left = np.flatnonzero(node < 0)
+    node[left] = np.repeat(np.arange(len(node_room)), node_room)[: len(left)]
+
+    owner = np.where((before >= 0) & (nodes[before] == node), before, -1)
+    by_owner = np.argsort(owner, kind="stable")
+    owner[by_owner[_number_in_run(owner[by_owner]) >= room[owner[by_owner]]]] = -1
+    room = room - np.bincount(owner[owner >= 0], minlength=len(room))
+    slots = np.repeat(np.argsort(nodes, kind="stable"), room[np.argsort(nodes, kind="stable")])
+    free = np.flatnonzero(owner < 0)
+    free = free[np.argsort(node[free], kind="stable")]
+    owner[free] = slots[np.searchsorted(nodes[slots], node[free]) + _number_in_run(node[free])]
+    return tuple(owner.tolist())
+
+
+def _number_in_run(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many equal entries stand before each."""
+    numbers: NDArray[np.int64] = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+    return numbers
 
 
 def quotas(lanes: int, speeds: Sequence[float], held: Sequence[int] | None = None) -> list[int]:
@@ -159,10 +215,16 @@ def quotas(lanes: int, speeds: Sequence[float], held: Sequence[int] | None = Non
     if not working or len(working) > lanes or any(s < 0 for s in speeds):
         raise PlanError(f"assignment: {len(working)} ranks with a speed above 0 for {lanes} lanes")
     have = held or [0] * len(speeds)
-    share = [1 if r in set(working) else 0 for r in range(len(speeds))]
+    share = [0] * len(speeds)
+    waiting = []
+    for r in working:
+        share[r] = 1
+        waiting.append((2 / speeds[r], 1 - have[r], r))
+    heapq.heapify(waiting)
     for _ in range(lanes - len(working)):
-        best = min(working, key=lambda r: ((share[r] + 1) / speeds[r], share[r] - have[r], r))
-        share[best] += 1
+        r = waiting[0][2]
+        share[r] += 1
+        heapq.heapreplace(waiting, ((share[r] + 1) / speeds[r], share[r] - have[r], r))
     return share
 
 
@@ -170,16 +232,12 @@ def _owners_now(
     lanes: int, ranks: int, previous: Assignment | None, was: Sequence[int | None] | None
 ) -> NDArray[np.int64]:
     """The present rank that owns each lane already; -1 where none of them does."""
-    owner = np.full(lanes, -1, dtype=np.int64)
     if previous is None:
-        return owner
+        return np.full(lanes, -1, dtype=np.int64)
     if len(previous.owner) != lanes:
         raise PlanError(f"assignment: previous one has {len(previous.owner)} lanes, expected {lanes}")
-    for rank in range(ranks):
-        old = rank if was is None else was[rank]
-        if old is not None:
-            owner[np.array(previous.owner) == old] = rank
-    return owner
+    now = {old: rank for rank, old in enumerate(range(ranks) if was is None else was) if old is not None}
+    return np.array([now.get(old, -1) for old in previous.owner], dtype=np.int64)
 
 
 def data_coordinates(

@@ -17,7 +17,7 @@ from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid
 
-__all__ = ["NodeReads", "lane_shards", "lanes_of_blocks", "node_reads"]
+__all__ = ["LaneOfBlock", "NodeReads", "lane_shards", "node_reads"]
 
 Numbers = NDArray[np.int64]
 
@@ -84,8 +84,8 @@ def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, 
     )
 
 
-def lanes_of_blocks(population: Population, lanes: int, blocks: Numbers) -> Numbers:
-    """The lane whose hands hold most rows of each block, in every epoch, give or take a block at borders (SPEC.md §8).
+class LaneOfBlock:
+    """The lane whose hands hold most rows of a block, in every epoch, give or take a block at borders (SPEC.md §8).
 
     No hand is opened: hands begin at l/L of their base orders. It does not hold for what is left of an epoch whose
     lanes were changed, nor for strata of a few rows per lane, which all lanes draw from.
@@ -94,18 +94,22 @@ def lanes_of_blocks(population: Population, lanes: int, blocks: Numbers) -> Numb
         population: the rows.
         lanes: L.
         blocks: int64[segments], blocks of each segment.
-
-    Returns:
-        int64[blocks of the dataset].
     """
-    rows, stratum = population.segment_rows, population.segment_stratum
-    order = np.argsort(stratum, kind="stable")
-    ends = np.cumsum(rows[order])
-    total = np.bincount(stratum, rows, len(population.strata)).astype(np.int64)
-    begin = np.empty_like(ends)  # of each segment, in the base order of its stratum
-    begin[order] = ends - rows[order] - (np.cumsum(total) - total)[stratum[order]]
-    segment = np.repeat(np.arange(len(blocks)), blocks)
-    number = np.arange(len(segment)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    middle = begin[segment] + rows[segment] * (2 * number + 1) // (2 * blocks[segment])
-    found: Numbers = np.minimum(middle * lanes // np.maximum(1, total[stratum[segment]]), lanes - 1)
-    return found
+
+    def __init__(self, population: Population, lanes: int, blocks: Numbers) -> None:
+        rows, stratum = population.segment_rows, population.segment_stratum
+        order = np.argsort(stratum, kind="stable")
+        ends = np.cumsum(rows[order])
+        total = np.bincount(stratum, rows, len(population.strata)).astype(np.int64)
+        self._begin = np.empty_like(ends)  # of each segment, in the base order of its stratum
+        self._begin[order] = ends - rows[order] - (np.cumsum(total) - total)[stratum[order]]
+        self._rows, self._total, self._lanes = rows, np.maximum(1, total)[stratum], lanes
+        self._blocks, self._first = blocks, np.cumsum(blocks) - blocks
+
+    def __call__(self, block: Numbers) -> Numbers:
+        """int64[n] for int64[n] numbers of blocks in the dataset."""
+        segment = np.searchsorted(self._first, block, side="right") - 1
+        twice = 2 * (block - self._first[segment]) + 1
+        middle = self._begin[segment] + self._rows[segment] * twice // (2 * self._blocks[segment])
+        found: Numbers = np.minimum(middle * self._lanes // self._total[segment], self._lanes - 1)
+        return found

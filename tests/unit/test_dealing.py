@@ -17,7 +17,7 @@ from shardkit.errors import ConfigurationError, StateError
 from shardkit.ledger import Ledger, bound_assignment
 from shardkit.loader import Loader, Rebalancing
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
-from shardkit.plan.locality import lanes_of_blocks
+from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.block_cache import BlockCache
 
 dist = pytest.importorskip("torch.distributed")
@@ -41,7 +41,7 @@ def test_blocks_are_known_to_be_of_the_lanes_that_draw_them(
         return
     plan = make_plan(population, global_batch=2 * lanes, lanes=lanes, remainder="short")
     blocks = -(-population.segment_rows // block)
-    lane = lanes_of_blocks(population, lanes, blocks)
+    lane = LaneOfBlock(population, lanes, blocks)(np.arange(blocks.sum()))
     assert plan.steps_per_epoch is not None
     first = np.cumsum(population.segment_rows) - population.segment_rows
     segment = np.repeat(np.arange(len(blocks)), blocks)

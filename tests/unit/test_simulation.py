@@ -28,7 +28,7 @@ from shardkit_tools.simulation.demand import (
     rank_needs,
     through_cache,
 )
-from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery
+from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
 from shardkit_tools.simulation.fetching import Items, RankFlow
 from shardkit_tools.simulation.populations import BlockMap, synthetic_population
 from shardkit_tools.simulation.reading import choose_sample
@@ -260,6 +260,15 @@ def test_recovery_adds_up() -> None:
     assert lost.refill_s == pytest.approx(2.0), "a quarter of the store"
     twice = recovery(changed(cluster, ["copies=2"]), 0.5, 1e9)
     assert twice.restore == 2.0
+
+
+def test_a_restart_on_other_hosts_fetches_what_the_lost_one_had() -> None:
+    pod = changed(Cluster(), ["nodes=1024", "ranks=8"])
+    again = restart(pod, 32_768, 1e9)
+    assert again.refetched_bytes == pytest.approx(1e9), "of 1,024 caches one"
+    assert again.fixed_bytes >= 0.95 * 1024e9
+    alone = restart(changed(Cluster(), ["nodes=1", "ranks=8"]), 64, 1e9)
+    assert (alone.refetched_bytes, alone.fixed_bytes) == (1e9, 1e9)
 
 
 def test_a_rank_at_half_speed_gives_lanes_away() -> None:

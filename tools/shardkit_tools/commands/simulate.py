@@ -198,7 +198,7 @@ def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
             [list(row) for row in zip(*cells, strict=True)],
         )
     first = results[0]["lanes"]
-    moves, lost = first["rebalancing"], first["recovery"]
+    moves, lost, again = first["rebalancing"], first["recovery"], first["restart"]
     console.print_heading("What went wrong, and what was done")
     console.print_facts([
         ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
@@ -207,6 +207,8 @@ def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
         ("nodes failed", (f"{first['failures']}; recovering: detect {_seconds(lost['detect_s'])}, restart "
                          f"{_seconds(lost['restart_s'])}, restore {_seconds(lost['restore_s'])}, redo "
                          f"{_seconds(lost['redo_s'])}; the cache refills in {_seconds(lost['refill_s'])}")),
+        ("restarted", (f"on permuted hosts, one of them new: {_bytes(again['refetched_bytes'])} fetched again, "
+                      f"with fixed shares {_bytes(again['fixed_bytes'])}")),
         ("locations silent", str(first["outages"])),
         ("stood still", _seconds(first["stood_s"])),
     ])  # fmt: skip

@@ -20,7 +20,7 @@ from shardkit.plan.rebalance import Decision, RankTelemetry, in_force, rebalance
 from shardkit_tools.simulation.cluster import Cluster
 
 YEAR_S = 365 * 86400.0
-FAILURES, OUTAGES, SLOWNESS = 11, 12, 13  # what a key below the seed is for
+FAILURES, OUTAGES, SLOWNESS, HOSTS = 11, 12, 13, 14  # what a key below the seed is for
 
 
 class Draws:
@@ -100,6 +100,43 @@ def recovery(
         cached_bytes,
         cached_bytes / alone,
     )
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What the nodes fetch again after a restart on permuted hosts of which one is new.
+
+    Attributes:
+        refetched_bytes: where lanes go to the nodes that have their bytes (`assign`).
+        fixed_bytes: where ranks have fixed shares.
+    """
+
+    refetched_bytes: float
+    fixed_bytes: float
+
+
+def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> Restart:
+    """What a restart on permuted hosts fetches again; every node's cache holds as much of each of its lanes.
+
+    Args:
+        cluster: the cluster.
+        lanes: L.
+        cached_bytes: that a node's cache holds.
+    """
+    world, nodes, draws = cluster.world, cluster.nodes.nodes, Draws(cluster.work.seed, HOSTS)
+    node_of = np.arange(world) // cluster.nodes.ranks
+    fixed = node_of[np.array(assign(lanes, world).owner)]  # node that works each lane
+    place = np.arange(nodes)
+    for last in range(nodes - 1, 0, -1):
+        other = draws.below(last + 1)
+        place[[last, other]] = place[[other, last]]
+    had = np.zeros((lanes, nodes))
+    had[np.arange(lanes), place[fixed]] = (cached_bytes / np.bincount(fixed))[fixed]
+    whole = had.sum()
+    had[:, draws.below(nodes)] = 0  # nobody has what the lost one had
+    near = assign(lanes, world, nodes=node_of.tolist(), local_bytes=had).owner
+    there = [had[np.arange(lanes), held].sum() for held in (node_of[np.array(near)], fixed)]
+    return Restart(float(whole - there[0]), float(whole - there[1]))
 
 
 class Stops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.plan import Plan, make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.demand import group_steps
-from shardkit_tools.simulation.faults import Moves, Stops, recovery
+from shardkit_tools.simulation.faults import Moves, Stops, recovery, restart
 from shardkit_tools.simulation.fetching import RankFlow
 from shardkit_tools.simulation.full_shuffle import Unit, shuffled_reads
 from shardkit_tools.simulation.populations import BlockMap, open_population
@@ -92,6 +92,7 @@ def simulate_lanes(
         "lanes_to_other_nodes": sum(n for _, n in moved),
         "bytes": left,
     }
+    result["restart"] = asdict(restart(cluster, plan.lanes, reads.held_bytes))
     result["plan"] = {"digest": plan.digest, "lanes": plan.lanes, "cell_size": plan.cell_size,
                       "global_batch": plan.global_batch, "steps_per_epoch": plan.loop_steps}  # fmt: skip
     result["sample"] = {
