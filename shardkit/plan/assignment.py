@@ -21,7 +21,7 @@ share it."""
 _LEVELS = 1 << 10  # local bytes count in 1024ths of the largest entry: sums of costs stay exact in float64
 _MOVE = 1 << 20
 _SLACK = 0.02  # what a step may take longer where lanes move to their bytes
-_EXACT = 4096  # lanes that are dealt exactly, in 2.5 s; a linear assignment takes their cube in time, their square in memory
+_EXACT = 4096  # lanes that are dealt exactly: a linear assignment takes the cube of that in time, 2.5 s
 
 
 @dataclass(frozen=True)

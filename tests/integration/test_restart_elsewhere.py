@@ -27,7 +27,9 @@ def _rank(rank: int, root: str, job: dict[str, Any], out: Any) -> None:
         ds = shardkit.open(root)
         plan = ds.plan(global_batch=64, seed=1, lanes=LANES)
         rows = 0
-        with ds.loader(plan, cache=job["caches"][rank], run=job["run"], assignment=job["assignment"]) as loader:
+        with ds.loader(
+            plan, cache=job["caches"][rank], run=job["run"], assignment=job["assignment"]
+        ) as loader:
             for batch in loader:
                 rows += len(batch["x"])
             out.put((rank, rows, loader.stats()["bytes_from_root"]))

@@ -58,7 +58,9 @@ def test_very_many_lanes_go_to_their_bytes_too(nodes, per_node, each, random, mo
         assert len(given_out.lanes_of(rank)) == counts[rank]
     if moves and ranks > 1:
         slower = [1.0] * (ranks - 1) + [0.5]
-        then = assign(lanes, ranks, nodes=node_of, speeds=slower, local_bytes=table, previous=given_out, prefer="moves")
+        then = assign(
+            lanes, ranks, nodes=node_of, speeds=slower, local_bytes=table, previous=given_out, prefer="moves"
+        )
         share = np.bincount(then.owner, minlength=ranks)
         assert share[-1] < counts[-1]
         moved = sum(a != b for a, b in zip(given_out.owner, then.owner, strict=True))
