@@ -157,7 +157,8 @@ def assign(
 
 def _levels(table: NDArray[np.float64]) -> NDArray[np.float64]:
     """Whole 1024ths of the largest entry."""
-    return np.floor(table * (_LEVELS / max(1.0, table.max())))
+    levels: NDArray[np.float64] = np.floor(table * (_LEVELS / max(1.0, table.max())))
+    return levels
 
 
 def _greedily(
