@@ -18,7 +18,7 @@ from shardkit_tools.importers.arrow_values import (
     check_same_fields,
     class_names,
     column_types,
-    described_label,
+    described_features,
     flat_batch,
     flat_schema,
     kept_columns,
@@ -104,7 +104,7 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
     for file in source.files:
         with open_ipc(file) as reader:
             first = reader.schema if first is None else first
-            labels.append(described_label(reader.schema))
+            labels.append(described_features(reader.schema).get("label"))
             check_same_fields(first, reader.schema, source.files[0].name, file.path)
         batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
     first = flat_schema(first, options)

@@ -3,6 +3,7 @@
     bool, integers, floats → the same            utf8 → str           binary → bytes
     list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
     list of those → dtype[*,n]                   list of binary, of pictures → bytes[*]
+    `Array2D` and its like, as Hugging Face describes them → dtype[*,n], dtype[m,n]
     struct, map, list of anything else → json    dictionary → what it encodes
     date, time, timestamp, decimal → str         duration → int64, in its own unit
 
@@ -58,7 +59,8 @@ __all__ = [
     "check_same_fields",
     "class_names",
     "column_types",
-    "described_label",
+    "described_arrays",
+    "described_features",
     "flat_batch",
     "flat_schema",
     "is_media",
@@ -72,6 +74,7 @@ SCAN_ROWS = 100_000
 """Rows of a source whose nulls tell which fields are optional, where only reading them shows it."""
 
 _MOST_CLASSES = 2**17  # a manifest has no more
+_NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
 _UNFIT = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 RowOrError = dict[str, object] | SourceError
@@ -90,7 +93,7 @@ def flat_schema(schema: Any, options: ImportOptions) -> Any:
                 for one in field.type
             ]
             fields[place : place + 1] = flat_schema(pa.schema(inner), options)
-    return pa.schema(fields)
+    return pa.schema(fields, metadata=schema.metadata)
 
 
 def flat_batch(batch: Any, options: ImportOptions) -> Any:
@@ -124,7 +127,7 @@ def _is_flattened(field: Any, options: ImportOptions) -> bool:
 
 def kept_columns(schema: Any, options: ImportOptions) -> Any:
     """A pyarrow schema without the columns that are left out."""
-    return pa.schema([column for column in schema if options.keeps(column.name)])
+    return pa.schema([column for column in schema if options.keeps(column.name)], metadata=schema.metadata)
 
 
 def column_types(
@@ -146,10 +149,14 @@ def column_types(
         twice = next(name for name in schema.names if schema.names.count(name) > 1)
         raise SourceError(f"{where}: two columns are called {twice!r}; rename one")
     types, given = {}, options.field_types
+    described = described_arrays(described_features(schema))
     for column in schema:
         if column.name == KEY:
             continue
         inferred = given.get(column.name) or _type_text(column.type) or (MIXED if options.unchecked else None)
+        held = column.type.storage_type if isinstance(column.type, pa.BaseExtensionType) else column.type
+        if inferred == "json" and column.name not in given and _is_list(held):
+            inferred = described.get(column.name, inferred)
         if inferred is None:
             word = shell_word(column.name)
             flat = ", or --flatten for a field for each of its members" * pa.types.is_struct(column.type)
@@ -170,13 +177,27 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
     }  # fmt: skip
 
 
-def described_label(schema: Any) -> object:
-    """What Hugging Face ``datasets`` wrote of the column ``label`` into a pyarrow schema; None where it did not."""
+def described_features(schema: Any) -> Mapping[str, Any]:
+    """What Hugging Face ``datasets`` wrote of the columns into a pyarrow schema; empty where it did not."""
     try:
-        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        return described["info"]["features"]["label"]
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, RecursionError, LookupError, TypeError):
-        return None
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def described_arrays(features: Mapping[str, Any]) -> dict[str, str]:
+    """Field → type text of the features `Array2D` to `Array5D`, whose first dimension may be free."""
+    types = {}
+    for name, feature in features.items():
+        if not isinstance(feature, dict) or not re.fullmatch("Array[2-5]D", str(feature.get("_type"))):
+            continue
+        shape, dtype = feature.get("shape"), str(feature.get("dtype"))
+        if not isinstance(shape, list) or not _NUMBER.fullmatch(dtype):
+            continue
+        if all(size is None or (type(size) is int and size > 0) for size in shape):
+            types[name] = f"{dtype}[{','.join(str(size or '*') for size in shape)}]"
+    return types
 
 
 def class_names(labels: Sequence[object], schema: Mapping[str, FieldType]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.arrow import ArrowImporter, open_arrow, open_ipc
-from shardkit_tools.importers.arrow_values import class_names
+from shardkit_tools.importers.arrow import ArrowImporter, open_arrow
+from shardkit_tools.importers.arrow_values import class_names, described_arrays
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SourceFile,
@@ -45,9 +45,8 @@ def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
             raise SourceError(f"{source.given}: {name} is missing; save the dataset again with save_to_disk")
     features = _document(by_name[_INFO]).get("features")
     features = features if isinstance(features, dict) else {}
-    files = tuple(_data_files(_document(by_name[_STATE]), by_name, source))
-    listed = Source(source.given, files)
-    given = _given_types(files[0], features, options.field_types)
+    listed = Source(source.given, tuple(_data_files(_document(by_name[_STATE]), by_name, source)))
+    given = {**described_arrays(features), **options.field_types}
     arrow = open_arrow(listed, dataclasses.replace(options, field_types=given))
     return dataclasses.replace(
         arrow, classes=class_names([features.get("label")], arrow.schema), name="huggingface"
@@ -78,18 +77,3 @@ def _data_files(
                 f"{source.given}: the data file {name!r} of {_STATE} is missing; fetch the folder again"
             )
         yield by_name[name]
-
-
-def _given_types(file: SourceFile, features: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, str]:
-    """Types that the description knows better than Arrow."""
-    with open_ipc(file) as reader:
-        schema = reader.schema
-    types = dict(given)
-    for column in schema:
-        feature = features.get(column.name)
-        kind = feature.get("_type", "") if isinstance(feature, dict) else ""
-        if kind.startswith("Array") and isinstance(feature, dict) and column.name not in types:
-            shape = feature.get("shape")
-            if isinstance(shape, list) and all(size is None or isinstance(size, int) for size in shape):
-                types[column.name] = f"{feature.get('dtype')}[{','.join(str(size or '*') for size in shape)}]"
-    return types

@@ -18,7 +18,7 @@ from shardkit_tools.importers.arrow_values import (
     check_same_fields,
     class_names,
     column_types,
-    described_label,
+    described_features,
     flat_batch,
     flat_schema,
     is_media,
@@ -109,7 +109,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             if first is None:
                 first = parquet.schema_arrow
             check_same_fields(first, parquet.schema_arrow, source.files[0].name, file.path)
-            labels.append(described_label(parquet.schema_arrow))
+            labels.append(described_features(parquet.schema_arrow).get("label"))
             found = (parquet.metadata.row_group(number) for number in range(parquet.num_row_groups))
             groups.append(tuple((group.num_rows, group.total_byte_size) for group in found))
     first = flat_schema(first, options)
