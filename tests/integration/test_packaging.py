@@ -17,12 +17,15 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 import tomllib
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import pytest
+
+from tests.drills import DRILLS
 
 pytest.importorskip("hatchling", reason="the build backend is not installed: pip install hatchling")
 
@@ -266,6 +269,60 @@ def test_without_a_compiler_pip_installs_the_source_and_it_is_used(tree: Path, t
     assert "compiled modules: False" in try_installed(python, "--without-compiled")
     with pytest.raises(AssertionError, match="there-is-no-such-compiler"):  # as for a release
         build("wheel", tree, tmp_path / "refused", **NO_COMPILER, SHARDKIT_COMPILE="required")
+
+
+PHOTOS = """
+import datasets, numpy as np, PIL.Image
+rng = np.random.default_rng(1)
+photos = [PIL.Image.fromarray(rng.integers(0, 256, (90 + n % 7, 120, 3), dtype="uint8")) for n in range(96)]
+rows = {"image": photos, "label": [n % 3 for n in range(96)]}
+features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["ant", "bee", "cow"]))
+datasets.Dataset.from_dict(rows, features=features).to_parquet("photos.parquet")
+"""
+
+THREE_BATCHES = """
+from itertools import islice
+import shardkit
+from shardkit import images
+ds = shardkit.open("photos")
+plan = ds.plan(global_batch=16, seed=0)
+for batch in islice(ds.loader(plan, decode={"image": images.random_resized_crop(64)}), 3):
+    print(batch["image"].shape, batch["image"].dtype, [ds.classes[n] for n in batch["label"][:2]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.drill
+def test_the_path_of_a_person_with_pictures(tree: Path, tmp_path: Path) -> None:
+    """From nothing to three decoded batches of one's own Parquet, in four commands; in `make drills` with the index."""
+    wheel = build("wheel", tree, tmp_path / "wheel")
+    subprocess.run([sys.executable, "-c", PHOTOS], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "batches.py").write_text(THREE_BATCHES)
+    commands = [
+        [sys.executable, "-m", "venv", "clean"],
+        ["clean/bin/pip", "install", f"{wheel}[images]"],
+        ["clean/bin/shardkit", "build", "photos.parquet", "photos", "--stratify", "__class__"],
+        ["clean/bin/python", "batches.py"],
+    ]
+    clean = {name: value for name, value in environment().items() if not name.startswith("PIP_NO_")}
+    took = []
+    for command in commands:
+        began = time.monotonic()
+        if not DRILLS and command[-1] == "clean":
+            clean_environment(tmp_path / "clean")
+        elif not DRILLS and "install" in command:
+            pip_install(tmp_path / "clean" / "bin" / "python", wheel)
+        else:
+            done = subprocess.run(
+                command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        took.append(f"{' '.join(command[:2])}: {time.monotonic() - began:.1f} s")
+    print("; ".join(took))
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("(16, 3, 64, 64) uint8 ['") for line in lines), lines
+    assert {name for line in lines for name in re.findall("'(.*?)'", line)} <= {"ant", "bee", "cow"}
 
 
 def test_the_workflow_builds_every_wheel_of_a_release() -> None:
