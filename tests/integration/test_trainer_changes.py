@@ -286,7 +286,7 @@ def test_a_run_keeps_the_lanes_that_it_began_with(
     began = shardkit.open(texts).plan(global_batch=16)
     assert start(4).step == 4
     for name, other in (("default_lanes", 4), ("default_window_blocks", 7)):  # as a later version may choose
-        monkeypatch.setattr(plans, name, lambda *_arguments, other=other: other)
+        monkeypatch.setattr(plans, name, lambda *_arguments, other=other, **_settings: other)
     assert shardkit.open(texts).plan(global_batch=16).lanes == 4 != began.lanes
     assert start(6).step == 6
     audit = audit_run(tmp_path / "run")
