@@ -92,6 +92,12 @@ def test_samples_of_the_peers_own_writer(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(ours.sample["tokens"]), np.asarray(theirs["tokens.npy"]))
 
 
+def test_fields_are_called_as_their_members(tmp_path: Path) -> None:
+    members = {"0.seg-map.txt": b"map", "0.left.eye.txt": b"eye", "0.seg_map.txt": b"other", "0.2.cls": b"7"}
+    (sample,) = read_all(open_source(write_tar(tmp_path / "a.tar", members)))
+    assert sample.sample == {"seg-map": "map", "left.eye": "eye", "seg_map": "other", "2": 7}
+
+
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_formats_of_common_writers_and_long_names(tmp_path: Path, tar_format: int) -> None:
     name = "d" * 90 + "/" + "k" * (60 if tar_format == tarfile.USTAR_FORMAT else 140)

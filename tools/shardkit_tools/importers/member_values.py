@@ -69,9 +69,7 @@ def field_of(extension: str, where: str) -> str:
     if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):  # as shardkit writes names that a tar cannot hold
         with contextlib.suppress(UnicodeDecodeError):
             return unquote(parts[0], errors="strict")
-    name = "_".join(parts) or _NAMES.get(suffix, suffix)
-    name = re.sub(r"[^A-Za-z0-9_]", "_", name)
-    return name if not name[:1].isdigit() else f"_{name}"
+    return ".".join(parts) or _NAMES.get(suffix, suffix)
 
 
 def field_type_of(extension: str, data: bytes, where: str) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, field_name, read_header
+from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, read_header
 from shardkit_tools.importers.protocol import (
     ImportOptions,
     SampleColumns,
@@ -191,13 +191,9 @@ def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
         stem, dot, suffix = member.rpartition(".")
         if not dot or suffix != "npy" or not stem:
             raise SourceError(f"{file.path}: holds {member!r}, which is no array; write it with numpy.savez")
-        field = field_name(stem)
-        if field in fields:
-            raise SourceError(
-                f"{file.path}: the field of {member!r} would be called {field!r}, as that of {fields[field]!r}; "
-                "write it again with other names"
-            )
-        fields[field] = member
+        if stem in fields:
+            raise SourceError(f"{file.path}: holds {member!r} twice; write it again with numpy.savez")
+        fields[stem] = member
     if not fields:
         raise SourceError(f"{file.path}: holds no array; write some with numpy.savez")
     return fields

@@ -9,7 +9,6 @@ any size takes the memory of one range of rows.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -33,7 +32,7 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.remote_files import is_url
 from shardkit_tools.importers.source_files import Source, file_stem, open_file
 
-__all__ = ["ArrayHeader", "NumpyImporter", "check_rows", "field_name", "open_numpy", "read_header"]
+__all__ = ["ArrayHeader", "NumpyImporter", "check_rows", "open_numpy", "read_header"]
 
 _TASK_BYTES = 64 << 20
 _MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
@@ -201,7 +200,7 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     single = len(source.files) == 1
     files: dict[str, SourceFile] = {}
     for file in source.files:
-        field = "value" if single else field_name(file_stem(file.name))
+        field = "value" if single else file_stem(file.name)
         if field in files:
             raise SourceError(
                 f"{file.path}: its field would be called {field!r}, as that of {files[field].name}; "
@@ -212,11 +211,6 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     schema = options.schema({array.field: array.row_type for array in kept}, source.given, names=files)
     check_rows({array.file.path: array.shape[0] for array in kept}, "the files of a folder")
     return NumpyImporter(kept, schema)
-
-
-def field_name(stem: str) -> str:
-    """The field that an array of this name becomes."""
-    return re.sub(r"[^A-Za-z0-9_]", "_", stem)
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
