@@ -82,7 +82,9 @@ def test_fields_are_called_as_their_files(tmp_path: Path) -> None:
     """0.1 made ``a_b`` of both, and one of them was lost without a word."""
     for number, name in enumerate(("a-b", "a_b", "a b")):
         np.save(tmp_path / f"{name}.npy", np.full(3, number))
-    assert [one.sample for one in read_all(open_source(str(tmp_path)))] == [{"a b": 2, "a-b": 0, "a_b": 1}] * 3
+    assert [one.sample for one in read_all(open_source(str(tmp_path)))] == [
+        {"a b": 2, "a-b": 0, "a_b": 1}
+    ] * 3
     arrays: dict[str, Any] = {"a b": np.arange(2), "a_b": np.arange(2)}
     np.savez(tmp_path / "all.npz", **arrays)
     assert list(open_source(str(tmp_path / "all.npz")).schema) == ["a b", "a_b"]
