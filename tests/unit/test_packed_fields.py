@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import shlex
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -22,6 +24,7 @@ from shardkit.formats import FieldType, Schema
 from shardkit.formats.schema import decode_payload, encode_value
 from shardkit_tools.exporting import Form, export_samples
 from shardkit_tools.importers import ImportOptions
+from tests.command_line import call
 
 SCHEMA = {
     "picture": "uint8[*,*,3]",
@@ -265,6 +268,19 @@ def test_tables_with_lists_of_lists_and_of_pictures(tmp_path: Path) -> None:
     assert [one["pictures"] for one in samples] == [[], None, [b"a", b"bc"]]
     assert [one["words"] for one in samples] == [[], ["c"], ["a", "b"]]
     assert [one["mel"].shape for one in samples] == [(0, 2), (2, 2), (1, 2)]
+
+
+def test_a_build_says_how_lists_of_lists_become_arrays(tmp_path: Path) -> None:
+    table = pa.table({"left eye": [[[1.5, 2.5]], [], [[3.5]]], "tags": [["a"], [], ["b"]], "n": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    _, told = call("build", tmp_path / "in.parquet", tmp_path / "a")
+    advice = re.search(r"note: left eye is json; (--schema .*) makes an array", told)
+    assert advice, told
+    assert "tags is json" not in told
+    _, again = call("build", tmp_path / "in.parquet", tmp_path / "b", *shlex.split(advice[1]))
+    assert "is json;" not in again
+    ds = shardkit.open(tmp_path / "b")
+    assert sorted(ds[n]["left eye"].tolist() for n in range(3)) == [[], [[1.5, 2.5]], [[3.5]]]
 
 
 def test_members_of_several_shapes(tmp_path: Path) -> None:

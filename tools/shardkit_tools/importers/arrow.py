@@ -22,6 +22,7 @@ from shardkit_tools.importers.arrow_values import (
     flat_batch,
     flat_schema,
     kept_columns,
+    list_notes,
     null_columns,
 )
 from shardkit_tools.importers.protocol import (
@@ -114,6 +115,7 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
         source.files[0].path,
         null_columns(flat_batch(batch, options) for batch in _first_batches(source)),
     )
+    source.notes.extend(list_notes(first, types, options))
     schema = options.schema(types, source.given, names=first.names)
     return ArrowImporter(source, schema, options, tuple(batches), class_names(labels, schema))
 

@@ -8,7 +8,7 @@
     date, time, timestamp, decimal → str         duration → int64, in its own unit
 
 Lists of lists are json where nobody says more, for rows of several lengths can be in them; ``--schema
-boxes=float32[*,*]`` and ``tags=str[*]`` make arrays and lists.
+boxes=float32[*,*]`` and ``tags=str[*]`` make arrays and lists (`list_notes` tells it).
 
 A text column ``__key__`` holds the samples' keys, as it does in shards of the arrow format.
 
@@ -65,6 +65,7 @@ __all__ = [
     "flat_schema",
     "is_media",
     "kept_columns",
+    "list_notes",
     "null_columns",
 ]
 
@@ -167,6 +168,20 @@ def column_types(
         is_optional = column.name in nulls and column.name not in given and inferred not in ("json", MIXED)
         types[column.name] = f"{inferred}?" if is_optional else inferred
     return types
+
+
+def list_notes(schema: Any, types: Mapping[str, str], options: ImportOptions) -> list[str]:
+    """How lists of lists of numbers, which are json where nobody says more, become arrays."""
+    notes = []
+    for column in schema:
+        item, depth = column.type, 0
+        while _is_list(item):
+            item, depth = item.value_type, depth + 1
+        if types.get(column.name) == "json" and column.name not in options.field_types and _is_number(item):
+            kind = f"{_number_name(item)}[{','.join('*' * depth)}]"
+            flag = f"--schema {shell_word(f'{column.name}={kind}')}"
+            notes.append(f"{column.name} is json; {flag} makes an array of each row that is rectangular")
+    return notes
 
 
 def null_columns(batches: Iterable[Any]) -> set[str]:
@@ -424,7 +439,7 @@ def _type_text(kind: Any) -> str | None:
     if isinstance(kind, pa.BaseExtensionType):
         return _type_text(kind.storage_type)
     if _is_number(kind):
-        return str(np.dtype(kind.to_pandas_dtype()).name)
+        return _number_name(kind)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return "str"
     if (
@@ -436,7 +451,7 @@ def _type_text(kind: Any) -> str | None:
         return "bytes"
     shape, item = _fixed_shape(kind)
     if shape and _is_number(item):
-        return f"{np.dtype(item.to_pandas_dtype()).name}[{','.join(map(str, shape))}]"
+        return f"{_number_name(item)}[{','.join(map(str, shape))}]"
     if _is_list(kind):
         return _list_text(kind)
     if pa.types.is_duration(kind):
@@ -449,7 +464,7 @@ def _type_text(kind: Any) -> str | None:
 def _list_text(kind: Any) -> str | None:
     shape, item = _fixed_shape(kind.value_type)
     if _is_number(item):
-        return f"{np.dtype(item.to_pandas_dtype()).name}[{','.join(['*', *map(str, shape)])}]"
+        return f"{_number_name(item)}[{','.join(['*', *map(str, shape)])}]"
     if _type_text(kind.value_type) == "bytes":
         return "bytes[*]"
     return "json" if _is_json(kind) else None
@@ -466,6 +481,10 @@ def _is_text(kind: Any) -> bool:
 
 def _is_number(kind: Any) -> bool:
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _number_name(kind: Any) -> str:
+    return str(np.dtype(kind.to_pandas_dtype()).name)
 
 
 def _is_json(kind: Any) -> bool:

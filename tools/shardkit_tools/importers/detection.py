@@ -106,7 +106,10 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
             f"--flatten: {source} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
         )
     importer = IMPORTERS[kind](listed, options)
-    return ChosenFields(importer, options) if options.chooses else importer, _notes(listed.left_out)
+    return ChosenFields(importer, options) if options.chooses else importer, (
+        *_notes(listed.left_out),
+        *listed.notes,
+    )
 
 
 def _without_strays(source: Source, kind: str | None) -> Source:

@@ -23,6 +23,7 @@ from shardkit_tools.importers.arrow_values import (
     flat_schema,
     is_media,
     kept_columns,
+    list_notes,
     null_columns,
 )
 from shardkit_tools.importers.protocol import (
@@ -115,6 +116,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     first = flat_schema(first, options)
     names, first = first.names, kept_columns(first, options)
     types = column_types(first, options, source.files[0].path)
+    source.notes.extend(list_notes(first, types, options))
     inferred = {
         name
         for name, kind in types.items()

@@ -53,12 +53,14 @@ class Source:
         files: sorted by name.
         is_single_file: the user named one file, not a folder or a glob.
         left_out: what was there and is no sample → why, where the user lets it be left out.
+        notes: what a person may want to know of it; importers add to them.
     """
 
     given: str
     files: tuple[SourceFile, ...]
     is_single_file: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def keep(self, suffixes: Iterable[str], what: str) -> Source:
         """The same source, once it is sure that every file has one of the suffixes.
