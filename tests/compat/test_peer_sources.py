@@ -308,6 +308,17 @@ def test_mds_shards(variant: str) -> None:
     same_rows(found, json.loads((MDS / "expected.json").read_text()))
 
 
+def test_mds_arrays_and_pictures_of_varying_size() -> None:
+    importer = open_source(str(MDS / "shapes"))
+    assert types_of(importer) == {
+        "free": "int16[*,4]", "photo": "bytes", "raw": "uint8[*,*,3]", "typed": "float32[*,*]"
+    }  # fmt: skip
+    found = rows_of(importer)
+    for row in found:
+        row["photo"] = np.asarray(Image.open(io.BytesIO(row["photo"])))
+    same_rows(found, json.loads((MDS / "expected_shapes.json").read_text()))
+
+
 def test_nulls_cost_their_rows(tmp_path: Path) -> None:
     columns = {
         "a": [1, None, 3, 4, 5],

@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zstd": {"compression": "zstd:7", "hashes": ["sha1"], "size_limit": 4096},
     "gz": {"compression": "gz"},
 }
+SHAPES = {"free": "ndarray", "typed": "ndarray:float32", "raw": "pil", "photo": "png"}
 
 
 def sample(number: int) -> dict[str, Any]:
@@ -36,6 +37,18 @@ def sample(number: int) -> dict[str, Any]:
         "fixed": np.arange(6, dtype=np.int32).reshape(2, 3) * number,
         "tokens": np.arange(number + 1, dtype=np.uint16), "any": np.full(3, number / 2), "raw": Image.fromarray(pixels),
     }  # fmt: skip
+
+
+def sample_of_shape(number: int) -> dict[str, Any]:
+    """Arrays and pictures whose first dimensions differ from sample to sample; Streaming refuses empty arrays."""
+    rows, columns = number + 1, 2 + number % 3
+    pixels = np.arange(rows * columns * 3, dtype=np.uint8).reshape(rows, columns, 3)
+    return {
+        "free": np.arange(rows * 4, dtype=np.int16).reshape(rows, 4),
+        "typed": np.arange(rows * columns, dtype=np.float32).reshape(rows, columns) / 2,
+        "raw": Image.fromarray(pixels),
+        "photo": Image.fromarray(255 - pixels),
+    }
 
 
 def plain(value: Any) -> Any:
@@ -53,11 +66,15 @@ def main() -> None:
         with MDSWriter(columns=COLUMNS, out=f"mds/{variant}", **settings) as writer:
             for number in range(15):
                 writer.write(sample(number))
-    rows = []
-    for entry in json.loads(Path("mds/plain/index.json").read_text())["shards"]:
-        reader = MDSReader.from_json("mds/plain", "", entry)
-        rows += [{name: plain(value) for name, value in reader[n].items()} for n in range(reader.samples)]
-    Path("mds/expected.json").write_text(json.dumps(rows, ensure_ascii=False))
+    with MDSWriter(columns=SHAPES, out="mds/shapes") as writer:
+        for number in range(6):
+            writer.write(sample_of_shape(number))
+    for variant, expected in (("plain", "expected.json"), ("shapes", "expected_shapes.json")):
+        rows = []
+        for entry in json.loads(Path(f"mds/{variant}/index.json").read_text())["shards"]:
+            reader = MDSReader.from_json(f"mds/{variant}", "", entry)
+            rows += [{name: plain(value) for name, value in reader[n].items()} for n in range(reader.samples)]
+        Path(f"mds/{expected}").write_text(json.dumps(rows, ensure_ascii=False))
 
 
 if __name__ == "__main__":
