@@ -21,7 +21,7 @@ import pytest
 
 import shardkit
 from shardkit_tools.adopting.adoption import adopt
-from tests.drills import drill_count
+from tests.drills import drill_cases, drill_count
 
 ROWS = 480
 READER = Path(__file__).with_name("changing_files_reader.py")
@@ -73,8 +73,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("compiled", ["compiled", "plain"])
-@pytest.mark.parametrize("where", ["local", "cache"])
+@pytest.mark.parametrize(
+    ("where", "compiled"),
+    drill_cases(
+        [("local", "compiled"), ("local", "plain"), ("cache", "compiled"), ("cache", "plain")], [1, 2]
+    ),
+)
 @pytest.mark.parametrize("turn", range(drill_count(20)))
 def test_no_change_of_a_file_reaches_a_batch_or_ends_the_process(
     folders: list[Path], where: str, compiled: str, turn: int

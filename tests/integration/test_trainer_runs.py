@@ -205,7 +205,7 @@ def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
 @pytest.mark.drill
 @pytest.mark.parametrize(
     ("strategy", "exact"),
-    drill_cases([("ddp", "int64"), ("zero2", "int64"), ("zero2", "off"), ("zero3", "off")], [1, 3]),
+    drill_cases([("ddp", "int64"), ("zero2", "int64"), ("zero2", "off"), ("zero3", "off")], [1]),
 )
 def test_a_stragglers_lanes_move_and_the_result_stays(
     tmp_path: Path, digits: dict[str, str], fork_trainer: Any, strategy: str, exact: str
