@@ -242,6 +242,7 @@ class Dataset(Samples):
         run: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
         cache_size: int | str | None = None,
+        share: bool | str = False,
         telemetry: TelemetrySettings | Literal[True] | None = True,
         stride: int = 1,
         offset: int = 0,
@@ -303,6 +304,10 @@ class Dataset(Samples):
             cache: directory on a local disk for blocks that came over a network; all ranks and runs of a machine may
                 share it. Without it they are streamed.
             cache_size: the most that it may take, for example ``"200GiB"``; by default most of the disk's free room.
+            share: blocks that another node of the process group has in its `cache` are read from there before the
+                root, and this node's are given out, read-only, to whoever knows their SHA-256. True listens on a
+                free port of the interface that leads to the process group's store, ``"HOST:PORT"`` there. Only in a
+                network where whoever reaches that port may read the data.
             telemetry: how a run with a directory is watched (`shardkit top`); None: not at all.
             stride: hand out every `stride`-th step only, from the `offset`-th on: how worker processes share steps.
             offset: see `stride`.
@@ -325,7 +330,7 @@ class Dataset(Samples):
             on_error=on_error, stall_s=stall_s, on_stall=on_stall, run=None if run is None else Path(run),
             stride=stride, offset=offset, fill=fill or {},
             cache=None if cache is None else Path(cache),
-            cache_size=None if cache_size is None else parse_size(cache_size),
+            cache_size=None if cache_size is None else parse_size(cache_size), share=share,
             telemetry=TelemetrySettings() if telemetry is True else telemetry,
         )  # fmt: skip
         check_plan(plan, self.manifest.id)

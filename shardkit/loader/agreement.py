@@ -30,12 +30,15 @@ class Exchange:
             long the slowest is waited for, unless `patience_s` says so.
         rank, world: of those that take part.
         prefix: of the part.
+
+    Attributes:
+        store: the same.
     """
 
     def __init__(
         self, store: Any, rank: int, world: int, *, prefix: str = "", patience_s: float | None = None
     ) -> None:
-        self._store, self._prefix = store, prefix
+        self.store, self._prefix = store, prefix
         self._patience_s: float = store.timeout.total_seconds() if patience_s is None else patience_s
         self.rank, self.world = rank, world
 
@@ -51,7 +54,7 @@ class Exchange:
 
     def put(self, key: str, value: bytes) -> None:
         """Say it."""
-        self._store.set(self._prefix + key, value)
+        self.store.set(self._prefix + key, value)
 
     def get(self, key: str, other: int) -> bytes:
         """What rank `other` says.
@@ -60,14 +63,14 @@ class Exchange:
             RunError: it does not.
         """
         try:
-            self._store.wait([self._prefix + key], timedelta(seconds=self._patience_s))
+            self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s))
         except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
             raise RunError(
                 f"rank {self.rank}: rank {other} of {self.world} has made no loader after "
                 f"{self._patience_s:.0f} s; every rank must make its loaders in the same order, or pass rank= and "
                 "world= to a loader of its own"
             ) from error
-        return bytes(self._store.get(self._prefix + key))
+        return bytes(self.store.get(self._prefix + key))
 
 
 def agree(

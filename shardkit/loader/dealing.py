@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.ledger import bind_assignment, bound_assignment
 from shardkit.loader.agreement import Exchange
-from shardkit.loader.ranks import Dealt, Topology
+from shardkit.loader.ranks import Dealt, Holders, Topology
 from shardkit.loader.settings import LoaderConfig, Sources
+from shardkit.loader.sharing import holders_of
 from shardkit.plan import Assignment, Plan, assign
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.catalogue import cached_places
+from shardkit.reading.cache.serving import parse_bind
 
 __all__ = ["bytes_nearby", "deal"]
 
@@ -26,11 +29,18 @@ _MAX_BYTES = 1 << 26
 _SLAB = 1 << 18  # blocks that are looked up at once
 
 
-def deal(plan: Plan, sources: Sources, config: LoaderConfig, topology: Topology, exchange: Exchange) -> Dealt:
+def deal(
+    plan: Plan,
+    sources: Sources,
+    config: LoaderConfig,
+    topology: Topology,
+    exchange: Exchange,
+    address: str = "",
+) -> Dealt:
     """The lanes of all ranks: called on every rank, each learns the same.
 
     The leader prefers what the run's ledger recorded for the same ranks on the same nodes, then what has most bytes at
-    hand; it records what it dealt before any rank hears of it.
+    hand; it records what it dealt before any rank hears of it. `address` is where neighbours read this node's cache.
 
     Raises:
         RunError: a rank did not come.
@@ -41,15 +51,34 @@ def deal(plan: Plan, sources: Sources, config: LoaderConfig, topology: Topology,
         node += ":" + os.path.abspath(config.cache)
     near = bytes_nearby(plan, sources, config.cache)
     held = np.flatnonzero(near)  # a node has its own lanes and few others
-    mine = {"rank": topology.rank, "node": node, "lanes": held.tolist(), "bytes": near[held].tolist()}
+    mine = {"rank": topology.rank, "node": node, "lanes": held.tolist(), "bytes": near[held].tolist(),
+            "cache": address}  # fmt: skip
     exchange.put(f"nearby/{exchange.rank}", dumps(mine))
     if exchange.rank == 0:
         told = [loads(exchange.get(f"nearby/{rank}", rank), _MAX_BYTES) for rank in range(exchange.world)]
         dealt = _decide(plan, topology.world, told, config)
-        exchange.put("dealt", dumps({"owner": dealt.assignment.owner, "nodes": list(dealt.nodes)}))
-        return dealt
+        caches, asked = holders_of(told, [dealt.nodes[owner].split("|") for owner in dealt.assignment.owner])
+        said: dict[str, Any] = {"owner": dealt.assignment.owner, "nodes": list(dealt.nodes)}
+        said |= {"caches": list(caches.items()), "asked": asked} if caches else {}
+        exchange.put("dealt", dumps(said))
+        return replace(dealt, holders=_others(said, node))
     heard = loads(exchange.get("dealt", 0), _MAX_BYTES)
-    return Dealt(Assignment(tuple(heard["owner"]), _numbered(heard["nodes"])), heard["nodes"])
+    assignment = Assignment(tuple(heard["owner"]), _numbered(heard["nodes"]))
+    return Dealt(assignment, heard["nodes"], holders=_others(heard, node))
+
+
+def _others(heard: Mapping[str, Any], node: str) -> Holders | None:
+    """Whom this node asks: never itself, nor at anything but an address."""
+    caches = heard.get("caches", ())
+    if not any(other != node for other, _ in caches):
+        return None
+    for _, address in caches:
+        parse_bind(address)
+    own = [number for number, (other, _) in enumerate(caches) if other == node]
+    return Holders(
+        [f"http://{address}" for _, address in caches],
+        [[number for number in those if number not in own] for those in heard["asked"]],
+    )
 
 
 def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: LoaderConfig) -> Dealt:

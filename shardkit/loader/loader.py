@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
 
 if TYPE_CHECKING:
+    from shardkit.loader.sharing import ServedCache
     from shardkit.reading.cache.shared_blocks import SharedBlocks
 
 __all__ = ["Loader"]
@@ -79,7 +81,10 @@ class Loader:
             )
         row_decoders = {} if self._function is None else self._function.row_decoders
         self._made_by = {name: one.made_by for name, one in row_decoders.items()}
+        self._served: ServedCache | None = None  # this node's cache, for the others
         dealt = self._deal()
+        if dealt is not None and dealt.holders is not None:
+            self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
         self.assignment = None if dealt is None else dealt.assignment
         lanes = (
             sorted(config.lanes or ()) if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
@@ -142,7 +147,14 @@ class Loader:
         found = agree(exchange, mine, lanes=plan.lanes, shared=config.mesh is not None)
         if world == 1 or isinstance(asked, Assignment) or any(one["chosen"] for one in found):
             return dealt
-        return deal(plan, setup.sources, config, self.topology, exchange)
+        address = ""
+        if config.share and config.cache is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            from shardkit.loader.sharing import ServedCache, find_address
+
+            self._served = served = ServedCache(config.cache, find_address(config.share, exchange.store))
+            weakref.finalize(self, served.close)
+            address = served.address
+        return deal(plan, setup.sources, config, self.topology, exchange, address)
 
     def __repr__(self) -> str:
         rank, world, _ = self.topology
@@ -474,6 +486,8 @@ class Loader:
         if self.resources is not None and not self._is_forked():
             self.resources.close()
         self.live.resources = None
+        if self._served is not None:
+            self._served.close()
 
     def __enter__(self) -> Loader:
         return self

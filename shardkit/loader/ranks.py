@@ -16,6 +16,7 @@ from shardkit.plan import Assignment, Plan, assign
 
 __all__ = [
     "Dealt",
+    "Holders",
     "Topology",
     "check_chosen",
     "check_shares",
@@ -120,6 +121,18 @@ def check_shares(plan: Plan, world: int, *, uneven: bool) -> None:
         )
 
 
+class Holders(NamedTuple):
+    """Caches of other nodes that this one may read.
+
+    Attributes:
+        urls: of their servers.
+        lanes: lane → numbers of those to ask for its blocks, in this order.
+    """
+
+    urls: Sequence[str]
+    lanes: Sequence[Sequence[int]]
+
+
 @dataclass(frozen=True)
 class Dealt:
     """Lanes as ranks begin with them.
@@ -128,11 +141,13 @@ class Dealt:
         assignment: by data-parallel rank.
         nodes: the node of each rank; empty where nobody said.
         nearby: node → int64[lanes], bytes of each lane that lie there; the leader's, empty elsewhere.
+        holders: where nodes share their caches.
     """
 
     assignment: Assignment
     nodes: Sequence[str] = ()
     nearby: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    holders: Holders | None = None
 
 
 def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.ledger import Journal
-from shardkit.loader.ranks import ranks_beside
+from shardkit.loader.ranks import Holders, ranks_beside
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderSetup
+from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.cache.nearby_caches import NearbyCaches
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.healing import Attestation
@@ -80,11 +82,23 @@ class RemoteBlocks:
             shared=None if shared is None else shared.open(),
             ahead_bytes=ahead,
             threads=_AHEAD_THREADS,
+            nearby=None if setup.holders is None else self._nearby(setup.holders),
             clock=int(plan.digest[:16], 16),
         )
         self.reader: BlockReader = sources.reader.through(self.supply)
         self.journaled = JournaledEvents()
         self._listen(setup.events, config.run)
+
+    def _nearby(self, holders: Holders) -> NearbyCaches:
+        """The caches of other nodes, asked for blocks of the lanes that they are known to have."""
+        plan, rows = self._plan, self._rows
+        lane_of = LaneOfBlock(plan.population, plan.lanes, rows.segment_blocks)
+
+        def of_block(request: BlockRequest) -> Sequence[int]:
+            block = rows.shard_first_block[request.shard] + request.block
+            return holders.lanes[int(lane_of(np.array([block]))[0])]
+
+        return NearbyCaches(holders.urls, of_block, self._read_events)
 
     def _listen(self, events: EventLog, run: Path | None) -> None:
         def record(event: ReadEvent) -> None:

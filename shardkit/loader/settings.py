@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
 from shardkit.loader.missing import MissingValues
-from shardkit.loader.ranks import Topology
+from shardkit.loader.ranks import Holders, Topology
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
 from shardkit.plan import Assignment, Plan
@@ -86,6 +86,7 @@ class LoaderConfig:
     on_stall: OnStall | None = None
     run: Path | None = None
     cache: Path | None = None
+    share: bool | str = False  # the cache, with other nodes of the process group; HOST:PORT to listen on
     cache_size: int | None = None  # bytes; most of the disk's free room where None
     telemetry: TelemetrySettings | None = field(default_factory=TelemetrySettings)  # where there is a `run`
     stride: int = 1  # hand out every stride-th step from the offset-th on: how DataLoader workers share them
@@ -107,6 +108,8 @@ class LoaderConfig:
             raise ConfigurationError(
                 f"device={self.device!r} is for tensors of one process: leave out stride= and tensors=False"
             )
+        if self.share and self.cache is None:
+            raise ConfigurationError(f"share={self.share!r} gives out this node's cache: pass cache= with it")
         if self.store is not None and self.rank is None:
             raise ConfigurationError("store= is for ranks that are given: pass rank= and world= with it")
         for name, known in (
@@ -139,6 +142,7 @@ class LoaderSetup:
         tensors: whether batches hold torch tensors.
         events: of the run; goes nowhere without one.
         missing: what becomes of rows that have no value of a field.
+        holders: caches of other nodes that blocks may come from.
     """
 
     plan: Plan
@@ -149,6 +153,7 @@ class LoaderSetup:
     tensors: bool
     events: EventLog
     missing: MissingValues
+    holders: Holders | None = None
 
     def memory_needed(self, lanes: int) -> int:
         """Bytes of the blocks that so many lanes mix rows of at a time, and a quarter more.

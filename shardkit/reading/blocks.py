@@ -220,7 +220,7 @@ class BlockReader:
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
         place = int(place_ids(self._table.digest[shard : shard + 1], np.array([block]))[0])
         return BlockRequest(self.shard_name(shard), offset, size, index.block_sha256[block].tobytes(),
-                            int(index.block_xxh3[block]), place)  # fmt: skip
+                            int(index.block_xxh3[block]), place, shard, block)  # fmt: skip
 
     def places(self, shards: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
         """`place_ids` of blocks given by shard and number in it, without their indexes."""

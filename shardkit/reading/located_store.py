@@ -114,20 +114,8 @@ class LocatedStore(StoreAround):
 
     def read_block(self, request: BlockRequest) -> Buffer:
         """A block's stored bytes, verified by SHA-256; see `ReadPath.fetch` for what it goes through."""
-
-        def read(location: Location) -> Buffer:
-            if location.holds == "blocks":
-                return location.store.get(block_name(request.sha256), max_bytes=request.length)
-            return _read_range(location.store, request.name, request.offset, request.length)
-
-        def check(data: Buffer) -> bool:
-            return hashlib.sha256(data).digest() == request.sha256
-
         rebuild = None if self._parity is None else functools.partial(self._parity, request)
-        what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
-        return self._fetch(
-            ReadRequest(what, request.length, read, check, request.name, whole=False, rebuild=rebuild)
-        )
+        return self._fetch(wanted_block(request)._replace(rebuild=rebuild))
 
     def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
         """Blocks of one shard that lie near each other, with one request; one by one where that comes wrong, or not."""
@@ -222,6 +210,21 @@ class LocatedStore(StoreAround):
 
     def _fetch(self, want: ReadRequest) -> Buffer:
         return self._shared.now().path.fetch(want)
+
+
+def wanted_block(request: BlockRequest) -> ReadRequest:
+    """A block as the read path asks for it: by range where there are whole objects, else by its digest."""
+
+    def read(location: Location) -> Buffer:
+        if location.holds == "blocks":
+            return location.store.get(block_name(request.sha256), max_bytes=request.length)
+        return _read_range(location.store, request.name, request.offset, request.length)
+
+    def check(data: Buffer) -> bool:
+        return hashlib.sha256(data).digest() == request.sha256
+
+    what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
+    return ReadRequest(what, request.length, read, check, request.name, whole=False)
 
 
 def root_store(store: Store) -> Store:

@@ -73,6 +73,10 @@ class BlockRequest(NamedTuple):
     """The fast checksum of the same bytes, for copies on this machine; SHA-256 is used where it is None."""
     place: int = 0
     """`place_ids` of shard and block: what a plan knows of a block before any index is read."""
+    shard: int = 0
+    """Number of the shard in the dataset."""
+    block: int = 0
+    """Number of the block in the shard."""
 
 
 def place_ids(shard_digests: NDArray[np.uint8], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -79,6 +79,8 @@ class ReadRequest(NamedTuple):
     """The last resort, such as parity: makes the bytes, or gives None."""
     root_first: bool = False
     """Ask the first location before nearer ones: a copy may be behind."""
+    among: Sequence[str] | None = None
+    """Only locations of these names, in this order, without those that rest, and once: there are others besides."""
 
 
 class _Known:
@@ -122,6 +124,7 @@ class ReadPath:
     ) -> None:
         self.settings, self.read_events = settings, read_events
         self._known = [_Known(location, settings, read_events) for location in locations]
+        self._by_name = {known.location.name: known for known in self._known}
         self._bad_copy = bad_copy
         threads = 2 * settings.most_concurrency * len(self._known)
         self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
@@ -161,6 +164,8 @@ class ReadPath:
                 if data is not None:
                     self._report_bad(request, bad)
                     return data
+                if request.among is not None:
+                    break
                 wait.problem = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
                 if not any(map(_may_pass, problems.values())):
                     break  # all have answered, and asking again does not change what they have
@@ -173,6 +178,9 @@ class ReadPath:
 
     def _order(self, request: ReadRequest) -> list[_Known]:
         """Who is asked, in this order; resting locations last, in case all others fail."""
+        if request.among is not None:
+            named = (self._by_name[name] for name in request.among)
+            return [known for known in named if not known.breaker.is_open]
 
         def nearness(known: _Known) -> tuple[bool, bool, int, float]:
             typical = known.latencies.quantile(request.num_bytes, 0.5)

@@ -37,8 +37,8 @@ def dataset(ds: Dataset, plan: Plan, **settings: Any) -> PlanDataset:
     Args:
         ds: an open dataset; travels to spawned workers as its address, never its bytes.
         plan: made by ``ds.plan(…)``.
-        settings: those of ``ds.loader``, but for stride, offset and run: DataLoader runs ahead of the trainer, so what
-            a worker reads is not what was consumed.
+        settings: those of ``ds.loader``, but for stride, offset, run and share: DataLoader runs ahead of the trainer,
+            so what a worker reads is not what was consumed.
     """
     return PlanDataset(ds, plan, **settings)
 
@@ -57,7 +57,7 @@ class PlanDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, ds: Dataset, plan: Plan, **settings: Any) -> None:
-        for name in ("stride", "offset", "run"):
+        for name in ("stride", "offset", "run", "share"):
             if name in settings:
                 raise UsageError(f"{name}= is not for shardkit.torch.dataset; use ds.loader for it")
         self._ds, self._plan = ds, plan

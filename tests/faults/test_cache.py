@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +28,9 @@ from shardkit.formats.digest import xxh3
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
 from shardkit.reading.cache.filesystems import filesystem_of, is_network
+from shardkit.reading.cache.nearby_caches import NearbyCaches
 from shardkit.reading.cache.serving import CacheServer, parse_bind
+from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadSettings
@@ -437,6 +440,50 @@ class TestServing:
             [Location(name="a", store=source), neighbour], settings=ReadSettings(deadline_s=10)
         )
         assert store.read_block(request) == data
+
+    def test_nodes_that_share_ask_who_has_it_and_go_on_without(
+        self, cache: BlockCache, server: CacheServer, tmp_path: Path
+    ) -> None:
+        """Of four neighbours one has good bytes, one lies, one is dead and one is silent."""
+        liar = BlockCache(tmp_path / "liar", limit=8 * MIB)
+        blocks = [block_of(number) for number in range(6)]
+        source = MemoryStore()
+        for number, (request, data) in enumerate(blocks):
+            blocks[number] = request, data = request._replace(name=f"objects/{number}", block=number), data
+            source.put_new(request.name, data)
+            for held in (cache, liar):
+                held.fetch(request, lambda data=data: data)  # type: ignore[misc]
+            Path(liar.path, block_name(request.sha256)).write_bytes(bytes(len(data)))
+        lying = CacheServer(liar.path, ("127.0.0.1", 0))
+        threading.Thread(target=lying.serve, daemon=True).start()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            urls = [
+                server.url,
+                lying.url,
+                "http://127.0.0.1:9",
+                f"http://127.0.0.1:{silent.getsockname()[1]}",
+            ]
+            asked = [[0], [1], [1, 0], [2], [3], []]
+            store = LocatedStore([Location(name="a", store=source)], settings=ReadSettings(deadline_s=10))
+            nearby = NearbyCaches(urls, lambda request: asked[request.block], store.read_events)
+            own = BlockCache(tmp_path / "own", limit=8 * MIB)
+            fetcher = BlockFetcher(own, nearby=nearby)
+            begun = time.monotonic()
+            for request, data in blocks:
+                assert bytes(fetcher.read(store, request)) == data
+            assert time.monotonic() - begun < 6
+            asked = [[1, 2, 3]] * 6  # those that failed rest: nobody waits for them again
+            own.drop(blocks[0][0].sha256)
+            requests = store.read_events.stats()["remote_requests"]
+            assert bytes(fetcher.read(store, blocks[0][0])) == blocks[0][1]
+            assert store.read_events.stats()["remote_requests"] == requests + 1
+            fetcher.close()
+        lying.close()
+        stats, size = store.read_events.stats(), len(blocks[0][1])
+        assert (stats["bytes_from_neighbour-0"], stats["bytes_from_a"]) == (2 * size, 5 * size)
+        lost = {event.location for event in store.read_events.events if event.kind == "circuit_opened"}
+        assert lost == {"neighbour-1", "neighbour-2", "neighbour-3"}
+        assert stats["remote_mismatches"] == 2, "wrong bytes are asked for once more, then not again"
 
     def test_nothing_else_is_given_out(self, cache: BlockCache, server: CacheServer, tmp_path: Path) -> None:
         request, data = block_of(1)

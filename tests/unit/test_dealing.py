@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.errors import ConfigurationError, StateError
+from shardkit.errors import ConfigurationError, StateError, StoreError
 from shardkit.ledger import Ledger, bound_assignment
 from shardkit.loader import Loader, Rebalancing
+from shardkit.loader.sharing import find_address
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.stores.remote.cache_client import CacheClient
 
 dist = pytest.importorskip("torch.distributed")
 
@@ -165,6 +167,37 @@ def test_a_run_without_a_record_keeps_its_fixed_shares(
         ledger.commit()
     assert bound_assignment(run, lanes=LANES, nodes=["a", "b", "c"]) is None
     assert [one.lanes for one in _start(ds, plan, caches, run=run)] == assign(LANES, 2).shares()
+
+
+def test_whoever_has_most_of_a_lane_is_asked_first_and_nobody_asks_itself(
+    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
+) -> None:
+    caches = [tmp_path / name for name in "abc"]
+    _fill(caches[0], ds, plan, list(range(8)))
+    _fill(caches[1], ds, plan, [0, 15])
+    loaders = _start(ds, plan, caches, share="127.0.0.1:0", assignment="fixed", uneven=True)
+    a, b, c = (loader._setup.holders for loader in loaders)
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    assert [holders.lanes[0] for holders in (a, b, c)] == [[1], [0], [0, 1]] or c.lanes[0] == [1, 0]
+    assert (a.lanes[4], b.lanes[4], c.lanes[4]) == ([], [0], [0])
+    assert (a.lanes[15], b.lanes[15], c.lanes[15]) == ([1, 2], [2], [1]), "its worker is asked last"
+    assert len(set(c.urls)) == 3
+    for loader in loaders:
+        loader.close()
+    for url in c.urls:
+        with pytest.raises(StoreError):
+            CacheClient(url).get("blocks/x", max_bytes=1)
+    without = _start(ds, plan, caches, uneven=True)
+    assert [loader._setup.holders for loader in without] == [None] * 3
+    with pytest.raises(ConfigurationError, match="pass cache= with it"):
+        ds.loader(plan, share=True)
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        find_address(True, dist.HashStore())
+    assert find_address(True, dist.PrefixStore("x", dist.TCPStore("127.0.0.1", 0, is_master=True))) == (
+        "127.0.0.1", 0
+    )  # fmt: skip
 
 
 def test_what_was_dealt_elsewhere_is_taken_as_it_is(ds: shardkit.Dataset, plan: Plan) -> None:

@@ -87,6 +87,9 @@ class DataConfig(Section):
     )
     balance: Literal["", "spread", "align"] = ""  # with cost; empty: spread
     cache: str = ""  # directory on the node's own disk for blocks that came over a network; empty: none
+    share: bool = (
+        False  # give the node's cache out to the other nodes of the run, and read theirs before the dataset
+    )
     cache_size: str = ""  # the most that it may take, such as "200GiB"; empty: most of the disk's free room
     stages: list[StageConfig] = field(default_factory=list)  # schedules of batch size and weights
 
@@ -99,6 +102,7 @@ class DataConfig(Section):
                 not self.balance or bool(self.cost),
                 f"data.balance = {self.balance!r}: expected it only with data.cost",
             ),
+            (not self.share or bool(self.cache), "data.share = true: expected data.cache with it"),
             (
                 not self.cost or not (self.weights or self.stages),
                 "data.cost: expected no data.weights or data.stages",

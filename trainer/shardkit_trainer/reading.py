@@ -84,7 +84,7 @@ class RunData:
                 self.plans[number], rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
                 assignment=parallel.assignment, rebalance=rebalance, telemetry=self._config.log.telemetry(),
                 store=c10d.PrefixStore(f"loader-{number}", world.store) if world.size > 1 else None,
-                cache=data.cache or None, cache_size=data.cache_size or None,
+                cache=data.cache or None, cache_size=data.cache_size or None, share=data.share,
             )  # fmt: skip
         except RunError as error:
             if isinstance(error.__cause__, DistError):  # a rank did not come: as where it misses a collective

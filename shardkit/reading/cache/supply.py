@@ -17,6 +17,7 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import Future
 from shardkit.reading.cache.joining import Wanted, join, neighbours
+from shardkit.reading.cache.nearby_caches import NearbyCaches
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
@@ -48,6 +49,7 @@ class BlockFetcher:
         shared: With other processes that stream the same blocks at about the same time.
         ahead_bytes: Memory for blocks that were read ahead.
         threads: Reads ahead at a time.
+        nearby: Caches of other nodes, which are asked before the locations.
         clock: Number of the plan: processes with the same one count the same steps.
     """
 
@@ -58,8 +60,10 @@ class BlockFetcher:
         shared: SharedBlocks | None = None,
         ahead_bytes: int = 256 << 20,
         threads: int = 16,
+        nearby: NearbyCaches | None = None,
         clock: int = 0,
     ) -> None:
+        self._nearby = nearby
         self._shared = shared if cache is None else None
         self._clock = clock
         self.cache = cache
@@ -157,14 +161,20 @@ class BlockFetcher:
             self._held = 0
             self._changed.notify_all()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._nearby is not None:
+            self._nearby.close()
         if self.cache is not None:
             self.cache.close()
 
-    def _obtain(self, store: LocatedStore, request: BlockRequest) -> Any:
+    def _obtain(self, store: LocatedStore, request: BlockRequest, *, asked: bool = False) -> Any:
+        """The block, by way of the cache; `asked`: no neighbour has it."""
+
+        def fetch() -> Any:
+            found = None if asked or self._nearby is None else self._nearby.read(request)
+            return store.read_block(request) if found is None else found
+
         kept = self.cache or self._shared
-        if kept is None:
-            return store.read_block(request)
-        return kept.fetch(request, lambda: store.read_block(request))
+        return fetch() if kept is None else kept.fetch(request, fetch)
 
     def _over(self, turn: int) -> bool:
         return self._closed or turn != self._turn
@@ -294,15 +304,35 @@ class BlockFetcher:
                 claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
                 self._read_joined([one for one in claimed if not shared.holds(one[0].request)])
         else:
-            self._read_joined(
-                [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
-            )
+            missing = [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
+            self._read_joined(missing if self._nearby is None else self._read_nearby(self._nearby, missing))
         for one, answer in reads:
             if one.step >= 0 and not answer.done():
                 try:
-                    answer.set_result(self._obtain(one.store, one.request))
+                    answer.set_result(self._obtain(one.store, one.request, asked=True))
                 except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
                     answer.set_exception(error)
+
+    def _read_nearby(
+        self, nearby: NearbyCaches, reads: Sequence[tuple[Wanted, Answer[Any]]]
+    ) -> list[tuple[Wanted, Answer[Any]]]:
+        """What neighbours have, one by one; returns the others."""
+        others = []
+        for one, answer in reads:
+            data = nearby.read(one.request)
+            if data is None:
+                others.append((one, answer))
+            else:
+                self._keep(one, answer, functools.partial(_same, data))
+        return others
+
+    def _keep(self, one: Wanted, answer: Answer[Any], take: Callable[[], Any]) -> None:
+        if self._shared is not None:
+            kept = self._shared.keep(one.request, take())
+        else:
+            kept = take() if self.cache is None else self.cache.fetch(one.request, take)
+        if not answer.done():
+            answer.set_result(None if one.step < 0 else kept)
 
     def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
         """All with one request; one alone, and those that fail, are left to be read one by one."""
@@ -312,13 +342,7 @@ class BlockFetcher:
             found = reads[0][0].store.read_blocks([one.request for one, _ in reads])
             for (one, answer), data in zip(reads, found, strict=True):
                 # A copy: a view of one block would keep the bytes of all in memory.
-                take = functools.partial(bytes, data)
-                if self._shared is not None:
-                    kept = self._shared.keep(one.request, take())
-                else:
-                    kept = take() if self.cache is None else self.cache.fetch(one.request, take)
-                if not answer.done():
-                    answer.set_result(None if one.step < 0 else kept)
+                self._keep(one, answer, functools.partial(bytes, data))
 
     def _drop_past(self) -> None:
         for place, (_, size, step) in list(self._waiting.items()):
@@ -385,3 +409,7 @@ def _quietly(work: Callable[[], None]) -> None:
     """Run a thread whose failure costs speed only: whoever needs the block meets the error itself."""
     with contextlib.suppress(ShardkitError, RuntimeError):
         work()
+
+
+def _same(data: Any) -> Any:
+    return data

@@ -171,7 +171,8 @@ def _print_report(report: dict[str, Any]) -> None:
         for w in report["worlds"] if w["efficiency"] == 1 or w["ranks"] in _USUAL_WORLDS])  # fmt: skip
     worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
     console.print_line(
-        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: uneven"
+        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "
+        "uneven=True in a loop of your own, nothing in shardkit train"
     )
 
 

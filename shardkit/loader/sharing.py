@@ -1,0 +1,113 @@
+"""This node's cache for the other nodes of the job, and what is known of theirs (SPEC.md §9)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from shardkit.errors import ConfigurationError
+from shardkit.reading.cache.block_cache import MARKER, BlockCache
+from shardkit.reading.cache.serving import CacheServer, parse_bind
+
+__all__ = ["ServedCache", "find_address", "holders_of"]
+
+_ASKED: Final = 2  # nodes that have bytes of a lane; behind them whoever works it
+_NO_LIMIT: Final = 1 << 62
+
+
+class ServedCache:
+    """A cache that neighbours read, until it is closed.
+
+    Args:
+        cache: its directory; made where it is missing.
+        bind: where to listen; port 0 takes a free one.
+
+    Attributes:
+        address: HOST:PORT, as neighbours reach it.
+
+    Raises:
+        StoreError: the address cannot be listened on.
+        UsageError: the cache is on a network file system.
+    """
+
+    def __init__(self, cache: Path, bind: tuple[str, int]) -> None:
+        self._process = os.getpid()
+        if not os.path.isfile(cache / MARKER):
+            BlockCache(cache, limit=_NO_LIMIT).close()
+        self._server = CacheServer(cache, bind)
+        self.address = self._server.url.removeprefix("http://")
+        threading.Thread(target=self._server.serve, name="shardkit-share", daemon=True).start()
+
+    def close(self) -> None:
+        """Serve nobody any more; nothing in a forked child, whose parent goes on."""
+        if self._process == os.getpid():
+            self._process = -1
+            self._server.close()
+
+
+def find_address(share: bool | str, store: Any) -> tuple[str, int]:
+    """Where to listen: as told, else by the interface through which this machine reaches the process group's store.
+
+    Args:
+        share: HOST:PORT, or True.
+        store: of torch.
+
+    Raises:
+        UsageError: not HOST:PORT.
+        ConfigurationError: the store is at no host, and MASTER_ADDR names none.
+    """
+    if isinstance(share, str):
+        return parse_bind(share)
+    while not hasattr(store, "host") and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = (
+        getattr(store, "host", None) or os.environ.get("MASTER_ADDR"),
+        getattr(store, "port", None) or 9,
+    )
+    if not host:
+        raise ConfigurationError(
+            "share=True finds no host of the process group to reach its neighbours by: set MASTER_ADDR, or pass "
+            'share="HOST:PORT", such as share="10.0.0.5:8450"'
+        )
+    try:
+        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as way:
+            way.connect(address)  # sends nothing: it chooses the interface
+            return str(way.getsockname()[0]), 0
+    except OSError as error:
+        raise ConfigurationError(
+            f'share=True: {host} is not reached ({error.strerror}); pass share="HOST:PORT", an address of this machine'
+        ) from error
+
+
+def holders_of(
+    told: Sequence[Mapping[str, Any]], workers: Sequence[Collection[str]]
+) -> tuple[dict[str, str], list[list[int]]]:
+    """Whom to ask for the blocks of each lane.
+
+    Args:
+        told: of each rank its "node", the "lanes" that its node has bytes of, how many "bytes", and "cache", the
+            address where neighbours read them, "" where there is none.
+        workers: of each lane, the nodes that work it.
+
+    Returns:
+        node → address, of those that have one; and lane → their numbers in that order, the first to ask first.
+    """
+    addresses = {one["node"]: one["cache"] for one in told if one["cache"]}
+    number = {node: i for i, node in enumerate(addresses)}
+    has: list[dict[int, int]] = [{} for _ in workers]
+    for one in told:
+        if one["node"] in number:
+            for lane, size in zip(one["lanes"], one["bytes"], strict=True):
+                has[lane][number[one["node"]]] = size
+    lanes = []
+    for those, nodes in zip(has, workers, strict=True):
+        asked = [holder for _, holder in sorted((-size, holder) for holder, size in those.items())][:_ASKED]
+        lanes.append(
+            list(dict.fromkeys([*asked, *(number[node] for node in sorted(nodes) if node in number)]))
+        )
+    return addresses, lanes
