@@ -22,6 +22,7 @@ from shardkit.plan import Assignment, Plan, assign
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.catalogue import cached_places
 from shardkit.reading.cache.serving import parse_bind
+from shardkit.reading.located_store import LocatedStore
 
 __all__ = ["bytes_nearby", "deal"]
 
@@ -113,22 +114,51 @@ def _numbered(nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 def bytes_nearby(plan: Plan, sources: Sources, cache: Path | None) -> NDArray[np.int64]:
-    """int64[lanes]: bytes of each lane's blocks that a cache accounts for; reads no index and lists no folder."""
+    """int64[lanes]: bytes of each lane's blocks that a cache accounts for, or that lie in a copy on this machine.
+
+    Reads no index and lists no folder.
+    """
     found = np.zeros(plan.lanes, dtype=np.int64)
-    if cache is None:
-        return found
-    places, sizes = cached_places(cache)
-    if not len(places):
+    rows, copied = sources.rows, _copied_here(sources)
+    places, sizes = (np.zeros(0, np.uint64), np.zeros(0, np.int64)) if cache is None else cached_places(cache)
+    if not len(places) and not copied.any():
         return found
     order = np.argsort(places)
-    places, sizes = places[order], sizes[order]
-    rows = sources.rows
+    # behind all others one that is nobody's, so that there is always one to look at
+    places, sizes = np.append(places[order], np.uint64(0)), np.append(sizes[order], 0)
+    typical = sources.reader.stored_bytes // max(1, rows.blocks)
     lane_of = LaneOfBlock(plan.population, plan.lanes, rows.segment_blocks)
     for first in range(0, rows.blocks, _SLAB):
         block = np.arange(first, min(rows.blocks, first + _SLAB))
         shard = np.searchsorted(rows.shard_first_block, block, side="right") - 1
         wanted = sources.reader.places(shard, block - rows.shard_first_block[shard])
-        which = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-        there = np.flatnonzero(places[which] == wanted)
-        np.add.at(found, lane_of(block[there]), sizes[which[there]])
+        which = np.searchsorted(places[:-1], wanted)
+        here = np.where(places[which] == wanted, sizes[which], 0)
+        here = np.where(copied[shard], typical, here)
+        there = np.flatnonzero(here)
+        np.add.at(found, lane_of(block[there]), here[there])
+    return found
+
+
+def _copied_here(sources: Sources) -> NDArray[np.bool_]:
+    """bool[shards]: which have a copy on the disk of this host, its failure domain, that is read before the root."""
+    shards = len(sources.rows.shard_first_block) - 1
+    found = np.zeros(shards, dtype=np.bool_)
+    host = platform.node()
+    if not any(
+        location.domain == host
+        for store in sources.reader.stores
+        if isinstance(store, LocatedStore)
+        for location in store.locations
+    ):
+        return found
+    for shard in range(shards):
+        store = sources.reader.located(shard)
+        if store is not None:
+            found[shard] = any(
+                one.domain == host
+                and one.rank < store.locations[0].rank
+                and one.store.local_path(sources.reader.shard_name(shard)) is not None
+                for one in store.locations[1:]
+            )
     return found

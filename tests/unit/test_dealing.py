@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,13 @@ import shardkit
 from shardkit.errors import ConfigurationError, StateError, StoreError
 from shardkit.ledger import Ledger, bound_assignment
 from shardkit.loader import Loader, Rebalancing
+from shardkit.loader.dealing import bytes_nearby
 from shardkit.loader.sharing import find_address
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.locations import Location
+from shardkit.stores.local import LocalStore
 from shardkit.stores.remote.cache_client import CacheClient
 
 dist = pytest.importorskip("torch.distributed")
@@ -167,6 +172,35 @@ def test_a_run_without_a_record_keeps_its_fixed_shares(
         ledger.commit()
     assert bound_assignment(run, lanes=LANES, nodes=["a", "b", "c"]) is None
     assert [one.lanes for one in _start(ds, plan, caches, run=run)] == assign(LANES, 2).shares()
+
+
+def test_copies_on_this_host_count_as_bytes_that_are_near(plan: Plan, tmp_path: Path) -> None:
+    root, copy = tmp_path / "root", tmp_path / "copy"
+    with shardkit.create(root, schema={"x": "int64[16]"}, shard_size="16KiB", block_size="1KiB") as writer:
+        for row in np.arange(16 * 512, dtype=np.int64).reshape(512, 16):
+            writer.add({"x": row})
+    shutil.copytree(root, copy)
+    alone = shardkit.open(root)
+    count = len(alone.rows.shard_first_block) - 1
+    assert count >= 4
+    for shard in range(count // 2, count):
+        (copy / alone.reader.shard_name(shard)).unlink()
+
+    def near(domain: str, rank: int, *, cache: Path | None = None) -> Any:
+        there = Location(name="here", store=LocalStore(copy), domain=domain, rank=rank)
+        ds = shardkit.open(root, locations=[there])
+        plan = ds.plan(global_batch=LANES, lanes=LANES, seed=3)
+        return bytes_nearby(plan, ds.loader(plan)._setup.sources, cache)
+
+    found = near(platform.node(), -1)
+    half = alone.reader.stored_bytes / 2
+    assert 0.8 * half < found.sum() < 1.2 * half
+    assert found[: LANES // 2 - 1].all()
+    assert not found[LANES // 2 + 1 :].any()
+    assert not near("elsewhere", -1).any()
+    assert not near(platform.node(), 1).any(), "the root is read first"
+    _fill(tmp_path / "cache", alone, alone.plan(global_batch=LANES, lanes=LANES, seed=3), [LANES - 1])
+    assert near(platform.node(), -1, cache=tmp_path / "cache")[LANES - 1] > 0
 
 
 def test_whoever_has_most_of_a_lane_is_asked_first_and_nobody_asks_itself(
