@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import tarfile
@@ -270,17 +271,24 @@ def test_tables_with_lists_of_lists_and_of_pictures(tmp_path: Path) -> None:
     assert [one["mel"].shape for one in samples] == [(0, 2), (2, 2), (1, 2)]
 
 
-def test_a_build_says_how_lists_of_lists_become_arrays(tmp_path: Path) -> None:
-    table = pa.table({"left eye": [[[1.5, 2.5]], [], [[3.5]]], "tags": [["a"], [], ["b"]], "n": [1, 2, 3]})
-    pq.write_table(table, tmp_path / "in.parquet")
-    _, told = call("build", tmp_path / "in.parquet", tmp_path / "a")
-    advice = re.search(r"note: left eye is json; (--schema .*) makes an array", told)
-    assert advice, told
-    assert "tags is json" not in told
-    _, again = call("build", tmp_path / "in.parquet", tmp_path / "b", *shlex.split(advice[1]))
-    assert "is json;" not in again
-    ds = shardkit.open(tmp_path / "b")
-    assert sorted(ds[n]["left eye"].tolist() for n in range(3)) == [[], [[1.5, 2.5]], [[3.5]]]
+def test_a_build_says_how_lists_become_arrays(tmp_path: Path) -> None:
+    rows = [
+        {"left eye": [[1.5, 2.5]], "ids": [1, 2], "tags": ["a"]},
+        {"left eye": [], "ids": [], "tags": []},
+        {"left eye": [[3]], "ids": [5], "tags": ["b"]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for form, told in (("parquet", {"left eye"}), ("jsonl", {"left eye", "ids"})):
+        _, said = call("build", tmp_path / f"in.{form}", tmp_path / f"plain {form}")
+        advice = dict(re.findall(r"note: (.*) is json; (--schema .*) makes an array", said))
+        assert advice.keys() == told, said
+        flags = [flag for one in advice.values() for flag in shlex.split(one)]
+        _, said = call("build", tmp_path / f"in.{form}", tmp_path / form, *flags)
+        assert "is json;" not in said
+        ds = shardkit.open(tmp_path / form)
+        assert sorted(ds[n]["left eye"].tolist() for n in range(3)) == [[], [[1.5, 2.5]], [[3]]]
+        assert sorted(ds[n]["ids"].tolist() for n in range(3)) == [[], [1, 2], [5]]
 
 
 def test_members_of_several_shapes(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from shardkit_tools.importers.protocol import (
     SourceFailure,
     SourceFile,
     SourceSample,
+    array_note,
     shell_word,
 )
 
@@ -178,9 +179,7 @@ def list_notes(schema: Any, types: Mapping[str, str], options: ImportOptions) ->
         while _is_list(item):
             item, depth = item.value_type, depth + 1
         if types.get(column.name) == "json" and column.name not in options.field_types and _is_number(item):
-            kind = f"{_number_name(item)}[{','.join('*' * depth)}]"
-            flag = f"--schema {shell_word(f'{column.name}={kind}')}"
-            notes.append(f"{column.name} is json; {flag} makes an array of each row that is rectangular")
+            notes.append(array_note(column.name, _number_name(item), depth))
     return notes
 
 

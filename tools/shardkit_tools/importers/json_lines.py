@@ -13,6 +13,7 @@ import itertools
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
@@ -24,6 +25,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    array_note,
     shell_word,
 )
 from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
@@ -89,6 +91,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
     left_out: dict[str, None] = {}
     objects, valued = set[str](), set[str]()
+    lists: dict[str, list[object]] = {}  # field → its first lists
     arrays = frozenset(file.name for file in source.files if _is_array(file))
     rows = itertools.islice(_rows(source, arrays, options, objects), SCAN_ROWS)
 
@@ -96,6 +99,9 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         for where, row in rows:
             found = options.kept(row)
             left_out.update(dict.fromkeys(name for name in row if name not in found))
+            for name, value in found.items():
+                if type(value) is list and len(seen := lists.setdefault(name, [])) < _LISTS_SEEN:
+                    seen.append(value)
             if options.flatten:
                 valued.update(name for name, value in found.items() if value is not None)
             yield where, found
@@ -107,6 +113,10 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
+    for name, values in lists.items():
+        found = _array_of(values)
+        if found and types.get(name, "").startswith("json") and name not in options.field_types:
+            source.notes.append(array_note(name, *found))
     schema = options.schema(types, source.given, names=left_out)
     given, lines = dict(options.field_types), cut_lines(source.files, arrays)
     return JsonLinesImporter(source, schema, types, given, lines, options, arrays, structs)
@@ -188,6 +198,7 @@ _WORDS = {
 }
 _KINDS = {bool: "bool", int: "int64", float: "float64", str: "str", dict: "json", list: "json"}
 _LOOKED_AT = 4096
+_LISTS_SEEN = 16  # of a field, for what a build says of it
 _INT64 = range(-(2**63), 2**63)
 _UINT64 = range(2**64)
 _EXACT = 2**53  # float64 holds every integer up to here
@@ -354,6 +365,18 @@ def _conclude(name: str, seen: _Seen | None) -> str:
             )
         return "uint64"
     return seen.kind
+
+
+def _array_of(values: list[object]) -> tuple[str, int] | None:
+    """Dtype and dimensions of lists of numbers, all as deep; None of other lists, and where there is no number."""
+    dimensions = 0
+    while values and all(type(value) is list for value in values):
+        values = [one for value in values for one in cast("list[object]", value)]
+        dimensions += 1
+    kinds = {type(value) for value in values}
+    if not kinds or not kinds <= {int, float}:
+        return None
+    return ("float64" if float in kinds else "int64"), dimensions
 
 
 def _shown(value: object) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "SourceSchema",
     "SourceTask",
     "WholeFileImporter",
+    "array_note",
     "one_by_one",
     "parse_field_types",
     "shell_word",
@@ -381,6 +382,13 @@ def shell_word(text: str) -> str:
         return shlex.quote(text)
     escaped = text.encode("unicode_escape").decode().replace("'", r"\'")
     return "$'" + re.sub(r"\\x(?=[89a-f])", r"\\u00", escaped) + "'"
+
+
+def array_note(name: str, dtype: str, dimensions: int) -> str:
+    """How a field of lists of numbers, which is json where nobody says more, becomes arrays."""
+    flag = shell_word(f"{name}={dtype}[{','.join('*' * dimensions)}]")
+    shaped = "" if dimensions == 1 else ", where its lists are equally long"
+    return f"{name} is json; --schema {flag} makes an array of each row{shaped}"
 
 
 def parse_field_types(pairs: list[str], option: str = "--schema") -> dict[str, str]:
