@@ -20,12 +20,12 @@ from shardkit.copies.records import read_looks
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import open_store
 from shardkit_tools.main import run
-from tests.drills import drill_count
+from tests.drills import DRILLS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack
 
 NEAR, FAR = "near", "far"
-ROWS = 600 * min(16, drill_count(100))  # 3,000 samples, or 9,600
+ROWS = 9_600 if DRILLS else 1_800
 # an attempt that is long for a healthy server on a busy machine, and short for one that stalls
 SETTINGS = ReadSettings(deadline_s=60, attempt_s=4.0, cool_down_s=0.01)
 STALL_S = 20.0
