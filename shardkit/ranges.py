@@ -1,4 +1,4 @@
-"""The numbers and sizes that a setting takes: one check for every configuration, in the same words."""
+"""The numbers, sizes and durations that a setting takes: one check for every configuration, in the same words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Range", "parse_size", "shown"]
+__all__ = ["Range", "duration_text", "parse_duration", "parse_size", "shown"]
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,46 @@ def parse_size(size: int | str) -> int:
         )
     whole, fraction, unit = int(match[1]), match[2] or "", _UNITS[match[3].upper()]
     return parse_size(whole * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0))
+
+
+_SECONDS = {
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "": 1,
+    "s": 1,
+    "m": 60,
+    "min": 60,
+    "h": 3_600,
+    "d": 86_400,
+    "w": 604_800,
+}
+_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-zµ]*)\s*")
+
+
+def parse_duration(time: object, what: str = "duration") -> float:
+    """Seconds of a time such as ``"30d"``, ``"12h"``, ``"90min"`` or ``"30ms"``; a bare number is seconds.
+
+    Args:
+        time: a number, or a number and one of us, ms, s, m or min, h, d, w.
+        what: how messages name it.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(time, str):
+        return float(Range(0, 1e30).check(f"{what} in seconds", time, float))
+    match = _DURATION.fullmatch(time)
+    if match is None or match[2] not in _SECONDS:
+        raise ConfigurationError(
+            f"{what} {time[:40]!r}: expected a number and a unit, such as 30d, 12h, 90min or 30ms"
+        )
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def duration_text(seconds: int) -> str:
+    """The shortest spelling of whole seconds that `parse_duration` reads back, without weeks."""
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{seconds // int(_SECONDS[unit])}{unit}"
+    return f"{seconds}s"

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardkit.errors import ConfigurationError
+from shardkit.ranges import parse_size
 
-_UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_BANDWIDTH: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([KMG]?i?B)?(?:/s|ps)?", re.IGNORECASE)
 _HOURS: Final = re.compile(r"([0-9]{1,2}):([0-9]{2})-([0-9]{1,2}):([0-9]{2})")
 _DAY: Final = 24 * 60
 _LONGEST_WAIT_S: Final = 30.0
@@ -24,9 +23,10 @@ def parse_bandwidth(text: str) -> int:
     Raises:
         ConfigurationError: it is none, or less than 1 KiB/s.
     """
-    match = _BANDWIDTH.fullmatch(text.strip())
-    unit = (match[2] or "").lower() if match else ""
-    found = int(float(match[1]) * _UNITS.get("" if unit == "b" else unit, 0)) if match else 0
+    try:
+        found = parse_size(text.strip().removesuffix("/s").removesuffix("ps"))
+    except ConfigurationError:
+        found = 0
     if found < 1024:
         raise ConfigurationError(f"bandwidth {text[:40]!r}: expected at least 1KiB/s, such as 200MB/s")
     return found

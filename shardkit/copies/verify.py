@@ -37,6 +37,7 @@ from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.manifest.json_fields import utc_text
+from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
 from shardkit.reading.located_store import root_store
 from shardkit.repository.inventory import Inventory, side_objects, take_inventory
@@ -53,7 +54,7 @@ from shardkit.repository.log import (
 from shardkit.repository.object_access import CheckResult, Depth, check_object
 from shardkit.repository.opening import own_name
 from shardkit.repository.part_locations import find_part
-from shardkit.repository.policy import Policy, duration_text
+from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
 from shardkit.repository.versions import load_shard_selection

@@ -1,4 +1,4 @@
-"""What copies a root shall have, and durations as people write them: ``30d``, ``12h``, ``90m``."""
+"""What copies a root shall have."""
 
 from __future__ import annotations
 
@@ -10,37 +10,7 @@ from typing import Any, Final, Literal
 
 from shardkit.errors import ConfigurationError
 from shardkit.manifest.json_fields import Fields
-from shardkit.ranges import Range
-
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
-_TEXT: Final = re.compile(r"([0-9]{1,9})([smhdw]?)")
-
-
-def parse_duration(text: str, what: str) -> int:
-    """Seconds.
-
-    Args:
-        text: a number and one of s, m, h, d, w; a bare number is seconds.
-        what: how messages name it.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    match = _TEXT.fullmatch(text.strip())
-    if match is None:
-        raise ConfigurationError(
-            f"{what} {text[:40]!r}: expected a number and a unit, such as 30d, 12h or 90m"
-        )
-    return int(match[1]) * _SECONDS[match[2] or "s"]
-
-
-def duration_text(seconds: int) -> str:
-    """The shortest spelling that `parse_duration` reads back, without weeks."""
-    for unit in ("d", "h", "m"):
-        if seconds and seconds % _SECONDS[unit] == 0:
-            return f"{seconds // _SECONDS[unit]}{unit}"
-    return f"{seconds}s"
-
+from shardkit.ranges import Range, duration_text, parse_duration
 
 Mode = Literal["sync", "async", "hybrid"]
 """When a commit counts as done; see `MODES`."""
@@ -169,7 +139,7 @@ class Policy:
         if critical is not None:
             new["critical"] = tuple(map(_parse_critical, critical))
         if max_scrub_age is not None:
-            new["max_scrub_age_s"] = parse_duration(max_scrub_age, "max_scrub_age")
+            new["max_scrub_age_s"] = int(parse_duration(max_scrub_age, "max_scrub_age"))
         new = {name: value for name, value in new.items() if value is not None}
         if parity is not None:
             new["parity"] = Parity.parse(parity)

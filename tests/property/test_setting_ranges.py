@@ -20,7 +20,7 @@ from shardkit.loader.settings import LoaderConfig
 from shardkit.loader.steering import count_in, size_of
 from shardkit.plan.rebalance import Rules
 from shardkit.plan.settings import Settings
-from shardkit.ranges import Range, parse_size
+from shardkit.ranges import Range, parse_duration, parse_size
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.policy import Policy
 from shardkit.telemetry import TelemetrySettings
@@ -29,7 +29,6 @@ from shardkit_tools.main import run as shardkit_command
 from shardkit_tools.simulation.cluster import (
     parse_bytes,
     parse_count,
-    parse_duration,
     parse_number,
     parse_rate,
 )

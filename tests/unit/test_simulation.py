@@ -10,13 +10,13 @@ import pytest
 
 from shardkit.errors import ConfigurationError, NotFoundError
 from shardkit.plan import assign, make_plan
+from shardkit.ranges import parse_duration
 from shardkit_tools.simulation.cluster import (
     Cluster,
     Data,
     changed,
     load_cluster,
     parse_count,
-    parse_duration,
     parse_rate,
 )
 from shardkit_tools.simulation.demand import (

@@ -80,9 +80,9 @@ def test_since(text: str, seconds: float) -> None:
     assert parse_since(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "2", "2 weeks", "-1h", "1e3s", "2h30min"])
+@pytest.mark.parametrize("text", ["", "h", "2 weeks", "-1h", "1e3s", "2h30min"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match="30min, 2h, 1d, or all"):
+    with pytest.raises(ValueError, match="or all.*: expected a number and a unit"):
         parse_since(text)
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
+from shardkit.ranges import duration_text as short_duration
+from shardkit.ranges import parse_duration
 from shardkit.reading.located_store import root_store
-from shardkit.repository.policy import duration_text as short_duration
-from shardkit.repository.policy import parse_duration
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
@@ -44,7 +44,7 @@ def gc(
     Example: shardkit gc data/cats --delete
     """
     with console.long_work() as status:
-        repository, grace_s = Repository.open(parse_url(root)[0]), parse_duration(grace, "--grace")
+        repository, grace_s = Repository.open(parse_url(root)[0]), int(parse_duration(grace, "--grace"))
         store = root_store(repository.store)
         builds = abandoned_jobs(store, grace_s)
         for prefix in builds if delete else ():
@@ -53,7 +53,7 @@ def gc(
             repository,
             delete=delete,
             grace_s=grace_s,
-            history_s=parse_duration(history, "--history"),
+            history_s=int(parse_duration(history, "--history")),
             take_over_s=0 if take_over else TAKE_OVER_S,
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
         )

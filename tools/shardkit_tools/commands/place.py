@@ -10,9 +10,9 @@ import typer
 from shardkit.copies.place import GRACE_S, Change, Placing, promote, undo
 from shardkit.copies.place import place as place_root
 from shardkit.errors import UsageError
+from shardkit.ranges import duration_text as short_duration
+from shardkit.ranges import parse_duration
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.policy import duration_text as short_duration
-from shardkit.repository.policy import parse_duration
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.copies import print_locations, running

@@ -11,8 +11,8 @@ import typer
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
+from shardkit.ranges import parse_duration
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.policy import parse_duration
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
 from shardkit_tools.copies import copying, spread_checks
@@ -73,7 +73,7 @@ def scrub(
 
     Example: shardkit scrub data/cats --time-box 10m --older-than 30d --repair
     """
-    older = None if older_than is None else parse_duration(older_than, "--older-than")
+    older = None if older_than is None else int(parse_duration(older_than, "--older-than"))
     box = None if time_box is None else parse_duration(time_box, "--time-box")
     more = [LocationRecord.parse(text) for text in location or ()]
     with copying(engine, address, jobs, bandwidth, between) as (work, spread):

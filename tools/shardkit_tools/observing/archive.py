@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from shardkit.ranges import parse_duration
 from shardkit.telemetry import RunTelemetry, read_events, read_run
 from shardkit.telemetry.intervals import Interval, intervals
 from shardkit.telemetry.reading import check_run
@@ -32,7 +33,6 @@ DECISIONS: Final = (
 )  # fmt: skip
 """Events that a report lists as decisions."""
 
-_UNITS: Final = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _TAIL_BYTES: Final = 8 << 20
 _MOST_BYTES: Final = 16 << 20
 _PACKAGES: Final = (
@@ -61,18 +61,9 @@ def parse_since(text: str) -> float:
     """Seconds of ``2h``, ``30min``, ``1d``; infinity for ``all``.
 
     Raises:
-        UsageError: it is something else.
+        ConfigurationError: it is something else.
     """
-    from shardkit.errors import UsageError
-
-    if text == "all":
-        return float("inf")
-    unit = text.lstrip("0123456789.")
-    number = text[: len(text) - len(unit)]
-    try:
-        return float(number) * _UNITS[unit.strip()]
-    except (ValueError, KeyError):
-        raise UsageError(f"--since {text!r}: expected a time such as 30min, 2h, 1d, or all") from None
+    return float("inf") if text == "all" else parse_duration(text, "--since (a time, or all)")
 
 
 def collect(run: Path, since_s: float, *, stacks_wait_s: float = 0.0, now: float | None = None) -> Archive:

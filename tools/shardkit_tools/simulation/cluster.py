@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import ConfigurationError, NotFoundError
-from shardkit.ranges import Range, parse_size, shown
+from shardkit.ranges import Range, parse_duration, parse_size, shown
 
 # ---- Quantities
 
-_SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zµ]+)\s*")
 _BITS: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit/s\s*")
 _COUNT: Final = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE]\d+)?)\s*([kMG]?)\s*")
 _THOUSANDS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -24,16 +22,6 @@ _THOUSANDS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _MANY: Final = Range(0, 1e30)
 
 Value = object
-
-
-def parse_duration(value: Value) -> float:
-    """Seconds: ``"30ms"``, ``"2h"``; a number is seconds."""
-    if _is_number(value):
-        return float(_MANY.check("seconds", value, float))
-    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    if found is None or found[2] not in _SECONDS:
-        raise ConfigurationError(f'{value!r}: a duration is expected, such as "30ms", "2s", "20min" or "3h"')
-    return float(_MANY.check("seconds", float(found[1]) * _SECONDS[found[2]], float))
 
 
 def parse_bytes(value: Value) -> int:
