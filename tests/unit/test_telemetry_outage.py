@@ -82,7 +82,7 @@ def test_since(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "h", "2 weeks", "-1h", "1e3s", "2h30min"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match="or all.*: expected a number and a unit"):
+    with pytest.raises(ValueError, match=r"or all.*: expected a number and a unit"):
         parse_since(text)
 
 

@@ -97,7 +97,7 @@ def place(
         refill=tuple(refill or ()),
         policy=lambda before: before.changed(**policy),
     )
-    seconds = parse_duration(grace, "--grace")
+    seconds = int(parse_duration(grace, "--grace"))
     with running(bandwidth, between) as work:
         settings: dict[str, Any] = {
             "pace": work.pace,

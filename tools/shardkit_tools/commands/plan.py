@@ -172,7 +172,7 @@ def _print_report(report: dict[str, Any]) -> None:
     worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
     console.print_line(
         f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "
-        "uneven=True in a loop of your own, nothing in shardkit train"
+        "pass uneven=True in a loop of your own; shardkit train needs nothing"
     )
 
 
