@@ -29,6 +29,7 @@ FREE = {
     "data.locations",
     "data.cache",
     "data.cache_size",
+    "data.share",
 }
 GUARDED_SECTIONS = ("data", "model", "optimizer", "schedule")
 
