@@ -20,6 +20,7 @@ from shardkit.copies.documents import mirror_log
 from shardkit.copies.facts import Facts, fill_held, open_recorded
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.manifest.json_fields import seconds_of
+from shardkit.reading.inventory import walk_versions
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.sets import parity_names
@@ -31,7 +32,6 @@ from shardkit.repository.garbage_lists import (
     put_seen,
     read_list,
 )
-from shardkit.repository.inventory import walk_versions
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER

@@ -25,12 +25,12 @@ class ReplicationLag:
     Nothing is done where a dataset has no policy. What a location does not answer counts as missing there.
 
     Args:
-        repositories: of the dataset's parts.
+        roots: URLs of the repositories of the dataset's parts; opened for each look.
         versions: manifest that counts, for a dataset of one part; else all that refs name.
     """
 
-    def __init__(self, repositories: Sequence[Repository], versions: Sequence[str]) -> None:
-        self._repositories, self._versions = list(repositories), list(versions)
+    def __init__(self, roots: Sequence[str], versions: Sequence[str]) -> None:
+        self._roots, self._versions = list(roots), list(versions)
         self._next_look, self._policies, self._lag_bytes = 0.0, 0, 0.0
         self._thread: threading.Thread | None = None
 
@@ -43,11 +43,12 @@ class ReplicationLag:
     def look(self) -> None:
         started = time.monotonic()
         policies, lag = 0, 0.0
-        for repository in self._repositories:
+        for root in self._roots:
             with contextlib.suppress(ShardkitError):  # a root that does not answer tells nothing new
+                repository = Repository.open(root, read_only=True)
                 if read_table(root_store(repository.store), repository.id) is None:
                     continue
-                versions = self._versions if len(self._repositories) == 1 else None
+                versions = self._versions if len(self._roots) == 1 else None
                 lag += replicate(repository, dry_run=True, versions=versions).lag_before
                 policies += 1
         self._policies, self._lag_bytes = policies, lag

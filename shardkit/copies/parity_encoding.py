@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, UsageError
-from shardkit.reading.adopted import with_adopted
+from shardkit.reading.inventory import take_inventory
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord, read_record, sets_of
 from shardkit.reading.parity.streaming import restore
-from shardkit.repository.inventory import take_inventory
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
+from shardkit.repository.versions import with_adopted
 from shardkit.stores.store import Descriptor, Store, put_over
 
 

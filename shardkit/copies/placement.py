@@ -20,8 +20,8 @@ import numpy as np
 from shardkit.errors import ConfigurationError
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest import Manifest
+from shardkit.reading.inventory import Inventory, walk_versions
 from shardkit.reading.parity.sets import parity_names
-from shardkit.repository.inventory import Inventory, walk_versions
 from shardkit.repository.location_table import LocationRecord, LocationTable
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository

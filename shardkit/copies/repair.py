@@ -25,12 +25,13 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
+from shardkit.reading.copying import copy_object
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.sets import read_record
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.object_access import DEPTHS, CheckResult, Depth, check_object, copy_object
 from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import DEPTHS, CheckResult, Depth, check_object
 from shardkit.stores.store import Store, parse_object_name, put_over
 
 _JOBS: Final = 4

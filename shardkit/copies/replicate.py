@@ -31,14 +31,15 @@ from shardkit.errors import (
 )
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
+from shardkit.reading.copying import copy_object
+from shardkit.reading.inventory import walk_versions
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.inventory import walk_versions
 from shardkit.repository.location_table import LocationTable
-from shardkit.repository.object_access import Depth, copy_object
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
+from shardkit.stores.objects import Depth
 
 _JOBS: Final = 4
 _FEW: Final = 2_000

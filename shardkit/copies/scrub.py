@@ -14,7 +14,7 @@ from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.manifest.json_fields import utc_text
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.object_access import CheckResult, Depth
+from shardkit.stores.objects import CheckResult, Depth
 
 _JOBS: Final = 4
 _AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end

@@ -14,6 +14,7 @@ from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.copies.records import Healed
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
+from shardkit.reading.inventory import Inventory, take_inventory, walk_versions
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.sets import (
@@ -29,7 +30,6 @@ from shardkit.reading.parity.sets import (
     version_record_name,
 )
 from shardkit.reading.parity.streaming import restore
-from shardkit.repository.inventory import Inventory, take_inventory, walk_versions
 from shardkit.repository.location_table import LocationRecord, LocationTable
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository

@@ -38,9 +38,9 @@ from shardkit.formats.digest import sha256_digest
 from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.manifest.json_fields import utc_text
 from shardkit.ranges import duration_text
-from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted
+from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.inventory import Inventory, side_objects, take_inventory
 from shardkit.reading.located_store import root_store
-from shardkit.repository.inventory import Inventory, side_objects, take_inventory
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG_PREFIX,
@@ -51,13 +51,13 @@ from shardkit.repository.log import (
     entry_number,
     parse_dataset_url,
 )
-from shardkit.repository.object_access import CheckResult, Depth, check_object
 from shardkit.repository.opening import own_name
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.table_commits import read_table
-from shardkit.repository.versions import load_shard_selection
+from shardkit.repository.versions import load_shard_selection, with_adopted
+from shardkit.stores.objects import CheckResult, Depth, check_object
 from shardkit.stores.store import Store, object_name, parse_object_name
 
 Level = Literal["list", "attested", "stored", "read", "decode"]

@@ -8,10 +8,10 @@ from shardkit.copies.facts import open_recorded
 from shardkit.copies.placement import live_versions
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import IntegrityError
+from shardkit.reading.inventory import walk_versions
 from shardkit.reading.parity.sets import SetRecord, sets_that_hold
-from shardkit.repository.inventory import walk_versions
-from shardkit.repository.object_access import check_object
 from shardkit.repository.repository import Repository
+from shardkit.stores.objects import check_object
 from shardkit.stores.store import object_name, parse_object_name
 
 __all__ = ["delete_parity"]

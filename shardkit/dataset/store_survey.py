@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, PageRef, ShardTable, unpack_page
-from shardkit.repository.inventory import Inventory
+from shardkit.reading.inventory import Inventory
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name, parse_object_name
 

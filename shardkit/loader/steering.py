@@ -33,7 +33,7 @@ def open_watch(setup: LoaderSetup, live: LiveLoader, telemetry: Telemetry) -> Ru
         telemetry.add_source("control", control.numbers)
         hooks.append(control)
     if rank == 0 and config.offset == 0:
-        lag = ReplicationLag(setup.sources.reader.repositories, [setup.sources.manifest])
+        lag = ReplicationLag(setup.sources.reader.urls, [setup.sources.manifest])
         telemetry.add_source("replication", lag.numbers)
         hooks.append(lag)
     return RunWatch(run, telemetry, settings, setup.events, hooks)

@@ -17,16 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
+from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.canonical_json import dumps
-from shardkit.manifest import ADOPTED, Manifest
+from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import LocatedStore, find_checked, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.part_locations import location_name, resolved
-from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
+from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_foreign, split_url
 from shardkit.stores.remote.waiting import RetryPolicy
@@ -45,7 +45,20 @@ _KEYS: Final = ("digest", "urls")
 _MAX_BYTES: Final = 64 * 2**10
 
 
-def put_adopted(repository: Repository, digest: str, place: str, etag: str = "") -> None:
+def location_name(digest: str) -> str:
+    """Where the place of a part (by its manifest) or of an adopted tar is kept below the root."""
+    return f"locations/{parse_digest(digest)}.json"
+
+
+def resolved(root: str, place: str) -> str:
+    """Where a place lies that a root remembers: a relative one counts from the root."""
+    if place.lower().startswith("file:///"):
+        return unquote(place[len("file://") :])
+    joined = place if scheme_of(place) else os.path.join(root, place)
+    return joined if scheme_of(joined) else os.path.normpath(joined)
+
+
+def put_adopted(repository: OpenedRoot, digest: str, place: str, etag: str = "") -> None:
     """Remember, durably, where an adopted tar lies; a place that was remembered before is replaced.
 
     Args:
@@ -196,13 +209,6 @@ def _read(file: int, path: str, size: int, offset: int, length: int) -> bytes:
 
 _SHARDS: Final = ("objects/", ".tar")
 _THREADS: Final = 16
-
-
-def with_adopted(repository: Repository, manifest: Manifest) -> Repository:
-    """The repository as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
-    if ADOPTED not in manifest.features or isinstance(repository.store, AdoptedStore):
-        return repository
-    return repository.with_store(AdoptedStore(repository.store))
 
 
 def adopted_place(store: Store, name: str) -> str | None:

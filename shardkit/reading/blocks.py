@@ -19,7 +19,7 @@ from shardkit.manifest import ShardTable
 from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, place_ids
-from shardkit.repository.repository import Repository
+from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.open_files import open_files
 from shardkit.stores.store import Store, object_name
 
@@ -62,7 +62,7 @@ class BlockReader:
     def __init__(
         self,
         table: ShardTable,
-        repositories: list[Repository],
+        repositories: list[OpenedRoot],
         part_first_shard: list[int],
         formats: list[tuple[str, str]],
         verify: Verify = "fast",
@@ -99,17 +99,13 @@ class BlockReader:
     def urls(self) -> list[str]:
         return [repository.url for repository in self._repositories]
 
-    @property
-    def repositories(self) -> list[Repository]:
-        return list(self._repositories)
-
     def _part(self, shard: int) -> int:
         part = 0
         while part + 1 < len(self._part_first_shard) and shard >= self._part_first_shard[part + 1]:
             part += 1
         return part
 
-    def repository_of(self, shard: int) -> Repository:
+    def repository_of(self, shard: int) -> OpenedRoot:
         return self._repositories[self._part(shard)]
 
     def shard_name(self, shard: int) -> str:

@@ -20,9 +20,9 @@ from shardkit.errors import FormatError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import TIME, read_document, utc_text
+from shardkit.reading.copying import copy_object
 from shardkit.reading.locations import Location
 from shardkit.reading.read_events import ReadEvents
-from shardkit.repository.object_access import copy_object
 from shardkit.stores.store import parse_object_name
 
 MAX_ATTESTATION_BYTES: Final = 16 * 2**10

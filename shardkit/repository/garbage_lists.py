@@ -17,8 +17,8 @@ from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoun
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import TIME, read_document, seconds_of, utc_text
-from shardkit.repository.inventory import walk_versions
-from shardkit.repository.object_access import OpenedRoot
+from shardkit.reading.inventory import walk_versions
+from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import Store, parse_object_name
 
 MAX_NAMES: Final = 100_000

@@ -33,9 +33,9 @@ from shardkit.repository.log import (
     entry_name,
     identity_named_by,
 )
-from shardkit.repository.object_access import OpenedRoot
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import Store

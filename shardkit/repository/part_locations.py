@@ -12,12 +12,11 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import unquote
 
 from shardkit.errors import NotFoundError, ShardkitError, UsageError
 from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest
 from shardkit.manifest.json_fields import read_document
+from shardkit.reading.adopted import location_name, resolved
 from shardkit.reading.located_store import find_checked
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name, put_over, scheme_of
@@ -62,19 +61,6 @@ class PartLocation:
             repository=fields.text("repository", maximum=36),
             urls=fields.texts("urls", maximum=16),
         )
-
-
-def location_name(manifest_id: str) -> str:
-    """Where the location of a part is kept below the root."""
-    return f"locations/{parse_digest(manifest_id)}.json"
-
-
-def resolved(root: str, place: str) -> str:
-    """Where a place lies that a root remembers: a relative one counts from the root."""
-    if place.lower().startswith("file:///"):
-        return unquote(place[len("file://") :])
-    joined = place if scheme_of(place) else os.path.join(root, place)
-    return joined if scheme_of(joined) else os.path.normpath(joined)
 
 
 def put_location(

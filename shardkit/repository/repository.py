@@ -17,7 +17,6 @@ from shardkit.repository.commit_hooks import COMMIT_HOOKS
 from shardkit.repository.commit_log import Changes, CommitLog
 from shardkit.repository.garbage_lists import check_not_collected
 from shardkit.repository.log import IDENTITY_NAME, SINGLE_WRITER, Identity, LogEntry, check_ref_name
-from shardkit.repository.object_access import ObjectStage, get_object, put_object
 from shardkit.repository.opening import (
     Locations,
     first_identity,
@@ -30,6 +29,7 @@ from shardkit.repository.opening import (
 )
 from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
+from shardkit.stores.objects import ObjectStage, get_object, put_object
 from shardkit.stores.remote.probe import check_writers
 from shardkit.stores.store import EXTENSIONS, MAX_OBJECT_BYTES, Descriptor, Store, object_name
 from shardkit.stores.urls import open_store

@@ -22,7 +22,7 @@ from shardkit.manifest import (
     max_selection_bytes,
     unpack_page,
 )
-from shardkit.reading.adopted import AdoptedStore, with_adopted
+from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.degraded import ParityReads
@@ -87,6 +87,13 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
         parts.append((name, _load_pages(holder, part)))
     return merged_version(manifest, parts)
+
+
+def with_adopted(repository: Repository, manifest: Manifest) -> Repository:
+    """The repository as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
+    if ADOPTED not in manifest.features or isinstance(repository.store, AdoptedStore):
+        return repository
+    return repository.with_store(AdoptedStore(repository.store))
 
 
 def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:

@@ -6,7 +6,7 @@ packages of its own: `shardkit.repository`, `shardkit.reading` and `shardkit.cop
 only gathers their public names.
 """
 
-from shardkit.reading.adopted import AdoptedStore, adopted_place, put_adopted, with_adopted
+from shardkit.reading.adopted import AdoptedStore, adopted_place, put_adopted
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import Location
@@ -23,6 +23,7 @@ from shardkit.repository.versions import (
     load_selection,
     put_manifest,
     put_selection,
+    with_adopted,
 )
 from shardkit.stores.local import LocalStore
 from shardkit.stores.machine_memory import available_memory

@@ -22,14 +22,14 @@ from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest import Manifest
 from shardkit.manifest.json_fields import sealed
-from shardkit.reading.adopted import read_tar_place
+from shardkit.reading.adopted import location_name, read_tar_place
 from shardkit.reading.healing import Attestation
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.location_table import LocationTable
 from shardkit.repository.log import Identity, LogEntry
 from shardkit.repository.opening import CopyMark
-from shardkit.repository.part_locations import PartLocation, location_name
+from shardkit.repository.part_locations import PartLocation
 from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.testing.memory_store import MemoryStore

@@ -18,7 +18,7 @@ from shardkit.copies.collecting import collect
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict
-from shardkit.repository.inventory import take_inventory
+from shardkit.reading.inventory import take_inventory
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.table_commits import read_table
 from shardkit.storage import Repository, put_manifest

@@ -26,6 +26,7 @@ from shardkit.copies.repair import repair
 from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.canonical_json import dumps
+from shardkit.reading.inventory import take_inventory
 from shardkit.reading.parity.degraded import rebuild_range
 from shardkit.reading.parity.galois import recover, sums
 from shardkit.reading.parity.sets import (
@@ -37,7 +38,6 @@ from shardkit.reading.parity.sets import (
     parse_header,
 )
 from shardkit.reading.parity.streaming import restore
-from shardkit.repository.inventory import take_inventory
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.store import Descriptor, object_name
 from shardkit.testing.memory_store import MemoryStore

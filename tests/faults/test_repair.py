@@ -31,9 +31,9 @@ from shardkit.reading.healing import Attestation
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.object_access import check_object
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.objects import check_object
 from shardkit.testing.memory_store import MemoryStore
 from shardkit_tools.main import run
 from tests.command_line import call as called

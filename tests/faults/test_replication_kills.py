@@ -21,7 +21,7 @@ from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
-from shardkit.repository.inventory import take_inventory
+from shardkit.reading.inventory import take_inventory
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.policy import Policy
 from shardkit.repository.table_commits import read_table

@@ -20,7 +20,7 @@ def test_the_lag_is_what_copies_lack(tmp_path: Path) -> None:
         for number in range(400):
             writer.add({"x": [number] * 64})
     dataset = shardkit.open(root)
-    lag = ReplicationLag(dataset.reader.repositories, [dataset.manifest.id])
+    lag = ReplicationLag(dataset.reader.urls, [dataset.manifest.id])
     lag.look()
     assert lag.numbers() == {}, "there is no policy"
     mirror = tmp_path / "mirror"

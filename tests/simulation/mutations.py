@@ -17,12 +17,12 @@ from shardkit.dataset import erasing, erasing_copies, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
-from shardkit.reading import located_store, read_path
-from shardkit.repository import commit_log, inventory, object_access
+from shardkit.reading import inventory, located_store, read_path
+from shardkit.repository import commit_log
 from shardkit.repository.commit_log import Changes
 from shardkit.repository.log import entry_name
 from shardkit.repository.repository import Repository
-from shardkit.stores import file_operations, store
+from shardkit.stores import file_operations, objects, store
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote import object_store
 from shardkit.stores.staging import LocalStage
@@ -172,7 +172,7 @@ def _mark_refs(repository: Any, log: Any, since: float) -> Any:
 
 def _listed(store: Any, name: str, size: int | None, _depth: Any, pace: Any = None) -> Any:
     """That an object is there is enough."""
-    return object_access.check_object(store, name, size, "list", pace)
+    return objects.check_object(store, name, size, "list", pace)
 
 
 def _move_tags(self: Any, tags: dict[str, str]) -> None:

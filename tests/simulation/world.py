@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import shardkit
 from shardkit.copies.place import Change, place
 from shardkit.errors import ShardkitError
+from shardkit.reading.inventory import walk_versions
 from shardkit.reading.parity.sets import SetRecord
-from shardkit.repository.inventory import walk_versions
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import IDENTITY_NAME, Identity
 from shardkit.repository.policy import Parity, Policy

@@ -15,9 +15,9 @@ from shardkit.copies.place import Change, place, promote, undo
 from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
+from shardkit.reading.copying import copy_object
 from shardkit.reading.locations import Location
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.object_access import copy_object
 from shardkit.repository.policy import Policy
 from shardkit.repository.table_commits import read_table
 from shardkit.storage import LocalStore, Repository

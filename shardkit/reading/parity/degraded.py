@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shardkit.errors import NotFoundError, ShardkitError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.adopted import AdoptedStore
+from shardkit.reading.inventory import Inventory
 from shardkit.reading.locations import BlockRequest
 from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import (
@@ -24,7 +25,6 @@ from shardkit.reading.parity.sets import (
     read_version_record,
     sets_of,
 )
-from shardkit.repository.inventory import Inventory
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import Store, parse_object_name

@@ -13,10 +13,10 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
+from shardkit.reading.inventory import Inventory
 from shardkit.reading.located_store import find_checked
 from shardkit.reading.parity.galois import MAX_MEMBERS
-from shardkit.repository.inventory import Inventory
-from shardkit.repository.repository import Repository
+from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import (
     EXTENSIONS,
     MAX_OBJECT_BYTES,
@@ -254,7 +254,7 @@ def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> l
 
 
 def known_sets(
-    repository: Repository, inventory: Inventory, k: int, stores: Sequence[Store]
+    repository: OpenedRoot, inventory: Inventory, k: int, stores: Sequence[Store]
 ) -> list[ParitySet]:
     """All sets of a version, also where an object is lost without whose size one cannot tell how the rest was cut.
 
@@ -313,7 +313,7 @@ def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -
 
 
 def parity_names(
-    repository: Repository, inventory: Inventory, *, stores: Sequence[Store] | None = None
+    repository: OpenedRoot, inventory: Inventory, *, stores: Sequence[Store] | None = None
 ) -> set[str]:
     """Names of everything that the parity of a version consists of: documents and parity objects.
 

@@ -23,7 +23,7 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, parse_digest
 from shardkit.manifest import ADOPTED
 from shardkit.ranges import parse_size
-from shardkit.repository.inventory import side_objects
+from shardkit.reading.inventory import side_objects
 from shardkit.storage import Repository, adopted_place, object_name, with_adopted
 from shardkit_tools import console
 from shardkit_tools.exporting import Form, export_samples

@@ -13,7 +13,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
-from shardkit.repository.object_access import OpenedRoot
+from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import Descriptor, object_name
 
 Unreadable = Callable[[str, str, ShardkitError], None]
