@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardkit.repository.commit_hooks import COMMIT_HOOKS
+from shardkit.repository import COMMIT_HOOKS
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset, Writer, create

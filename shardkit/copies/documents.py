@@ -19,7 +19,17 @@ from shardkit.formats.canonical_json import loads
 from shardkit.formats.digest import sha256_digest
 from shardkit.reading.located_store import read_checked
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.location_table import MAX_TABLE_BYTES, LocationRecord, LocationTable
+from shardkit.repository.location_table import (
+    MAX_TABLE_BYTES,
+    SPARES,
+    TABLES,
+    LocationRecord,
+    LocationTable,
+    spare_name,
+    spare_number,
+    table_name,
+    table_number,
+)
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG_PREFIX,
@@ -31,14 +41,6 @@ from shardkit.repository.log import (
     identity_named_by,
 )
 from shardkit.repository.opening import COPY_NAME, CopyMark, identity_in, location_of, read_mark
-from shardkit.repository.table_commits import (
-    SPARES,
-    TABLES,
-    spare_name,
-    spare_number,
-    table_name,
-    table_number,
-)
 from shardkit.stores.store import Store
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)

@@ -13,10 +13,9 @@ from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.location_table import LocationRecord, LocationTable, first_root, read_table
 from shardkit.repository.opening import is_prepared, location_of
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import first_root, read_table
 
 State = Literal["ok", "unreachable", "unprepared", "foreign"]
 """Of a location: fit; does not answer; not set up yet; of another repository."""

@@ -17,11 +17,19 @@ from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, St
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
-from shardkit.repository.location_table import LocationRecord, LocationTable, absolute_url
+from shardkit.repository.location_table import (
+    LocationRecord,
+    LocationTable,
+    absolute_url,
+    commit_table,
+    draft_table,
+    first_root,
+    read_table,
+    read_tables,
+)
 from shardkit.repository.opening import COPY_NAME, identity_in, location_of, prepare_copy, read_mark
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import commit_table, draft_table, first_root, read_table, read_tables
 from shardkit.stores.objects import check_object
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store

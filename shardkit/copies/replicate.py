@@ -35,10 +35,9 @@ from shardkit.reading.copying import copy_object
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.location_table import LocationTable
+from shardkit.repository.location_table import LocationTable, read_table
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import read_table
 from shardkit.stores.objects import Depth
 
 _JOBS: Final = 4

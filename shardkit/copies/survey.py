@@ -30,10 +30,15 @@ from shardkit.reading.parity.sets import (
     version_record_name,
 )
 from shardkit.reading.parity.streaming import restore
-from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.location_table import (
+    LocationRecord,
+    LocationTable,
+    draft_table,
+    first_root,
+    read_table,
+)
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import draft_table, first_root, read_table
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import Store, object_name, parse_object_name, put_over
 from shardkit.stores.urls import open_store

@@ -41,6 +41,7 @@ from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.inventory import Inventory, side_objects, take_inventory
 from shardkit.reading.located_store import root_store
+from shardkit.repository.location_table import read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG_PREFIX,
@@ -55,7 +56,6 @@ from shardkit.repository.opening import own_name
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import read_table
 from shardkit.repository.versions import load_shard_selection, with_adopted
 from shardkit.stores.objects import CheckResult, Depth, check_object
 from shardkit.stores.store import Store, object_name, parse_object_name

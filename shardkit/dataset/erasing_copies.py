@@ -8,8 +8,8 @@ from shardkit.copies.facts import open_all
 from shardkit.errors import FormatError, ShardkitError, StoreError
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
+from shardkit.repository.location_table import read_table
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import read_table
 from shardkit.stores.store import parse_object_name
 
 __all__ = ["delete_from_copies"]

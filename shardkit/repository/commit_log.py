@@ -1,4 +1,4 @@
-"""The log of a root: reading it with its chain verified, and committing to it without ever guessing (SPEC.md §4)."""
+"""The log of a root: reading it with its chain verified, and adding to it without ever guessing (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from shardkit.errors import (
@@ -22,17 +21,16 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import utc_text
 from shardkit.reading.located_store import read_checked
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG_PREFIX,
     MAX_ENTRY_BYTES,
-    MAX_NAMES,
+    NO_COMMIT,
     Identity,
     LogEntry,
-    check_ref_name,
     check_succession,
     entry_name,
     entry_number,
@@ -48,171 +46,6 @@ _LONGEST_PAUSE_S: Final = 0.05
 # Forked writers must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
 _MAX_UNLISTED: Final = 1_000
-
-
-_NOTHING: Final[Mapping[str, str]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
-
-    refs: Mapping[str, str | None]
-    """Name → manifest id, None to drop the ref."""
-    tags: Mapping[str, str]
-    expected: Mapping[str, str | None]
-    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
-    withdraw: Mapping[str, str] = field(default_factory=dict)
-    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
-
-    def __post_init__(self) -> None:
-        for name in (*self.refs, *self.tags, *self.expected, *self.withdraw):
-            check_ref_name(name)
-        for manifest in (
-            *self.refs.values(),
-            *self.tags.values(),
-            *self.expected.values(),
-            *self.withdraw.values(),
-        ):
-            if manifest is not None:
-                parse_digest(manifest)
-        both = sorted(self.refs.keys() & self.tags.keys())
-        if both:
-            raise UsageError(
-                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
-            )
-
-    @property
-    def manifests(self) -> set[str]:
-        """Manifests that must be in the repository before the commit."""
-        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
-
-    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
-        """The tables of refs, tags and withdrawn tags after this commit.
-
-        Args:
-            base: The head when the commit began.
-            head: The head now: the commit is rebased onto it where it touches other refs.
-
-        Raises:
-            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
-                and names something else, or the name is that of a withdrawn one.
-        """
-        base_refs = base.refs if base else _NOTHING
-        refs = dict(head.refs if head else _NOTHING)
-        tags = dict(head.tags if head else _NOTHING)
-        self._check_expected(refs)
-        for name, manifest in self.refs.items():
-            now = refs.get(name)
-            if name not in self.expected and now not in (base_refs.get(name), manifest):
-                raise CommitConflict(
-                    f"ref {name!r} was moved to {now} by another commit, expected {base_refs.get(name)}; "
-                    "look at it (shardkit log), then commit again"
-                )
-            if manifest is None:
-                refs.pop(name, None)
-            else:
-                refs[name] = manifest
-        self._add_tags(tags)
-        gone = self._withdrawn(head)
-        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
-        if again:
-            raise CommitConflict(
-                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
-                "another name"
-            )
-        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
-        _check_tables(refs, tags)
-        return {"refs": refs, "tags": tags, "withdrawn": gone}
-
-    def _withdrawn(self, head: LogEntry | None) -> dict[str, str]:
-        gone = dict(head.withdrawn if head else _NOTHING)
-        tags = head.tags if head else _NOTHING
-        for name, manifest in self.withdraw.items():
-            if tags.get(name, gone.get(name)) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} names {tags.get(name)}, expected {manifest}; look at it (shardkit log), then try "
-                    "again"
-                )
-            gone[name] = manifest
-        return gone
-
-    def _check_expected(self, refs: Mapping[str, str]) -> None:
-        for name, manifest in self.expected.items():
-            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
-            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
-                raise CommitConflict(
-                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
-                    "look at it (shardkit log), then commit again"
-                )
-
-    def _add_tags(self, tags: dict[str, str]) -> None:
-        for name, manifest in self.tags.items():
-            if tags.setdefault(name, manifest) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
-                )
-
-
-def _check_tables(refs: Mapping[str, str], tags: Mapping[str, str]) -> None:
-    both = sorted(refs.keys() & tags.keys())
-    if both:
-        raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
-    if max(len(refs), len(tags)) > MAX_NAMES:
-        raise UsageError(
-            f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
-        )
-
-
-def put_numbered(
-    store: Store, name: str, data: bytes, read_back: Callable[[], bytes], *, what: str, then: str
-) -> bool:
-    """Put a document that is the next of its row: True when it is durably there, False when another has its number.
-
-    After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours is
-    put again: that it exists then also says that it is durable.
-
-    Args:
-        store: of the root.
-        name: of the document.
-        data: its bytes.
-        read_back: gives what lies there, checked.
-        what: how messages name the change.
-        then: what messages say is to be done once the store or disk was looked at.
-
-    Raises:
-        CommitUnknown: the store failed and does not say whether it landed.
-        StoreError: the store refused; nothing was changed.
-    """
-    failure: StoreError | None = None
-    found: bytes | None = None
-    for _ in range(_PUT_ATTEMPTS):
-        try:
-            if store.put_new(name, data):
-                return True
-            failure = None
-        except StoreError as error:
-            failure = error
-        try:
-            found = read_back()
-        except NotFoundError:
-            found = None
-        except (StoreError, IntegrityError, FormatError) as error:
-            raise CommitUnknown(
-                f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the store, "
-                f"then {then}"
-            ) from error
-        if found is not None and found != data:
-            return False
-        if found is not None and failure is None:
-            return True
-        if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
-            break  # asking again does not help
-    if found is None and failure is not None:
-        raise failure  # it is not there, and the store says why
-    raise CommitUnknown(
-        f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
-    ) from failure
 
 
 class CommitLog:
@@ -276,7 +109,7 @@ class CommitLog:
             changed = change(head)
             if changed is None:
                 return None
-            entry = self._entry_after(head, txn=txn, message=message, author=author, changed=changed)
+            entry = self._entry_after(head, {**changed, "txn": txn, "message": message, "author": author})
             if self._put(entry):
                 self._seen = max(self._seen, entry.n)
                 return entry
@@ -296,6 +129,22 @@ class CommitLog:
             what=f"commit {entry.txn} to {self._store.url}",
             then=f"ask again: Repository.find_commit({entry.txn!r})",
         )
+
+    def _entry_after(self, head: LogEntry | None, fields: Mapping[str, Any]) -> LogEntry:
+        entry = dataclasses.replace(
+            head or NO_COMMIT,
+            n=head.n + 1 if head else 1,
+            repository=self._identity.id,
+            previous=sha256_digest((head or self._identity).to_bytes()),
+            time=utc_text(),
+            software=f"shardkit {_version()}",
+            **fields,
+        )
+        try:
+            # nobody may write what nobody will read
+            return LogEntry.from_bytes(entry.to_bytes(), "this commit")
+        except FormatError as error:
+            raise UsageError(f"the commit cannot be written: {error}") from error
 
     def _last_number(self) -> int:
         """Number of the newest entry; all before it are there.
@@ -343,30 +192,56 @@ class CommitLog:
 
         return read_checked(self._store, name, parse, max_bytes=MAX_ENTRY_BYTES)
 
-    def _entry_after(
-        self, head: LogEntry | None, *, txn: str, message: str, author: str, changed: Mapping[str, Any]
-    ) -> LogEntry:
-        entry = LogEntry(
-            n=head.n + 1 if head else 1,
-            repository=self._identity.id,
-            previous=sha256_digest(head.to_bytes() if head else self._identity.to_bytes()),
-            txn=txn,
-            time=utc_text(),
-            author=author,
-            message=message,
-            refs=head.refs if head else {},
-            tags=head.tags if head else {},
-            software=f"shardkit {_version()}",
-            withdrawn=head.withdrawn if head else {},
-            collected=head.collected if head else 0,
-            collecting=head.collecting if head else {},
-        )
-        entry = dataclasses.replace(entry, **changed)
+
+def put_numbered(
+    store: Store, name: str, data: bytes, read_back: Callable[[], bytes], *, what: str, then: str
+) -> bool:
+    """Put a document that is the next of its row: True when it is durably there, False when another has its number.
+
+    After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours is
+    put again: that it exists then also says that it is durable.
+
+    Args:
+        store: of the root.
+        name: of the document.
+        data: its bytes.
+        read_back: gives what lies there, checked.
+        what: how messages name the change.
+        then: what messages say is to be done once the store or disk was looked at.
+
+    Raises:
+        CommitUnknown: the store failed and does not say whether it landed.
+        StoreError: the store refused; nothing was changed.
+    """
+    failure: StoreError | None = None
+    found: bytes | None = None
+    for _ in range(_PUT_ATTEMPTS):
         try:
-            # nobody may write what nobody will read
-            return LogEntry.from_bytes(entry.to_bytes(), "this commit")
-        except FormatError as error:
-            raise UsageError(f"the commit cannot be written: {error}") from error
+            if store.put_new(name, data):
+                return True
+            failure = None
+        except StoreError as error:
+            failure = error
+        try:
+            found = read_back()
+        except NotFoundError:
+            found = None
+        except (StoreError, IntegrityError, FormatError) as error:
+            raise CommitUnknown(
+                f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the store, "
+                f"then {then}"
+            ) from error
+        if found is not None and found != data:
+            return False
+        if found is not None and failure is None:
+            return True
+        if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
+            break  # asking again does not help
+    if found is None and failure is not None:
+        raise failure  # it is not there, and the store says why
+    raise CommitUnknown(
+        f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
+    ) from failure
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""What makes a root a repository: ``shardkit.json``, and the entries of its log.
+"""What makes a root a repository: ``shardkit.json``, the entries of its log, and what a commit changes in them.
 
 An entry is one commit, names its predecessor by digest, and has the full table of refs and tags. Pure: bytes in, bytes
 out; `shardkit.repository.commit_log` reads and writes them.
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from shardkit.errors import FormatError, IntegrityError, UsageError
+from shardkit.errors import CommitConflict, FormatError, IntegrityError, UsageError
 from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import (
     DIGEST,
     NUMBERED,
@@ -70,8 +70,7 @@ class Identity:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with the digest of the rest of it inside."""
-        body: dict[str, object] = {"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)}
-        return sealed(body)
+        return sealed({"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Identity:
@@ -169,6 +168,10 @@ class LogEntry:
         }
 
 
+NO_COMMIT: Final = LogEntry(0, "", "", "", "", "", "", {}, {}, "")
+"""What stands before the first commit: no refs, no tags."""
+
+
 def entry_name(number: int) -> str:
     """``log/<20 digits>.json``: byte order is number order."""
     return f"{LOG_PREFIX}{number:020d}.json"
@@ -235,6 +238,101 @@ def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, w
             f"log of {where}: entry {later.n} moves or removes the tag {moved[0]!r}, which cannot be; "
             "restore the log from a copy of the root"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
+
+    refs: Mapping[str, str | None]
+    """Name → manifest id, None to drop the ref."""
+    tags: Mapping[str, str]
+    expected: Mapping[str, str | None]
+    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
+    withdraw: Mapping[str, str]
+    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
+
+    def __post_init__(self) -> None:
+        for names in (self.refs, self.tags, self.expected, self.withdraw):
+            for name, manifest in names.items():
+                check_ref_name(name)
+                if manifest is not None:
+                    parse_digest(manifest)
+        both = sorted(self.refs.keys() & self.tags.keys())
+        if both:
+            raise UsageError(
+                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
+            )
+
+    @property
+    def manifests(self) -> set[str]:
+        """Manifests that must be in the repository before the commit."""
+        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
+
+    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
+        """The tables of refs, tags and withdrawn tags after this commit.
+
+        Args:
+            base: The head when the commit began.
+            head: The head now: the commit is rebased onto it where it touches other refs.
+
+        Raises:
+            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
+                and names something else, or the name is that of a withdrawn one.
+        """
+        head = head or NO_COMMIT
+        refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
+        self._set_refs(refs, (base or NO_COMMIT).refs)
+        self._add_tags(tags)
+        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
+        if again:
+            raise CommitConflict(
+                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
+                "another name"
+            )
+        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
+        both = sorted(refs.keys() & tags.keys())
+        if both:
+            raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
+        if max(len(refs), len(tags)) > MAX_NAMES:
+            raise UsageError(
+                f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
+            )
+        return {"refs": refs, "tags": tags, "withdrawn": gone}
+
+    def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
+        for name, manifest in self.expected.items():
+            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
+            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
+                raise CommitConflict(
+                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
+                    "look at it (shardkit log), then commit again"
+                )
+        for name, manifest in self.refs.items():
+            now = refs.pop(name, None)
+            if name not in self.expected and now not in (before.get(name), manifest):
+                raise CommitConflict(
+                    f"ref {name!r} was moved to {now} by another commit, expected {before.get(name)}; "
+                    "look at it (shardkit log), then commit again"
+                )
+            if manifest is not None:
+                refs[name] = manifest
+
+    def _add_tags(self, tags: dict[str, str]) -> None:
+        for name, manifest in self.tags.items():
+            if tags.setdefault(name, manifest) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
+                )
+
+    def _withdrawn(self, head: LogEntry) -> dict[str, str]:
+        for name, manifest in self.withdraw.items():
+            if head.tags.get(name, head.withdrawn.get(name)) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} names {head.tags.get(name)}, expected {manifest}; look at it (shardkit log), then "
+                    "try again"
+                )
+        return {**head.withdrawn, **self.withdraw}
 
 
 def _names(fields: Fields, key: str) -> Mapping[str, str]:

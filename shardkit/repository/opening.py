@@ -23,7 +23,7 @@ from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import LocatedStore, find_checked, read_checked, root_store
 from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.location_table import LocationRecord, LocationTable, read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
     MAX_ENTRY_BYTES,
@@ -33,7 +33,6 @@ from shardkit.repository.log import (
     entry_name,
     identity_named_by,
 )
-from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import parse_address

@@ -13,10 +13,19 @@ from shardkit.errors import NotFoundError, ShardkitError, StoreReadOnlyError, Us
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.reading.located_store import root_store
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.commit_hooks import COMMIT_HOOKS
-from shardkit.repository.commit_log import Changes, CommitLog
+from shardkit.repository import COMMIT_HOOKS
+from shardkit.repository.commit_log import CommitLog
 from shardkit.repository.garbage_lists import check_not_collected
-from shardkit.repository.log import IDENTITY_NAME, SINGLE_WRITER, Identity, LogEntry, check_ref_name
+from shardkit.repository.location_table import read_table
+from shardkit.repository.log import (
+    IDENTITY_NAME,
+    NO_COMMIT,
+    SINGLE_WRITER,
+    Changes,
+    Identity,
+    LogEntry,
+    check_ref_name,
+)
 from shardkit.repository.opening import (
     Locations,
     first_identity,
@@ -27,7 +36,6 @@ from shardkit.repository.opening import (
     recorded_locations,
     refuse_copy,
 )
-from shardkit.repository.table_commits import read_table
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import ObjectStage, get_object, put_object
 from shardkit.stores.remote.probe import check_writers
@@ -198,14 +206,12 @@ class Repository(CommitLog):
     @property
     def refs(self) -> dict[str, str]:
         """Movable names → manifest ids."""
-        head = self.head()
-        return dict(head.refs) if head else {}
+        return dict((self.head() or NO_COMMIT).refs)
 
     @property
     def tags(self) -> dict[str, str]:
         """Unmovable names → manifest ids."""
-        head = self.head()
-        return dict(head.tags) if head else {}
+        return dict((self.head() or NO_COMMIT).tags)
 
     def resolve(self, ref: str | None = None) -> str:
         """The manifest id that a ref, a tag or a digest names; ``main`` for None.
@@ -218,9 +224,9 @@ class Repository(CommitLog):
         if DIGEST.fullmatch(name) is not None:
             return name
         check_ref_name(name)
-        head = self.head()
-        names = {**head.tags, **head.refs} if head else {}
-        if head is not None and name in head.withdrawn:
+        head = self.head() or NO_COMMIT
+        names = {**head.tags, **head.refs}
+        if name in head.withdrawn:
             raise NotFoundError(
                 f"tag {name!r} of {self.url} was withdrawn: rows of {head.withdrawn[name]} were erased; "
                 "shardkit log says when and why"
@@ -263,9 +269,7 @@ class Repository(CommitLog):
             StoreError: The store refused; nothing was committed.
         """
         self._check_writable()
-        changes = Changes(
-            dict(set_refs or {}), dict(set_tags or {}), dict(expected or {}), dict(withdraw or {})
-        )
+        changes = Changes(set_refs or {}, set_tags or {}, expected or {}, withdraw or {})
         base = self.head()
         try:
             self._check_manifests(changes.manifests)
@@ -298,14 +302,17 @@ class Repository(CommitLog):
         self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
     ) -> None:
         """Refuse to name what is being deleted, or was since this root was opened; or say that this may be why."""
-        began = self._base.collected if self._base else 0
+        base = self._base or NO_COMMIT
         # A collection that was under way when the root was opened may have ended since.
-        under_way = set(self._base.collecting.values()) if self._base else set[str]()
-        if head is None or not manifests or not (head.collected != began or head.collecting or under_way):
+        since = set(base.collecting.values())
+        if (
+            head is None
+            or not manifests
+            or not (head.collected != base.collected or head.collecting or since)
+        ):
             return
-        since = under_way
-        for entry in self.newest_commits() if head.collected != began else ():
-            if self._base is not None and entry.n <= self._base.n:
+        for entry in self.newest_commits() if head.collected != base.collected else ():
+            if entry.n <= base.n:
                 break
             since |= set(entry.collecting.values())
         going = set(head.collecting.values())
@@ -333,8 +340,11 @@ class Repository(CommitLog):
             digest = put_list(head)
             if digest is None:
                 return None
-            collecting = {**(head.collecting if head else {}), identity: digest}
-            return {"collected": (head.collected if head else 0) + 1, "collecting": collecting}
+            head = head or NO_COMMIT
+            return {
+                "collected": head.collected + 1,
+                "collecting": {**head.collecting, identity: digest},
+            }
 
         return identity if self._append(change, self.head(), "garbage: deleting") else None
 
@@ -364,10 +374,11 @@ class Repository(CommitLog):
         """Give a collection that is under way another id, or none: it is over."""
 
         def change(head: LogEntry | None) -> Mapping[str, Any] | None:
-            if head is None or old not in head.collecting:
+            collecting = dict((head or NO_COMMIT).collecting)
+            digest = collecting.pop(old, None)
+            if digest is None:
                 return None
-            ids = ((new if one == old else one, digest) for one, digest in head.collecting.items())
-            return {"collecting": {one: digest for one, digest in ids if one is not None}}
+            return {"collecting": {**collecting, **({new: digest} if new else {})}}
 
         return self._append(change, self.head(), message)
 

@@ -19,8 +19,7 @@ from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict
 from shardkit.reading.inventory import take_inventory
-from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.table_commits import read_table
+from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.storage import Repository, put_manifest
 from tests.drills import DRILLS
 

@@ -22,9 +22,8 @@ from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.policy import Policy
-from shardkit.repository.table_commits import read_table
 from shardkit.storage import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from tests.drills import drill_cases, drill_count

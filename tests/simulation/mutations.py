@@ -19,8 +19,7 @@ from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, read_path
 from shardkit.repository import commit_log
-from shardkit.repository.commit_log import Changes
-from shardkit.repository.log import entry_name
+from shardkit.repository.log import NO_COMMIT, Changes, entry_name
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, objects, store
 from shardkit.stores.local import LocalStore
@@ -236,7 +235,7 @@ def _last_one_wins(self: Any, _base: Any, head: Any) -> dict[str, Any]:
     return {
         "refs": {name: to for name, to in refs.items() if to},
         "tags": {**(head.tags if head else {}), **self.tags},
-        "withdrawn": self._withdrawn(head),
+        "withdrawn": self._withdrawn(head or NO_COMMIT),
     }
 
 

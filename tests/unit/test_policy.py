@@ -17,10 +17,16 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.repository.location_table import LocationRecord, LocationTable
+from shardkit.repository.location_table import (
+    LocationRecord,
+    LocationTable,
+    commit_table,
+    first_root,
+    read_table,
+    read_tables,
+)
 from shardkit.repository.opening import COPY_NAME, open_locations, prepare_copy
 from shardkit.repository.policy import Critical, Parity, Policy
-from shardkit.repository.table_commits import commit_table, first_root, read_table, read_tables
 from shardkit.storage import LocalStore, LocatedStore, Repository
 
 

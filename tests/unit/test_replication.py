@@ -17,9 +17,8 @@ from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.copying import copy_object
 from shardkit.reading.locations import Location
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.policy import Policy
-from shardkit.repository.table_commits import read_table
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.store import ObjectStat, parse_object_name

@@ -21,11 +21,10 @@ from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task,
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.located_store import root_store
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.repository.table_commits import read_table
 from shardkit.stores.objects import CheckResult, check_object
 from shardkit.stores.store import Store
 from shardkit_tools import console
