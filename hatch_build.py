@@ -1,7 +1,7 @@
-"""Compiles two modules where there is a C compiler; without one shardkit installs, and runs, as well.
+"""Compiles the loader's module where there is a C compiler; without one shardkit installs, and runs, as well.
 
-They read and hash blocks, copy rows and make digests in calls during which other threads run. Without them numpy,
-xxhash and hashlib do the same, and reading uncompressed samples takes up to twice as long.
+It reads and hashes blocks and copies rows in calls during which other threads run. Without it numpy and xxhash do the
+same, and reading uncompressed samples takes up to twice as long.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = (
-    "shardkit/formats/span_digests.c",
-    "shardkit/loader/block_rows.c",
-)
+SOURCES = ("shardkit/loader/block_rows.c",)
 
 
 class CompiledCopies(BuildHookInterface):  # type: ignore[type-arg]

@@ -26,8 +26,6 @@ from shardkit.errors import (
     UsageError,
 )
 
-__all__ = ["ExitCode", "exit_code"]
-
 
 class ExitCode(IntEnum):
     """See above; the meaning of a code never changes between releases."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["Shown", "page", "pages", "table"]
-
 _TABLE = ' style="border-collapse:collapse;margin:0 0 1em"'
 _LEFT = (
     ' style="text-align:left;padding:2px 16px 2px 0"'  # notebooks align numbers, and heads, each in their way

@@ -10,8 +10,6 @@ from typing import Any
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Range", "duration_text", "parse_duration", "parse_size", "shown"]
-
 
 @dataclass(frozen=True)
 class Range:

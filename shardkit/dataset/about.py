@@ -22,17 +22,6 @@ from shardkit.manifest.json_fields import Fields, read_document
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version
 
-__all__ = [
-    "About",
-    "Terms",
-    "about_of",
-    "check_strata",
-    "given_about",
-    "load_about",
-    "parse_about",
-    "read_about",
-]
-
 MAX_ABOUT_BYTES: Final = 4 * 2**20
 
 _FORMAT: Final = "shardkit-about/1"

@@ -17,8 +17,6 @@ from shardkit.manifest import Manifest, Stratum
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
 
-__all__ = ["Base", "load_base", "pooling_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:

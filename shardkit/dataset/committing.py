@@ -33,8 +33,6 @@ from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 
-__all__ = ["Destination", "MadeVersion", "commit_version", "make_manifest", "write_version"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:

@@ -16,8 +16,6 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version
 from shardkit.stores.store import parse_object_name
 
-__all__ = ["Copies", "find_copies"]
-
 _SHARD_KINDS = ("tar", "tar.zst", "arrow")
 _SHOWN = 5
 

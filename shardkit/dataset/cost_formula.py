@@ -23,8 +23,6 @@ from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
 from shardkit.plan.costs import COST_LIMIT
 from shardkit.plan.rounding import ragged
 
-__all__ = ["CostFormula", "Term"]
-
 _MOST_POWER = 4
 _LARGEST = 1 << 62  # of what arrays of int64 may hold on the way
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

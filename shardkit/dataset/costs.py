@@ -23,10 +23,6 @@ from shardkit.reading.row_map import RowMap
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version
 
-__all__ = [
-    "CostCodes", "costs_of", "covers", "cut_pieces", "parse_costs", "put_costs", "read_piece", "write_piece",
-]  # fmt: skip
-
 PIECE_ROWS: Final = 2**17
 """Rows after which a piece ends: a seek reads some of them, each as a whole, and so verified."""
 

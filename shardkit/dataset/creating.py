@@ -24,8 +24,6 @@ from shardkit.stores.file_operations import FOLDER, explained
 from shardkit.stores.local import LocalStore
 from shardkit.stores.staging import private_folder, temporary_name
 
-__all__ = ["Writer", "create"]
-
 
 def create(
     root: str | os.PathLike[str],

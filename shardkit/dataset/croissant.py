@@ -17,8 +17,6 @@ from shardkit.manifest import Manifest
 from shardkit.repository.versions import Version
 from shardkit.stores.store import object_name
 
-__all__ = ["croissant_document"]
-
 CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.1"
 
 _PREFIXES: Final = {"cr": "http://mlcommons.org/croissant/", "dct": "http://purl.org/dc/terms/"}

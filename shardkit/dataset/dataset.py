@@ -33,8 +33,6 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest, merged_version
 from shardkit.telemetry import TelemetrySettings
 
-__all__ = ["Dataset", "open_dataset"]
-
 _log = logging.getLogger("shardkit.plan")
 
 

@@ -18,8 +18,6 @@ from shardkit.repository.part_locations import put_location
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 
-__all__ = ["merge_datasets", "relabel"]
-
 
 def merge_datasets(
     parts: Mapping[str, str | os.PathLike[str]],

@@ -16,21 +16,6 @@ from shardkit.dataset.splits import split_value
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
 
-__all__ = [
-    "CLASS_AXIS",
-    "SOURCE_PREFIX",
-    "EncodedRow",
-    "EncodedRows",
-    "RowEncoder",
-    "encode_columns",
-    "generated_key",
-    "generated_keys",
-    "key_identity",
-    "ordinal_identity",
-    "part_identity",
-    "split_value",
-]
-
 CLASS_AXIS = "__class__"
 """Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""
 

@@ -30,8 +30,6 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, put_manifest
 from shardkit.stores.file_operations import FOLDER
 
-__all__ = ["erase_rows", "finish_erasures", "plan_erasure"]
-
 _ATTEMPTS = 20
 _MAX_ROWS = 10**6
 

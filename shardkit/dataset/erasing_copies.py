@@ -12,8 +12,6 @@ from shardkit.repository.location_table import read_table
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import parse_object_name
 
-__all__ = ["delete_from_copies"]
-
 _SHARDS = ("tar", "tar.zst", "arrow")
 
 

@@ -14,8 +14,6 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.objects import check_object
 from shardkit.stores.store import object_name, parse_object_name
 
-__all__ = ["delete_parity"]
-
 _MOST_LOST = 2  # that a set gives back
 
 

@@ -15,8 +15,6 @@ from shardkit.errors import FormatError, NotFoundError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
 
-__all__ = ["ErasurePlan", "ErasureReport", "Journal", "NewShard", "unfinished"]
-
 _PREFIX: Final = "erasures/"
 _MAX_BYTES: Final = 2**30
 _FORMAT: Final = "shardkit-erasure/1"

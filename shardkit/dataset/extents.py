@@ -20,18 +20,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 
-__all__ = [
-    "EXTENT_BYTES",
-    "IN_SOURCE",
-    "SIZE",
-    "WATCHED",
-    "Extent",
-    "ExtentColumn",
-    "ExtentReader",
-    "changed_source",
-    "file_state",
-]
-
 _PACKED = struct.Struct("<QQQ")
 EXTENT_BYTES = _PACKED.size
 """Of an extent in a scratch record: file, offset, XXH3-64 of the bytes or state of the file; each of 8 bytes."""

@@ -8,8 +8,6 @@ import re
 
 from shardkit.errors import UsageError
 
-__all__ = ["parse_expression", "split_names", "without_spaces"]
-
 # what a literal of text holds is none; a backtick in a name is written twice
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(`(?:[^`]|``)+`)""", re.DOTALL)
 

@@ -14,17 +14,6 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.ranges import Range
 
-__all__ = [
-    "BLOCK_BYTES",
-    "MAX_SHARD_BYTES",
-    "Layout",
-    "LayoutSettings",
-    "RowTable",
-    "lay_out",
-    "mix64",
-    "order_keys",
-]
-
 # The largest object that one PUT takes on every object store, less room for trailers and incompressible data.
 MAX_SHARD_BYTES = 5 * 2**30 - 16 * 2**20
 

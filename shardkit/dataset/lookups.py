@@ -24,8 +24,6 @@ from shardkit.repository.repository import Repository
 if TYPE_CHECKING:
     from shardkit.dataset.dataset import Dataset
 
-__all__ = ["KEY", "Entries", "Matches", "find_samples", "hash_values", "parse_lookup", "put_lookups"]
-
 KEY: Final = "key"
 """The lookup of sample keys, as the source and as the shard has them."""
 

@@ -11,8 +11,6 @@ from shardkit.errors import ShardkitError
 from shardkit.formats.tar_members import sniff_extension
 from shardkit.notebook import page, table
 
-__all__ = ["dataset_page"]
-
 _PICTURES = 6
 _MAX_BYTES = 64 << 10  # of a picture; what is shown is in the notebook's file
 _TYPES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp"}

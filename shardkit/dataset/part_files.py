@@ -22,8 +22,6 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageErr
 from shardkit.stores.file_operations import Handle, active, explained
 from shardkit.stores.staging import writer_is_dead
 
-__all__ = ["FOLDER", "PartFolder", "WrittenPart", "check_part_name", "settings_of"]
-
 FOLDER = "parts"
 """Folder of the parts, below the scratch of a root."""
 

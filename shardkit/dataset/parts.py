@@ -18,8 +18,6 @@ from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 
-__all__ = ["commit_parts", "list_parts"]
-
 
 def list_parts(root: str | os.PathLike[str], *, scratch: str | os.PathLike[str] | None = None) -> list[str]:
     """Names of the parts of a root that are whole and not committed yet, sorted.

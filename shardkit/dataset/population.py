@@ -9,8 +9,6 @@ from shardkit.errors import UsageError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.plan import Plan, Population
 
-__all__ = ["check_plan", "population_of"]
-
 
 def population_of(manifest: Manifest, table: ShardTable) -> Population:
     """The selected rows of each segment, and how many of them one block holds.

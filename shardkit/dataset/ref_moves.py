@@ -14,8 +14,6 @@ from shardkit.ranges import parse_size
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 
-__all__ = ["NOT_MOVED", "Moved", "Standing", "block_size_for", "move_refs", "standing_refs"]
-
 Standing = Mapping[str, str | None]
 """Ref → the manifest id that it names, None where there is no such ref."""
 

@@ -19,8 +19,6 @@ from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
 
-__all__ = ["Removal", "erase", "remove", "resume_erasures"]
-
 _SHOWN = 5
 
 Places = dict[int, list[int]]

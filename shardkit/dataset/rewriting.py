@@ -34,8 +34,6 @@ from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_selection, put_manifest, put_selection
 
-__all__ = ["Rewriter"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loss:

@@ -15,16 +15,6 @@ from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import SampleError
 from shardkit.formats import pack_columns, unpack_columns
 
-__all__ = [
-    "AllRows",
-    "RowColumns",
-    "ShardRows",
-    "check_unique_keys",
-    "describe_row",
-    "join_parts",
-    "rows_of_shards",
-]
-
 _KIND = "scratch-rows"
 _MARK = "mark_"
 

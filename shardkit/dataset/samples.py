@@ -19,17 +19,6 @@ from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
 
-__all__ = [
-    "Samples",
-    "all_numbers",
-    "is_one",
-    "number_of",
-    "numbers_of",
-    "read_runs",
-    "stream_table",
-    "table_library",
-]
-
 _COUNT = Range(0, 2**40)
 _COUNT_OF_BATCH = Range(1, 2**40)
 _SEEDS = Range(0, 2**64 - 1)

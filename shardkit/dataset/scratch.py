@@ -25,8 +25,6 @@ from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part,
 from shardkit.errors import StoreError
 from shardkit.stores.file_operations import active, explained
 
-__all__ = ["MIN_RUN_BYTES", "RUN_BYTES", "RowSpool", "RunBuffer", "remove_scratch", "sized_run"]
-
 RUN_BYTES = 64 * 2**20
 """Bytes of a run of scratch that is held in memory, at most and by default."""
 

@@ -23,18 +23,6 @@ from shardkit.errors import IntegrityError
 from shardkit.formats import JoinedPayloads, RowBlock, Schema
 from shardkit.stores.file_operations import Handle, active, explained
 
-__all__ = [
-    "NO_ROW",
-    "FilePart",
-    "HeldRecords",
-    "MemoryPart",
-    "Part",
-    "PartFiles",
-    "Parts",
-    "ScratchReader",
-    "record_header",
-]
-
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
 _FEW_ROWS = 64  # below this comparing names as an array costs more than one by one

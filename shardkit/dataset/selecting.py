@@ -15,8 +15,6 @@ from shardkit.manifest import Manifest, Selection, ShardTable, Stratum, paginate
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, put_manifest, put_selection
 
-__all__ = ["put_selected", "select_rows", "selected_rows"]
-
 RowStrata = Callable[[int], NDArray[np.int32] | None]
 """Shard → int32[rows], the own stratum of each row (`ShardIndex.row_stratum`); None: no row is pooled."""
 

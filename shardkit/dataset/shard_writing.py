@@ -21,8 +21,6 @@ from shardkit.formats import RowBlock, Sink, block_starts, extension, open_write
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 
-__all__ = ["GATHER_BYTES", "WriteBehind", "WrittenShard", "write_shard"]
-
 # Below this starting threads costs more than it saves.
 _SMALL_BYTES = 4 * 2**20
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Texts, pack_columns, unpack_columns
 
-__all__ = ["SourceDigest", "SourcesObject", "joined_sources", "pack_sources", "unpack_sources"]
-
 _KIND = "sources"
 
 

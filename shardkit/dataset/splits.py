@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from shardkit.dataset.layout import mix64
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Split", "folder_split", "parse_split", "split_of", "split_value"]
-
 # Not the seed of the shuffle: shuffling anew must not move a row from val to train.
 _SPLIT_KEY = np.uint64(0x73706C69742D6F66)  # "split-of"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

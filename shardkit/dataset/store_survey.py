@@ -11,8 +11,6 @@ from shardkit.reading.inventory import Inventory
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name, parse_object_name
 
-__all__ = ["StoreSurvey"]
-
 _OBJECTS = "objects/"
 
 

@@ -18,8 +18,6 @@ from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import ConfigurationError
 from shardkit.manifest import POOL, Stratum
 
-__all__ = ["VersionPlan", "plan_version"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VersionPlan:

@@ -18,8 +18,6 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema, extension, normalise_compression
 from shardkit.ranges import parse_size
 
-__all__ = ["NewVersion", "VersionSettings"]
-
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 

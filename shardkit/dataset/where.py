@@ -19,8 +19,6 @@ from shardkit.formats import Schema
 
 from .field_names import parse_expression
 
-__all__ = ["Where"]
-
 Mask = NDArray[np.bool_]
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {

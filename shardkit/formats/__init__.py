@@ -9,14 +9,13 @@ from .arrow_writing import arrow_schema, record_batch
 from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, Texts, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
-from .digest import format_digest, parse_digest, sha256_digest, sha256_each, xxh3
+from .digest import format_digest, parse_digest, sha256_digest, xxh3
 from .index import BlockSpan, ShardIndex, block_starts
 from .reading import Verify, read_block, verify_block
 from .rows import JoinedPayloads, Row, RowBlock, fit_key, is_key, max_key_bytes
 from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
 from .tar_blocks import parse_decimals
 from .tar_members import member_names, npy_payload_offset
-from .whole_shard import Damage, build_index, check_whole_shard, find_damage
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "BlockSpan",
     "Column",
     "Columns",
-    "Damage",
     "FieldType",
     "FixedColumn",
     "FixedPlace",
@@ -42,10 +40,7 @@ __all__ = [
     "Verify",
     "arrow_schema",
     "block_starts",
-    "build_index",
-    "check_whole_shard",
     "extension",
-    "find_damage",
     "fit_key",
     "fixed_places",
     "format_digest",
@@ -63,7 +58,6 @@ __all__ = [
     "read_block",
     "record_batch",
     "sha256_digest",
-    "sha256_each",
     "unpack_columns",
     "verify_block",
     "xxh3",

@@ -12,18 +12,6 @@ from functools import lru_cache
 
 from shardkit.errors import FormatError
 
-__all__ = [
-    "CONTINUATION",
-    "END_OF_STREAM",
-    "FILE_MAGIC",
-    "BatchHeader",
-    "compressed_buffer",
-    "file_head_size",
-    "raw_message_bytes",
-    "read_batch_header",
-    "read_footer_blocks",
-]
-
 FILE_MAGIC = b"ARROW1"
 """Begins and ends an Arrow IPC file (Arrow columnar format, "IPC File Format")."""
 
@@ -61,7 +49,7 @@ class BatchHeader:
     message_bytes: int
 
 
-class _Table:
+class MetadataTable:
     """One FlatBuffers table; every access is inside `data` or a FormatError."""
 
     def __init__(self, data: memoryview, position: int) -> None:
@@ -88,10 +76,10 @@ class _Table:
         place = self.place(slot)
         return 0 if place is None else self._read(layout, place)
 
-    def table(self, slot: int) -> _Table | None:
+    def table(self, slot: int) -> MetadataTable | None:
         """Field that refers to another table."""
         place = self.place(slot)
-        return None if place is None else _Table(self._data, place + self._read("<I", place))
+        return None if place is None else MetadataTable(self._data, place + self._read("<I", place))
 
     def structs(self, slot: int, width: int) -> slice:
         """Where the items of a vector of structs of `width` bytes lie; empty where it is absent."""
@@ -128,7 +116,7 @@ class _Shape:
 
     def __init__(self, data: bytes) -> None:
         metadata = memoryview(data)
-        root = _Table(metadata, int.from_bytes(metadata[:4], "little"))
+        root = MetadataTable(metadata, int.from_bytes(metadata[:4], "little"))
         version, kind = root.number(0, "<h"), root.number(1, "<B")
         batch = root.table(2)
         if (
@@ -271,27 +259,3 @@ def file_head_size(data: memoryview) -> int:
     ):
         raise FormatError("arrow file: no magic and schema at its start")
     return 16 + length
-
-
-def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the record batches that the footer of an Arrow file lists.
-
-    Args:
-        data: The whole file.
-        tail_offset: Where the bytes after the last batch begin; the footer lies behind it.
-
-    Raises:
-        FormatError: no footer, or one with dictionaries or lengths that make no sense.
-    """
-    end = len(data) - len(FILE_MAGIC) - 4
-    length = int.from_bytes(data[end : end + 4], "little") if end >= tail_offset else -1
-    if length < 8 or data[end + 4 :] != FILE_MAGIC or end - length < tail_offset:
-        raise FormatError("arrow file: no footer before the closing magic")
-    footer = data[end - length : end]
-    root = _Table(footer, int.from_bytes(footer[:4], "little"))
-    if root.number(0, "<h") != _V5 or footer[root.structs(2, 24)]:
-        raise FormatError("arrow file: footer of another version, or with dictionaries")
-    # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
-    raw = footer[root.structs(3, 24)]
-    records = [struct.unpack_from("<qi4xq", raw, position) for position in range(0, len(raw), 24)]
-    return [(offset, metadata + body) for offset, metadata, body in records]

@@ -24,8 +24,6 @@ from .block import Column, FixedColumn, VariableColumn
 from .compression import MAX_RATIO, decompress_frame
 from .schema import FieldType, Schema, presence_of
 
-__all__ = ["BatchReader", "FixedPlace", "fixed_places"]
-
 _TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)
 

@@ -20,16 +20,6 @@ from .packed import unpack_array, unpack_list
 from .rows import JoinedPayloads, PayloadColumn, RowBlock, payloads_of, sizes_of
 from .schema import FieldType, Schema, presence_of
 
-__all__ = [
-    "KEY_FIELD",
-    "ArrowEncoder",
-    "arrow_array",
-    "arrow_item_type",
-    "arrow_schema",
-    "arrow_type",
-    "record_batch",
-]
-
 KEY_FIELD = "__key__"
 """Name of the column of keys."""
 

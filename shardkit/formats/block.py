@@ -13,8 +13,6 @@ from shardkit.errors import FormatError
 
 from .schema import FieldType, Schema, presence_of
 
-__all__ = ["Block", "Column", "FixedColumn", "VariableColumn"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedColumn:

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from shardkit.errors import FormatError, UsageError
 
-__all__ = ["MAX_DEPTH", "dumps", "loads"]
-
 MAX_DEPTH = 64
 
 _LIMIT = 2**63

@@ -22,8 +22,6 @@ from shardkit.errors import FormatError, UsageError
 from . import canonical_json
 from .compression import compress_frame, decompress_frame
 
-__all__ = ["MAX_RAW_BYTES", "Columns", "Texts", "pack_columns", "unpack_columns"]
-
 MAGIC = b"SHRDCOL1"
 ALIGNMENT = 64
 MAX_HEADER = 16 << 20

@@ -9,15 +9,6 @@ import zstandard
 
 from shardkit.errors import FormatError, SchemaError
 
-__all__ = [
-    "MAX_WINDOW",
-    "compress_frame",
-    "decompress_frame",
-    "extension",
-    "normalise_compression",
-    "zstd_level",
-]
-
 MAX_WINDOW = 8 << 20
 """Bytes of a zstd window; level 19 needs no more, and RFC 8878 recommends that every decoder supports it."""
 

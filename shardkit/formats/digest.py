@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import xxhash
 
 from shardkit.errors import FormatError
-
-span_digests: Any
-try:
-    from shardkit.formats import span_digests
-except ImportError:  # not compiled where this was installed, or for a processor without the instructions
-    span_digests = None
-
-__all__ = [
-    "DIGEST_PREFIX",
-    "format_digest",
-    "parse_digest",
-    "sha256_digest",
-    "sha256_each",
-    "xxh3",
-]
 
 DIGEST_PREFIX = "sha256:"
 """Stands before the hex digits of a digest in text."""
@@ -35,14 +18,6 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 def sha256_digest(data: bytes | bytearray | memoryview) -> str:
     """Digest text ``sha256:<64 hex>`` of `data`: what `sha256sum`, S3 and OCI use."""
     return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
-
-
-def sha256_each(pieces: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
-    """SHA-256 of each of some buffers, 32 bytes; two take a third less time together than one after the other."""
-    if span_digests is None or len(pieces) < 2:
-        return [hashlib.sha256(piece).digest() for piece in pieces]
-    found: list[bytes] = span_digests.sha256_each(pieces)
-    return found
 
 
 def format_digest(raw: bytes) -> str:

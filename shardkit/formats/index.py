@@ -16,8 +16,6 @@ from .columns import Texts, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
 from .schema import Schema
 
-__all__ = ["MAX_BLOCK_BYTES", "BlockSpan", "ShardIndex", "block_starts"]
-
 KIND = "index"
 VERSION = 1
 _META = frozenset(

@@ -16,17 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "HEAD_BYTES",
-    "array_header",
-    "array_place",
-    "check_bools",
-    "pack_array",
-    "pack_list",
-    "unpack_array",
-    "unpack_list",
-]
-
 _SHAPE = re.compile(rb"'shape': \(([0-9, ]{1,200})\), \}")
 _MAX_ITEMS = 2**40  # with 1 for 0: NumPy multiplies the sizes of an empty array, too
 _MAX_EMPTY = 2**16  # lists inside of an array that has no items: as Arrow lists they have an offset each

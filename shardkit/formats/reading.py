@@ -20,8 +20,6 @@ from .index import BlockSpan, ShardIndex
 from .schema import presence_of
 from .tar_blocks import optional_column, tar_column
 
-__all__ = ["Verify", "read_block", "verify_block"]
-
 Verify = Literal["fast", "strong"]
 """By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
 

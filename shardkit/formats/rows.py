@@ -19,22 +19,6 @@ from shardkit.errors import SampleError, UsageError
 from .schema import Schema
 from .tar_members import member_names
 
-__all__ = [
-    "MAX_KEY_BYTES",
-    "JoinedPayloads",
-    "PayloadColumn",
-    "Row",
-    "RowBlock",
-    "check_key",
-    "check_keys",
-    "fit_key",
-    "is_key",
-    "max_key_bytes",
-    "payloads_of",
-    "sizes_of",
-]
-
-
 MAX_KEY_BYTES = 80
 """Bytes of a key in a shard; longer ones are kept beside a name that is made up."""
 

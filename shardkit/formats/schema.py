@@ -16,19 +16,6 @@ from shardkit.errors import FormatError, SampleError, SchemaError
 
 from .packed import pack_array, pack_list, unpack_array, unpack_list
 
-__all__ = [
-    "MAX_FIELDS",
-    "MAX_FIELD_NAME",
-    "MAX_JSON_DEPTH",
-    "RESERVED_NAMES",
-    "FieldType",
-    "Schema",
-    "decode_json",
-    "decode_payload",
-    "encode_value",
-    "presence_of",
-]
-
 MAX_FIELDS = 256
 
 MAX_FIELD_NAME = 200

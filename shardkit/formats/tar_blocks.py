@@ -28,8 +28,6 @@ from .tar_members import (
     padded,
 )
 
-__all__ = ["TarEncoder", "member_bytes", "optional_column", "parse_decimals", "tar_column"]
-
 _PADDING = tuple(bytes(size) for size in range(BLOCK))
 _MAX_DIGITS = 20  # of a 64-bit integer, sign included
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")

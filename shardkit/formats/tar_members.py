@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
@@ -24,22 +23,6 @@ from shardkit.errors import FormatError, SampleError
 from .packed import array_header
 from .schema import FieldType, Schema
 
-__all__ = [
-    "BLOCK",
-    "MAX_MEMBER_SIZE",
-    "RAGGED_HEADER_BYTES",
-    "TRAILER",
-    "iter_members",
-    "member_extension",
-    "member_header",
-    "member_headers",
-    "member_names",
-    "npy_header",
-    "npy_payload_offset",
-    "padded",
-    "sniff_extension",
-]
-
 BLOCK = 512
 """Bytes: the unit of a tar (POSIX.1-1988 ustar)."""
 
@@ -49,10 +32,8 @@ TRAILER = bytes(2 * BLOCK)
 MAX_MEMBER_SIZE = 8**11 - 1  # eleven octal digits: 8 GiB - 1
 """Bytes that fit into the eleven octal digits of a header."""
 
-_NAME = re.compile(rb"[A-Za-z0-9_-]{1,80}(?:\.[A-Za-z0-9_%-]+)+\Z")
 _MAX_FIELD = 40
 _UNFIT = re.compile(rb"[^A-Za-z0-9_-]")
-_SIZE = re.compile(rb"[0-7]{11}\x00\Z")
 _BEFORE_SIZE = b"0000644\x00" + b"0000000\x00" + b"0000000\x00"  # mode, uid, gid
 _MTIME = b"00000000000\x00"
 _AFTER_CHECKSUM = (
@@ -126,37 +107,6 @@ def _octal(numbers: NDArray[np.int64], digits: int) -> NDArray[np.uint8]:
     shifts = np.arange(3 * (digits - 1), -1, -3)
     found: NDArray[np.uint8] = (((numbers[:, None] >> shifts) & 7) + ord("0")).astype(np.uint8)
     return found
-
-
-def iter_members(data: memoryview, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Members in ``data[start:end]``, which holds whole members and nothing else.
-
-    Reads headers and padding only, so a sparse file of any size costs nothing.
-
-    Yields:
-        (name, offset of the content in `data`, size).
-
-    Raises:
-        FormatError: a byte differs from what `member_header` writes, padding is not zero, or a member is cut
-        short.
-    """
-    position = start
-    while position < end:
-        header = bytes(data[position : position + BLOCK])
-        name = header[:100].rstrip(b"\x00")
-        digits = header[124:136]
-        if position + BLOCK > end or not _NAME.match(name) or not _SIZE.match(digits):
-            raise FormatError(f"tar header at {position}: no plain file with a name that shardkit writes")
-        size = int(digits[:11], 8)
-        if header != member_header(name, size):
-            raise FormatError(
-                f"tar header at {position} ({name.decode()}): not the ustar header that shardkit writes"
-            )
-        content = position + BLOCK
-        position = content + padded(size)
-        if position > end or any(data[content + size : position]):
-            raise FormatError(f"tar member {name.decode()} at {content}: cut short, or padding is not zero")
-        yield name.decode(), content, size
 
 
 @lru_cache(maxsize=64)

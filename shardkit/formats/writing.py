@@ -16,19 +16,16 @@ from shardkit.errors import SampleError, UsageError
 from .arrow_writing import ArrowEncoder
 from .columns import Texts
 from .compression import extension, normalise_compression
-from .digest import sha256_each, xxh3
+from .digest import xxh3
 from .index import ShardIndex
 from .rows import Row, RowBlock, check_keys, max_key_bytes, sizes_of
 from .schema import Schema
 from .tar_blocks import TarEncoder, member_bytes
 
-__all__ = ["MAX_SAMPLE_BYTES", "ShardWriter", "Sink", "open_writer", "raw_row_bytes"]
-
 MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, and a sample is never cut
 """Of one sample; it fills a shard of its own."""
 
-_MAX_UNHASHED = 4
-_TOGETHER = 2  # blocks, by a thread of its own
+_MAX_UNHASHED = 4  # blocks; each of them is held in memory
 _ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
 
 
@@ -149,8 +146,7 @@ class ShardWriter:
         self._sizes: list[int] = []
         self._raw_sizes: list[int] = []
         self._executor = executor
-        self._hashes: list[list[tuple[int, bytes]] | Future[list[tuple[int, bytes]]]] = []
-        self._unhashed: list[bytes | memoryview] = []
+        self._hashes: list[tuple[int, bytes] | Future[tuple[int, bytes]]] = []
         self._field_offsets: list[NDArray[np.uint64]] = []
         self._field_sizes: list[NDArray[np.uint64]] = []
         head = encoder.head()
@@ -197,9 +193,7 @@ class ShardWriter:
         tail = self._encoder.tail()
         self._write(tail)
         sizes = np.array(self._sizes, np.uint64)
-        self._begin_hashes()
-        parts = [part.result() if isinstance(part, Future) else part for part in self._hashes]
-        hashes = [one for part in parts for one in part]
+        hashes = [one.result() if isinstance(one, Future) else one for one in self._hashes]
         return ShardIndex(
             format=self.format,
             compression=self.compression,
@@ -222,20 +216,12 @@ class ShardWriter:
         )
 
     def _hash(self, stored: bytes | memoryview) -> None:
-        self._unhashed.append(stored)
-        if self._executor is None or len(self._unhashed) == _TOGETHER:
-            self._begin_hashes()
-
-    def _begin_hashes(self) -> None:
-        blocks, self._unhashed = self._unhashed, []
         if self._executor is None:
-            self._hashes.append(_hashes_of(blocks))
+            self._hashes.append(_hashes_of(stored))
             return
-        if len(self._hashes) >= _MAX_UNHASHED // _TOGETHER:  # every one of them holds its blocks in memory
-            behind = self._hashes[-(_MAX_UNHASHED // _TOGETHER)]
-            if isinstance(behind, Future):
-                behind.result()
-        self._hashes.append(self._executor.submit(_hashes_of, blocks))
+        if len(self._hashes) >= _MAX_UNHASHED and isinstance(behind := self._hashes[-_MAX_UNHASHED], Future):
+            behind.result()
+        self._hashes.append(self._executor.submit(_hashes_of, stored))
 
     def _write(self, data: bytes | memoryview) -> None:
         self._written += len(data)
@@ -283,8 +269,8 @@ class ShardWriter:
         }
 
 
-def _hashes_of(blocks: Sequence[bytes | memoryview]) -> list[tuple[int, bytes]]:
-    return list(zip(map(xxh3, blocks), sha256_each(blocks), strict=True))
+def _hashes_of(stored: bytes | memoryview) -> tuple[int, bytes]:
+    return xxh3(stored), hashlib.sha256(stored).digest()
 
 
 class _Lineage:

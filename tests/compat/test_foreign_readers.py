@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pytest
 
 from shardkit.formats import Schema, extension
-from shardkit.testing.format_conformance import write_shard
+from tests.format_conformance import write_shard
 
 SCHEMA = Schema.parse(
     {

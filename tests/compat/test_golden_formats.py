@@ -12,16 +12,9 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from shardkit.formats import (
-    Schema,
-    ShardIndex,
-    build_index,
-    check_whole_shard,
-    extension,
-    pack_columns,
-    unpack_columns,
-)
-from shardkit.testing.format_conformance import read_samples, write_shard
+from shardkit.formats import Schema, ShardIndex, extension, pack_columns, unpack_columns
+from tests.format_conformance import read_samples, write_shard
+from tests.whole_shard import build_index, check_whole_shard
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4")]

@@ -19,9 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-COMPILED = (
-    "shardkit.loader.block_rows", "shardkit.formats.span_digests",
-)  # fmt: skip
+COMPILED = ("shardkit.loader.block_rows",)
 SHARDS = (".tar", ".zst", ".arrow")
 
 

@@ -28,7 +28,7 @@ from shardkit.formats import FixedColumn, Schema, ShardIndex, read_block, xxh3
 from shardkit.formats.arrow_message import raw_message_bytes, read_batch_header
 from shardkit.formats.arrow_writing import arrow_schema
 from shardkit.formats.compression import compress_frame
-from shardkit.testing.format_conformance import example_samples, stored_block, write_shard
+from tests.format_conformance import example_samples, stored_block, write_shard
 
 __all__ = ["SCHEMA", "attack", "mutants", "rehashed"]
 

@@ -18,9 +18,9 @@ from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, ShardIndex, open_writer, read_block
 from shardkit.formats.arrow_message import read_batch_header
 from shardkit.formats.compression import compress_frame, decompress_frame
-from shardkit.testing.format_conformance import example_samples, stored_block, write_shard
 from tests.drills import drill_count
 from tests.faults.format_hostile import SCHEMA, rehashed
+from tests.format_conformance import example_samples, stored_block, write_shard
 
 PAIRS = ["arrow:none", "arrow:zstd", "arrow:lz4", "tar:none", "tar:zstd"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.formats import digest
 from shardkit.loader import block_loading, gather, plain_rows
 
 block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
@@ -246,30 +244,6 @@ def test_loading_refuses_what_does_not_fit(file: int) -> None:
     addresses = np.array([_address(BYTES)])
     with pytest.raises((TypeError, BufferError)):
         block_rows.copy_rows(bytes(8), addresses, 8)  # cannot be written to
-
-
-@settings(max_examples=200, deadline=None)
-@given(pieces=st.lists(st.binary(max_size=300) | st.integers(0, 9000).map(bytes), max_size=9))
-def test_digests_together_are_those_of_hashlib(pieces: list[bytes]) -> None:
-    expected = [hashlib.sha256(one).digest() for one in pieces]
-    assert digest.sha256_each([memoryview(one) for one in pieces]) == expected
-    if digest.span_digests is not None:
-        assert digest.span_digests.sha256_each(pieces) == expected
-
-
-def test_digests_of_every_length_beside_one_of_any_other() -> None:
-    data = BYTES.tobytes()
-    for other in (0, 63, 64, 1000):
-        pieces = [part for size in range(200) for part in (data[:size], data[size : size + other])]
-        assert digest.sha256_each(pieces) == [hashlib.sha256(one).digest() for one in pieces]
-
-
-def test_digests_refuse_what_is_no_buffer() -> None:
-    if digest.span_digests is None:
-        pytest.skip("this processor has no instructions for SHA-256")
-    for wrong in ([b"a", "text"], [b"a", None], 17):
-        with pytest.raises(TypeError):
-            digest.span_digests.sha256_each(wrong)
 
 
 def test_it_is_in_use_where_it_is_compiled() -> None:

@@ -26,7 +26,7 @@ from shardkit.formats.block import check_text
 from shardkit.formats.compression import compress_frame
 from shardkit.formats.schema import DTYPES
 from shardkit.formats.tar_blocks import tar_column
-from shardkit.testing.format_conformance import stored_block, write_shard
+from tests.format_conformance import stored_block, write_shard
 
 INTEGERS = [name for name in DTYPES if not name.startswith("float")]
 FEW = 64  # rows up to which decimals are read one by one

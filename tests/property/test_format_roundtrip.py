@@ -10,18 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.formats import (
-    FieldType,
-    FixedColumn,
-    Schema,
-    ShardIndex,
-    build_index,
-    check_whole_shard,
-    max_key_bytes,
-    read_block,
-)
+from shardkit.formats import FieldType, FixedColumn, Schema, ShardIndex, max_key_bytes, read_block
 from shardkit.formats.schema import DTYPES
-from shardkit.testing.format_conformance import FORMAT_PAIRS, stored_block, write_shard
+from tests.format_conformance import FORMAT_PAIRS, stored_block, write_shard
+from tests.whole_shard import build_index, check_whole_shard
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True).filter(
     lambda name: name not in {"step", "samples", "weight", "__key__"}

@@ -17,7 +17,7 @@ from shardkit.dataset.removing import erase
 from shardkit.errors import ConfigurationError, FormatError, RunError, SampleError, SchemaError
 from shardkit.formats import FieldType, Schema, ShardIndex
 from shardkit.loader import Batch
-from shardkit.testing.format_conformance import write_shard
+from tests.format_conformance import write_shard
 
 pytestmark = pytest.mark.usefixtures("copies")
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import SampleError
-from shardkit.formats import Row, RowBlock, Schema, build_index, open_writer
+from shardkit.formats import Row, RowBlock, Schema, open_writer
 from shardkit.formats.schema import DTYPES
-from shardkit.testing.format_conformance import FORMAT_PAIRS
+from tests.format_conformance import FORMAT_PAIRS
+from tests.whole_shard import build_index
 
 FIXED = st.sampled_from([*DTYPES, "int32[3]", "uint8[2,5]", "float64[130]", "bool[7]"])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema
-from shardkit.testing.format_conformance import EXAMPLE_SCHEMA, example_samples
+from tests.format_conformance import EXAMPLE_SCHEMA, example_samples
 
 COUNT = 90
 KINDS = ["tar none", "tar zstd", "arrow none", "arrow zstd", "arrow lz4", "merged", "view", "view of merged"]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.dataset.encoding import key_identity, split_value
-from shardkit.dataset.splits import parse_split, split_of
+from shardkit.dataset.encoding import key_identity
+from shardkit.dataset.splits import parse_split, split_of, split_value
 from shardkit.errors import ConfigurationError
 
 

@@ -19,12 +19,13 @@ import shardkit
 from shardkit.dataset.field_names import parse_expression, split_names, without_spaces
 from shardkit.dataset.where import Where
 from shardkit.errors import FormatError, SchemaError, UsageError
-from shardkit.formats import Schema, build_index, check_whole_shard
+from shardkit.formats import Schema
 from shardkit.formats.tar_members import member_names
 from shardkit.manifest import Manifest
 from shardkit_tools import build
 from shardkit_tools.importers import SourceSample, open_source
 from tests.command_line import call
+from tests.whole_shard import build_index, check_whole_shard
 
 HOSTILE = [
     *("First Name", "1st", "größe", "年齢", "🦊", "a-b", "meta.a.b", ".", "..", "../../etc/passwd", "C:\\x", "a/b"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.testing.format_conformance import FormatConformance
+from tests.format_conformance import FormatConformance
 
 
 class TestTarPlain(FormatConformance):

@@ -17,7 +17,6 @@ STARTS = (
     *("shardkit", "shardkit.torch", "shardkit.audit", "shardkit_trainer", "shardkit_trainer.agent"),
     *(
         "shardkit.testing.store_conformance",
-        "shardkit.testing.format_conformance",
         "shardkit.testing.memory_store",
     ),
     "shardkit_tools.importers.conformance",

@@ -27,9 +27,10 @@ from shardkit.formats import (
 )
 from shardkit.formats.schema import DTYPES
 from shardkit.formats.tar_blocks import tar_column
-from shardkit.formats.tar_members import iter_members, member_header, npy_header, sniff_extension
+from shardkit.formats.tar_members import member_header, npy_header, sniff_extension
 from shardkit.formats.writing import MAX_SAMPLE_BYTES
-from shardkit.testing.format_conformance import EXAMPLE_SCHEMA, example_samples, stored_block, write_shard
+from tests.format_conformance import EXAMPLE_SCHEMA, example_samples, stored_block, write_shard
+from tests.whole_shard import iter_members
 
 
 def tar_shard(

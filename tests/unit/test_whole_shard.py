@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from shardkit.errors import FormatError
-from shardkit.formats import Schema, ShardIndex, block_starts, build_index, check_whole_shard
+from shardkit.formats import Schema, ShardIndex, block_starts
 from shardkit.formats.compression import compress_frame
 from shardkit.formats.tar_members import TRAILER
-from shardkit.testing.format_conformance import EXAMPLE_SCHEMA, FORMAT_PAIRS, example_samples, write_shard
+from tests.format_conformance import EXAMPLE_SCHEMA, FORMAT_PAIRS, example_samples, write_shard
+from tests.whole_shard import build_index, check_whole_shard
 
 
 def shard(format: str, compression: str) -> tuple[bytes, ShardIndex]:

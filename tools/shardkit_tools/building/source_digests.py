@@ -14,7 +14,7 @@ import xxhash
 
 from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import FormatError, SourceError
-from shardkit.formats import canonical_json, sha256_each
+from shardkit.formats import canonical_json
 from shardkit_tools.building.job import Job
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
@@ -145,11 +145,7 @@ class TaskDigests:
 
 
 def _hashed(files: list[tuple[SourceFile, bytes]]) -> list[SourceDigest]:
-    digests = sha256_each([data for _, data in files])
-    return [
-        SourceDigest(file.name, len(data), digest.hex())
-        for (file, data), digest in zip(files, digests, strict=True)
-    ]
+    return [SourceDigest(file.name, len(data), hashlib.sha256(data).hexdigest()) for file, data in files]
 
 
 def digest_record(file: SourceFile) -> str:

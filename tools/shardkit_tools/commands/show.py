@@ -299,7 +299,6 @@ def _setting(name: str, value: object) -> str:
 
 
 _COMPILED = {
-    "shardkit.formats.span_digests": "digests of several blocks at once; hashlib and xxhash do it one by one",
     "shardkit.loader.block_rows": "reading, hashing and gathering in one call; numpy takes up to twice as long",
 }
 _GET = "install a C compiler (apt install gcc), then: pip install --force-reinstall --no-binary shardkit shardkit"

@@ -29,23 +29,11 @@ from shardkit.formats import (
     Schema,
     ShardIndex,
     VariableColumn,
-    build_index,
-    check_whole_shard,
-    find_damage,
     max_key_bytes,
     open_writer,
     read_block,
 )
-
-__all__ = [
-    "EXAMPLE_SCHEMA",
-    "FORMAT_PAIRS",
-    "FormatConformance",
-    "example_samples",
-    "read_samples",
-    "stored_block",
-    "write_shard",
-]
+from tests.whole_shard import build_index, check_whole_shard, find_damage
 
 FORMAT_PAIRS: tuple[tuple[str, str], ...] = (
     ("tar", "none"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,24 +14,22 @@ import pyarrow as pa
 import zstandard
 
 from shardkit.errors import FormatError, IntegrityError
-
-from .arrow_message import (
+from shardkit.formats.arrow_message import (
     END_OF_STREAM,
+    FILE_MAGIC,
+    MetadataTable,
     file_head_size,
     raw_message_bytes,
     read_batch_header,
-    read_footer_blocks,
 )
-from .arrow_reading import BatchReader
-from .arrow_writing import arrow_schema
-from .columns import Texts
-from .compression import MAX_RATIO, decompress_frame, extension, normalise_compression
-from .digest import xxh3
-from .index import MAX_BLOCK_BYTES, ShardIndex, block_starts
-from .schema import Schema
-from .tar_members import BLOCK, TRAILER, iter_members, member_extension, member_names
-
-__all__ = ["Damage", "build_index", "check_whole_shard", "find_damage"]
+from shardkit.formats.arrow_reading import BatchReader
+from shardkit.formats.arrow_writing import arrow_schema
+from shardkit.formats.columns import Texts
+from shardkit.formats.compression import MAX_RATIO, decompress_frame, extension, normalise_compression
+from shardkit.formats.digest import xxh3
+from shardkit.formats.index import MAX_BLOCK_BYTES, ShardIndex, block_starts
+from shardkit.formats.schema import Schema
+from shardkit.formats.tar_members import BLOCK, TRAILER, member_extension, member_header, member_names, padded
 
 Buffer = bytes | bytearray | memoryview
 
@@ -313,3 +313,62 @@ def _walk_arrow(view: memoryview, schema: Schema, compression: str) -> _Found:
         position += header.message_bytes
     found.tail = position
     return found
+
+
+def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the record batches that the footer of an Arrow file lists.
+
+    Args:
+        data: The whole file.
+        tail_offset: Where the bytes after the last batch begin; the footer lies behind it.
+
+    Raises:
+        FormatError: no footer, or one with dictionaries or lengths that make no sense.
+    """
+    end = len(data) - len(FILE_MAGIC) - 4
+    length = int.from_bytes(data[end : end + 4], "little") if end >= tail_offset else -1
+    if length < 8 or data[end + 4 :] != FILE_MAGIC or end - length < tail_offset:
+        raise FormatError("arrow file: no footer before the closing magic")
+    footer = data[end - length : end]
+    root = MetadataTable(footer, int.from_bytes(footer[:4], "little"))
+    if root.number(0, "<h") != 4 or footer[root.structs(2, 24)]:
+        raise FormatError("arrow file: footer of another version, or with dictionaries")
+    # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
+    raw = footer[root.structs(3, 24)]
+    records = [struct.unpack_from("<qi4xq", raw, position) for position in range(0, len(raw), 24)]
+    return [(offset, metadata + body) for offset, metadata, body in records]
+
+
+def iter_members(data: memoryview, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Members in ``data[start:end]``, which holds whole members and nothing else.
+
+    Reads headers and padding only, so a sparse file of any size costs nothing.
+
+    Yields:
+        (name, offset of the content in `data`, size).
+
+    Raises:
+        FormatError: a byte differs from what `member_header` writes, padding is not zero, or a member is cut
+        short.
+    """
+    position = start
+    while position < end:
+        header = bytes(data[position : position + BLOCK])
+        name = header[:100].rstrip(b"\x00")
+        digits = header[124:136]
+        if position + BLOCK > end or not _NAME.match(name) or not _SIZE.match(digits):
+            raise FormatError(f"tar header at {position}: no plain file with a name that shardkit writes")
+        size = int(digits[:11], 8)
+        if header != member_header(name, size):
+            raise FormatError(
+                f"tar header at {position} ({name.decode()}): not the ustar header that shardkit writes"
+            )
+        content = position + BLOCK
+        position = content + padded(size)
+        if position > end or any(data[content + size : position]):
+            raise FormatError(f"tar member {name.decode()} at {content}: cut short, or padding is not zero")
+        yield name.decode(), content, size
+
+
+_NAME = re.compile(rb"[A-Za-z0-9_-]{1,80}(?:\.[A-Za-z0-9_%-]+)+\Z")
+_SIZE = re.compile(rb"[0-7]{11}\x00\Z")
