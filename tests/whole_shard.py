@@ -331,7 +331,7 @@ def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, in
         raise FormatError("arrow file: no footer before the closing magic")
     footer = data[end - length : end]
     root = MetadataTable(footer, int.from_bytes(footer[:4], "little"))
-    if root.number(0, "<h") != 4 or footer[root.structs(2, 24)]:
+    if root.number(0, struct.Struct("<h")) != 4 or footer[root.structs(2, 24)]:
         raise FormatError("arrow file: footer of another version, or with dictionaries")
     # struct Block { offset: long; metaDataLength: int; padding; bodyLength: long }
     raw = footer[root.structs(3, 24)]

@@ -28,25 +28,18 @@ _CODECS = {0: "lz4", 1: "zstd"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchHeader:
-    """What the metadata of a record batch says.
-
-    Attributes:
-        rows: Rows of the batch.
-        lengths: Items of each array, parents first.
-        nulls: Nulls of all arrays together.
-        buffers: Offset in the body and length of each buffer; inside the body, in order.
-        codec: ``none``, ``lz4`` or ``zstd``.
-        body_offset: Where the body begins in the message.
-        message_bytes: Bytes of the whole message.
-    """
+    """What the metadata of a record batch says."""
 
     rows: int
-    lengths: tuple[int, ...]
-    nulls: int
-    buffers: tuple[tuple[int, int], ...]
-    codec: str
-    body_offset: int
+    lengths: tuple[int, ...]  # items of each array, parents first
+    nulls: int  # of all arrays together
+    buffers: tuple[tuple[int, int], ...]  # offset in the body and length of each; inside the body, in order
+    codec: str  # none, lz4 or zstd
+    body_offset: int  # in the message
     message_bytes: int
+
+
+_I8, _U8, _I16, _U16, _I32, _U32, _I64 = map(struct.Struct, ("<b", "<B", "<h", "<H", "<i", "<I", "<q"))
 
 
 class MetadataTable:
@@ -55,23 +48,23 @@ class MetadataTable:
     def __init__(self, data: memoryview, position: int) -> None:
         self._data = data
         self._position = position
-        vtable = position - self._read("<i", position)
-        self._slots = self._read("<H", vtable) // 2 - 2
-        self._vtable = vtable
+        self._vtable = position - self._read(_I32, position)
+        self._slots = self._read(_U16, self._vtable) // 2 - 2
 
-    def _read(self, layout: str, position: int) -> int:
-        if position < 0 or position + struct.calcsize(layout) > len(self._data):
-            raise FormatError(f"arrow metadata: a reference to {position} leaves its {len(self._data)} bytes")
-        return int(struct.unpack_from(layout, self._data, position)[0])
+    def _read(self, layout: struct.Struct, position: int) -> int:
+        if 0 <= position <= len(self._data) - layout.size:
+            value: int = layout.unpack_from(self._data, position)[0]
+            return value
+        raise FormatError(f"arrow metadata: a reference to {position} leaves its {len(self._data)} bytes")
 
     def place(self, slot: int) -> int | None:
         """Where a field lies; None where it is absent."""
         if slot >= self._slots:
             return None
-        offset = self._read("<H", self._vtable + 4 + 2 * slot)
+        offset = self._read(_U16, self._vtable + 4 + 2 * slot)
         return self._position + offset if offset else None
 
-    def number(self, slot: int, layout: str) -> int:
+    def number(self, slot: int, layout: struct.Struct) -> int:
         """Scalar field, 0 where absent (the default of every field read here)."""
         place = self.place(slot)
         return 0 if place is None else self._read(layout, place)
@@ -79,105 +72,18 @@ class MetadataTable:
     def table(self, slot: int) -> MetadataTable | None:
         """Field that refers to another table."""
         place = self.place(slot)
-        return None if place is None else MetadataTable(self._data, place + self._read("<I", place))
+        return None if place is None else MetadataTable(self._data, place + self._read(_U32, place))
 
     def structs(self, slot: int, width: int) -> slice:
         """Where the items of a vector of structs of `width` bytes lie; empty where it is absent."""
         place = self.place(slot)
         if place is None:
             return slice(0, 0)
-        start = place + self._read("<I", place)
-        end = start + 4 + self._read("<I", start) * width
+        start = place + self._read(_U32, place)
+        end = start + 4 + self._read(_U32, start) * width
         if end > len(self._data):
             raise FormatError(f"arrow metadata: a vector runs to {end}, past its {len(self._data)} bytes")
         return slice(start + 4, end)
-
-    def absent(self, slot: int) -> bool:
-        """Whether a field is not there."""
-        return self.place(slot) is None
-
-
-def _pairs(data: memoryview) -> tuple[tuple[int, int], ...]:
-    return tuple(struct.iter_unpack("<qq", data))
-
-
-class _Shape:
-    """What the metadata of many batches of one file have in common: all but four kinds of numbers, and where these lie.
-
-    Metadata that are alike but for these numbers lead every reader of FlatBuffers the same ways, so that the numbers of
-    another batch can be read where those of the first were found.
-
-    Args:
-        data: metadata, of which the structure is read.
-
-    Raises:
-        FormatError: no record batch of metadata version 5.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        metadata = memoryview(data)
-        root = MetadataTable(metadata, int.from_bytes(metadata[:4], "little"))
-        version, kind = root.number(0, "<h"), root.number(1, "<B")
-        batch = root.table(2)
-        if (
-            version != _V5
-            or kind != _RECORD_BATCH
-            or batch is None
-            or not root.absent(4)
-            or not batch.absent(4)
-        ):
-            raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
-        self._codec = "none"
-        compression = batch.table(3)
-        if compression is not None:
-            if compression.number(1, "<b") != 0:
-                raise FormatError("arrow message: unknown compression method")
-            self._codec = _CODECS.get(compression.number(0, "<b"), "unknown")
-        root.number(3, "<q"), batch.number(0, "<q")  # inside the metadata, or an error
-        self._body, self._rows = root.place(3), batch.place(0)
-        self._nodes, self._buffers = batch.structs(1, 16), batch.structs(2, 16)
-        self._differing = [slice(place, place + 8) for place in (self._body, self._rows) if place is not None]
-        self._differing += [self._nodes, self._buffers]
-        self._common = self._without_numbers(data)
-
-    def fits(self, data: bytes) -> bool:
-        """Whether other metadata differ in nothing else."""
-        return len(data) == len(self._common) and self._without_numbers(data) == self._common
-
-    def _without_numbers(self, data: bytes) -> bytearray:
-        found = bytearray(data)
-        for place in self._differing:
-            found[place] = bytes(place.stop - place.start)
-        return found
-
-    def header(self, data: bytes) -> BatchHeader:
-        """What metadata that fit say.
-
-        Raises:
-            FormatError: lengths that leave the message.
-        """
-        metadata = memoryview(data)
-        body, rows = (
-            0 if place is None else int.from_bytes(metadata[place : place + 8], "little", signed=True)
-            for place in (self._body, self._rows)
-        )
-        if body < 0 or body % 8:
-            raise FormatError(f"arrow message: body of {body} bytes")
-        buffers, nodes = _pairs(metadata[self._buffers]), _pairs(metadata[self._nodes])
-        _check_buffers(buffers, body)
-        return BatchHeader(
-            rows=rows,
-            lengths=tuple([length for length, _ in nodes]),
-            nulls=sum([abs(count) for _, count in nodes]),
-            buffers=buffers,
-            codec=self._codec,
-            body_offset=8 + len(data),
-            message_bytes=8 + len(data) + body,
-        )
-
-
-_MOST_SHAPES = 64
-_shapes: dict[int, _Shape] = {}  # the last one of so many bytes
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:
@@ -189,23 +95,42 @@ def read_batch_header(message: memoryview) -> BatchHeader:
     length = int.from_bytes(message[4:8], "little")
     if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
         raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
-    # Blocks of fixed-size rows have the same metadata again and again: what was read once is known.
     header = _read_metadata(bytes(message[8 : 8 + length]))
     if header.message_bytes > len(message):
         raise FormatError(f"arrow message: {header.message_bytes} bytes in a message of {len(message)}")
     return header
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # blocks of fixed-size rows have the same metadata again and again
 def _read_metadata(data: bytes) -> BatchHeader:
     """The header whose metadata, behind the 8 bytes of prefix, is `data`."""
-    shape = _shapes.get(len(data))
-    if shape is None or not shape.fits(data):
-        shape = _Shape(data)
-        if len(_shapes) >= _MOST_SHAPES:
-            _shapes.clear()
-        _shapes[len(data)] = shape
-    return shape.header(data)
+    metadata = memoryview(data)
+    root = MetadataTable(metadata, int.from_bytes(metadata[:4], "little"))
+    version, kind = root.number(0, _I16), root.number(1, _U8)
+    batch = root.table(2)
+    is_plain = batch is not None and root.place(4) is None and batch.place(4) is None
+    if version != _V5 or kind != _RECORD_BATCH or batch is None or not is_plain:
+        raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
+    codec = "none"
+    if (compression := batch.table(3)) is not None:
+        if compression.number(1, _I8) != 0:
+            raise FormatError("arrow message: unknown compression method")
+        codec = _CODECS.get(compression.number(0, _I8), "unknown")
+    body = root.number(3, _I64)
+    if body < 0 or body % 8:
+        raise FormatError(f"arrow message: body of {body} bytes")
+    nodes = tuple(struct.iter_unpack("<qq", metadata[batch.structs(1, 16)]))
+    buffers = tuple(struct.iter_unpack("<qq", metadata[batch.structs(2, 16)]))
+    _check_buffers(buffers, body)
+    return BatchHeader(
+        rows=batch.number(0, _I64),
+        lengths=tuple([length for length, _ in nodes]),
+        nulls=sum([abs(count) for _, count in nodes]),
+        buffers=buffers,
+        codec=codec,
+        body_offset=8 + len(data),
+        message_bytes=8 + len(data) + body,
+    )
 
 
 def _check_buffers(buffers: tuple[tuple[int, int], ...], body: int) -> None:
