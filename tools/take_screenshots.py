@@ -13,13 +13,10 @@ import os
 import pty
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import termios
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +29,7 @@ from rich.text import Text
 
 import shardkit
 from shardkit.telemetry import read_run
-from shardkit_tools.observing.web import make_app
+from shardkit_tools.observing.web import dashboard_server
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -125,17 +122,9 @@ def save(name: str, picture: bytes) -> None:
 @contextmanager
 def served(run: Path) -> Iterator[str]:
     """The address of a run's dashboard."""
-    uvicorn = importlib.import_module("uvicorn")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(make_app(run, TOKEN), log_level="error", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/{TOKEN}/"
-        server.should_exit = True
-        thread.join()
+    server = dashboard_server(run, TOKEN).start()
+    yield f"http://127.0.0.1:{server.port}/{TOKEN}/"
+    server.close()
 
 
 def take_dashboard(chromium: Any, run: Path) -> None:

@@ -7,9 +7,8 @@ disk. Text that leaves the run directory passes `redaction`.
 from shardkit.notebook import pages
 from shardkit.telemetry.anomalies import Anomaly, find_anomalies
 from shardkit.telemetry.intervals import Bottleneck, find_bottleneck
-from shardkit.telemetry.reading import RunTelemetry, read_events, read_run
 from shardkit.telemetry.recorder import Recorder, Telemetry, TelemetrySettings
-from shardkit.telemetry.records import Record, parse_record
+from shardkit.telemetry.records import Record, RunTelemetry, parse_record, read_events, read_run
 from shardkit.telemetry.redaction import redact
 from shardkit.telemetry.summary import run_page, summarise
 

@@ -17,51 +17,45 @@ from shardkit.telemetry.records import Record, parse_lanes
 _MAX_BYTES: Final = 64 << 10
 _TAKE_BACK: Final = 2 / 3
 _STAGGER: Final = 8
+_RECENT: Final = 30
 _LEAST_BEFORE: Final = 5  # records that tell how fast the run was before
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting that can be changed live.
+    """One setting that can be changed live."""
 
-    Attributes:
-        read: what it is now; None where it has no effect in this run.
-        write: sets it.
-        parse: from the file's value; raises ConfigurationError.
-        gradual: approach a number by doubling or halving, once per record.
-    """
-
-    read: Callable[[], Any]
+    read: Callable[[], Any]  # what it is now; None where it has no effect in this run
     write: Callable[[Any], None]
-    parse: Callable[[str, Any], Any]
-    gradual: bool = False
+    parse: Callable[[str, Any], Any]  # (key, value of the file) → setting; raises ConfigurationError
+    gradual: bool = False  # approach a number by doubling or halving, once per record
 
     @classmethod
     def of(
         cls, owner: object, attribute: str, parse: Callable[[str, Any], Any], *, gradual: bool = False
     ) -> Knob:
         """For an attribute; without effect where `owner` is None."""
-        return cls(
-            lambda: getattr(owner, attribute, None),
-            lambda value: setattr(owner, attribute, value),
-            parse,
-            gradual,
-        )
+
+        def write(value: Any) -> None:
+            setattr(owner, attribute, value)
+
+        return cls(lambda: getattr(owner, attribute, None), write, parse, gradual)
+
+    def step(self, target: Any) -> Any:
+        """Its next value on the way to a target: a gradual one is at most doubled or halved."""
+        now = self.read()
+        if not self.gradual:
+            return target
+        return min(target, max(1, now) * 2) if target > now else max(target, now // 2)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a control file asks for.
+    """What a control file asks for."""
 
-    Attributes:
-        targets: knob → value.
-        guard_s: watch so long afterwards, and take it back if the run got slower by a third; 0: do not.
-        ranks: that heed it; None: all.
-    """
-
-    targets: Mapping[str, Any]
-    guard_s: float = 60.0
-    ranks: tuple[int, ...] | None = None
+    targets: Mapping[str, Any]  # knob → value
+    guard_s: float = 60.0  # watch so long, take it back if the run got slower by a third; 0: do not
+    ranks: tuple[int, ...] | None = None  # that heed it; None: all
 
 
 def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
@@ -88,26 +82,20 @@ def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
         if knobs[key].read() is None:
             raise ConfigurationError(f"control.toml: {key} has no effect in this run; take it out")
         targets[key] = knobs[key].parse(key, value)
-    return Change(targets, **_change_settings(change))
-
-
-def _change_settings(change: Mapping[str, Any]) -> dict[str, Any]:
-    for key in change:
-        if key not in ("guard_s", "ranks"):
-            raise ConfigurationError(
-                f"control.toml: unknown key change.{key}; known: change.guard_s, change.ranks"
-            )
-    guard = change.get("guard_s", 60.0)
-    if type(guard) not in (int, float) or not 0 <= guard < 1e6:
+    unknown = change.keys() - {"guard_s", "ranks"}
+    if unknown:
         raise ConfigurationError(
-            f"control.toml: change.guard_s = {guard!r}: expected seconds, 0 for no watch"
+            f"control.toml: unknown key change.{min(unknown)}; known: change.guard_s, change.ranks"
         )
-    ranks = parse_lanes(change["ranks"]) if "ranks" in change else None
-    if "ranks" in change and ranks is None:
+    guard_s, ranks = change.get("guard_s", 60.0), change.get("ranks")
+    if type(guard_s) not in (int, float) or not 0 <= guard_s < 1e6:
         raise ConfigurationError(
-            f'control.toml: change.ranks = {change["ranks"]!r}: expected such as "0-3,8"'
+            f"control.toml: change.guard_s = {guard_s!r}: expected seconds, 0 for no watch"
         )
-    return {"guard_s": float(guard), "ranks": ranks}
+    heeding = parse_lanes(ranks)
+    if heeding is None and ranks is not None:
+        raise ConfigurationError(f'control.toml: change.ranks = {ranks!r}: expected such as "0-3,8"')
+    return Change(targets, float(guard_s), heeding)
 
 
 def _leaves(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -137,12 +125,8 @@ class Control:
     def __init__(
         self, run: Path, rank: int, knobs: Mapping[str, Knob], record_event: Callable[..., None]
     ) -> None:
-        self._path, self._rank, self._knobs, self._record_event = (
-            run / "control.toml",
-            rank,
-            knobs,
-            record_event,
-        )
+        self._path, self._rank = run / "control.toml", rank
+        self._knobs, self._record_event = knobs, record_event
         self._initial: dict[str, Any] = {}  # of knobs that were ever changed
         self._targets: dict[str, Any] = {}
         self._before: dict[str, Any] = {}  # targets before the present change: what a guard goes back to
@@ -150,13 +134,13 @@ class Control:
         self._digest, self._wait = "", 0
         self._guard_s, self._guard_until = 0.0, 0.0
         self._rate_before = 0.0
-        self._recent: deque[Record] = deque(maxlen=30)
+        self._recent: deque[Record] = deque(maxlen=_RECENT)
         self._settled = True
-        self.changes = 0
+        self._changes = 0
 
     def numbers(self) -> dict[str, float]:
         """For `Telemetry.add_source`."""
-        return {"changes": float(self.changes)}
+        return {"changes": float(self._changes)}
 
     def __call__(self, record: Record) -> None:
         """Look at the file, take one step towards what it says."""
@@ -164,53 +148,45 @@ class Control:
         self._look()
         if self._wait:
             self._wait -= 1
-            return
-        if not self._settled:
+        elif not self._settled:
             self._settled = not self._approach()
             if self._settled and self._guard_s:
                 self._guard_until = record.time + self._guard_s
                 self._recent.clear()
                 self._recent.append(record)
         elif self._guard_until and record.time >= self._guard_until:
-            self._judge(record)
-
-    # ---- the file
+            self._judge()
 
     def _look(self) -> None:
         try:
             stat = self._path.stat()
             now = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         except OSError:
-            if self._seen is None:
-                return
             now = None
         if now == self._seen:
             return
-        self._seen = now
-        self._heed(b"" if now is None else self._read())
-
-    def _read(self) -> bytes:
-        with open(self._path, "rb") as file:
-            return file.read(_MAX_BYTES + 1)
+        self._seen, data = now, b""
+        if now is not None:
+            with open(self._path, "rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+        digest = hashlib.sha256(data).hexdigest()[:16]
+        if digest != self._digest:
+            self._digest = digest
+            self._heed(data)
 
     def _heed(self, data: bytes) -> None:
-        digest = hashlib.sha256(data).hexdigest()[:16]
-        if digest == self._digest:
-            return
-        self._digest = digest
         try:
             if len(data) > _MAX_BYTES:
                 raise ConfigurationError(f"control.toml: more than {_MAX_BYTES} bytes")
-            change = parse_control(data.decode("utf-8", errors="strict"), self._knobs)
+            change = parse_control(data.decode("utf-8"), self._knobs)
         except (ConfigurationError, UnicodeDecodeError) as error:
-            self._record_event("control_refused", file=digest, reason=str(error))
+            self._record_event("control_refused", file=self._digest, reason=str(error))
             return
-        if change.ranks is not None and self._rank not in change.ranks:
-            change = Change({}, change.guard_s)
-        for key in change.targets:
+        heeds = change.ranks is None or self._rank in change.ranks
+        targets = dict(change.targets) if heeds else {}
+        for key in targets:
             self._initial.setdefault(key, self._knobs[key].read())
-        wanted = {key: change.targets.get(key, value) for key, value in self._initial.items()}
-        present = {key: self._targets.get(key, value) for key, value in self._initial.items()}
+        wanted, present = self._initial | targets, self._initial | self._targets
         if wanted == present:
             return
         self._before, self._targets = present, wanted
@@ -218,11 +194,11 @@ class Control:
         self._rate_before = self._rate()
         self._wait, self._settled = self._rank % _STAGGER, False
         changed = {
-            key: [_plain(present[key]), _plain(wanted[key])] for key in wanted if wanted[key] != present[key]
+            key: [_plain(present[key]), _plain(value)]
+            for key, value in wanted.items()
+            if value != present[key]
         }
-        self._record_event("control", file=digest, changes=changed, after_records=self._wait)
-
-    # ---- the way there, and back
+        self._record_event("control", file=self._digest, changes=changed, after_records=self._wait)
 
     def _approach(self) -> bool:
         """One step for every knob; True while some are under way."""
@@ -232,42 +208,34 @@ class Control:
             now = knob.read()
             if now is None or now == target:
                 continue
-            value = _step(now, target) if knob.gradual else target
+            value = knob.step(target)
             knob.write(value)
-            self.changes += 1
+            self._changes += 1
             self._record_event(
                 "control_changed", setting=key, before=_plain(now), now=_plain(value), wanted=_plain(target)
             )
             under_way |= value != target
         return under_way
 
-    def _judge(self, record: Record) -> None:
+    def _judge(self) -> None:
         """The watch is over: keep the change, or take it back."""
         self._guard_until = 0.0
         rate = self._rate()
-        evidence = {"samples_per_s": round(rate, 1), "before_samples_per_s": round(self._rate_before, 1)}
-        if not self._rate_before or rate >= _TAKE_BACK * self._rate_before:
-            self._record_event("control_kept", file=self._digest, **evidence)
-            return
-        self._targets, self._before = dict(self._before), {}
-        self._guard_s, self._settled = 0.0, False
-        self._record_event("control_taken_back", file=self._digest, **evidence)
+        kept = not self._rate_before or rate >= _TAKE_BACK * self._rate_before
+        if not kept:
+            self._targets, self._before = self._before, {}
+            self._guard_s, self._settled = 0.0, False
+        self._record_event("control_kept" if kept else "control_taken_back", file=self._digest,
+                           samples_per_s=round(rate, 1), before_samples_per_s=round(self._rate_before, 1))  # fmt: skip
 
     def _rate(self) -> float:
         """Samples per second over the recent records of one session."""
-        found = (
-            [one for one in self._recent if one.session == self._recent[-1].session] if self._recent else []
-        )
+        found = [one for one in self._recent if one.session == self._recent[-1].session]
         if len(found) < _LEAST_BEFORE:
             return 0.0
         seconds = found[-1].time - found[0].time
         samples = found[-1].value("loader.samples") - found[0].value("loader.samples")
         return samples / seconds if seconds > 0 else 0.0
-
-
-def _step(now: int, target: int) -> int:
-    """At most twice or half of what it is."""
-    return min(target, max(1, now) * 2) if target > now else max(target, now // 2)
 
 
 def _plain(value: Any) -> Any:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from shardkit.errors import MissingDependency
-from shardkit.telemetry.cost_skew import cost_skew
+from shardkit.telemetry.intervals import cost_skew
 from shardkit.telemetry.records import Record
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: with unit, without ``_total``.
-        help: one line.
-        values: label value → the value of a record, or a prefix that ends in ``*``; without a label of
-            its own a metric has the one label value "".
-        label: name of that label.
-        gauge: whether it may fall.
-    """
-
-    name: str
+    name: str  # with unit, without ``_total``
     help: str
-    values: tuple[tuple[str, str], ...]
-    label: str = ""
-    gauge: bool = False
+    values: tuple[tuple[str, str], ...]  # label value → value of a record, or a prefix that ends in ``*``
+    label: str = ""  # its name; a metric without one has the one label value ""
+    gauge: bool = False  # whether it may fall
 
     @property
     def exposed(self) -> str:
         """The name of its samples."""
         return self.name if self.gauge else f"{self.name}_total"
+
+    def samples(self, record: Record) -> Iterator[tuple[str, float]]:
+        """Label value and value of each sample."""
+        for label, name in self.values:
+            if name.endswith("*"):
+                prefix = name[:-1]
+                found = record.values.items()
+                yield from (
+                    (one.removeprefix(prefix), value) for one, value in found if one.startswith(prefix)
+                )
+            else:
+                yield label, record.value(name)
 
 
 def _one(name: str, text: str, value: str, *, gauge: bool = False) -> Metric:
@@ -96,12 +99,12 @@ def metric_names() -> set[str]:
     return {one.exposed for one in METRICS} | {_HEARTBEAT[0], _ANOMALY[0], _SKEW[0]}
 
 
-def exposition(records: Iterable[Record], anomalies: Callable[[], dict[str, int]] | None = None) -> bytes:
+def exposition(records: Iterable[Record], anomalies: Mapping[str, int]) -> bytes:
     """The text format of Prometheus.
 
     Args:
         records: the newest one of each rank and worker.
-        anomalies: gives kind → how many are found now.
+        anomalies: kind → how many are found now.
 
     Raises:
         MissingDependency: prometheus-client is not installed.
@@ -120,7 +123,7 @@ def exposition(records: Iterable[Record], anomalies: Callable[[], dict[str, int]
 class _Collector:
     """Implements `prometheus_client.registry.Collector` over records."""
 
-    def __init__(self, records: list[Record], anomalies: Callable[[], dict[str, int]] | None) -> None:
+    def __init__(self, records: list[Record], anomalies: Mapping[str, int]) -> None:
         self._records, self._anomalies = records, anomalies
 
     def describe(self) -> list[Any]:
@@ -130,14 +133,13 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for metric in METRICS:
-            labels = ["rank", "worker", *([metric.label] if metric.label else [])]
-            family = (GaugeMetricFamily if metric.gauge else CounterMetricFamily)(
-                metric.name, metric.help, labels=labels
-            )
+            kind = GaugeMetricFamily if metric.gauge else CounterMetricFamily
+            label = [metric.label] if metric.label else []
+            family = kind(metric.name, metric.help, labels=["rank", "worker", *label])
             for record in self._records:
-                for label, value in _samples(metric, record):
+                for named, value in metric.samples(record):
                     family.add_metric(
-                        [str(record.rank), str(record.worker), *([label] if metric.label else [])], value
+                        [str(record.rank), str(record.worker), *([named] if label else [])], value
                     )
             yield family
         heartbeat = GaugeMetricFamily(*_HEARTBEAT, labels=["rank", "worker"])
@@ -150,18 +152,7 @@ class _Collector:
             for order in ("plan", "plain"):
                 family.add_metric([order], skew[f"{order}_p95"])
             yield family
-        if self._anomalies is not None:
-            family = GaugeMetricFamily(*_ANOMALY, labels=["kind"])
-            for kind, count in self._anomalies().items():
-                family.add_metric([kind], count)
-            yield family
-
-
-def _samples(metric: Metric, record: Record) -> Iterator[tuple[str, float]]:
-    for label, name in metric.values:
-        if name.endswith("*"):
-            for value in record.values:
-                if value.startswith(name[:-1]):
-                    yield value.removeprefix(name[:-1]), record.values[value]
-        else:
-            yield label, record.value(name)
+        family = GaugeMetricFamily(*_ANOMALY, labels=["kind"])
+        for anomaly, count in self._anomalies.items():
+            family.add_metric([anomaly], count)
+        yield family

@@ -17,7 +17,14 @@ from typing import Any, TypeAlias
 
 from shardkit.errors import StoreError
 from shardkit.ranges import Range
-from shardkit.telemetry.records import MAX_LINE_BYTES, Record, append_document, append_line
+from shardkit.telemetry.records import (
+    MAX_LINE_BYTES,
+    Record,
+    append_document,
+    append_line,
+    record_path,
+    telemetry_directory,
+)
 
 Source: TypeAlias = Callable[[], Mapping[str, float]]
 """Gives numbers when it is polled."""
@@ -44,7 +51,7 @@ class Telemetry:
     ) -> None:
         self.rank, self.world, self.worker = rank, world, worker
         self.session = secrets.token_hex(6)
-        self._lanes = lanes
+        self._lanes = lanes or tuple
         self._lock = threading.RLock()  # its own thread may end it, by a collection of garbage
         self._sources: dict[str, Source] = {"process": _process_numbers}
         self._tables: dict[str, TableSource] = {}
@@ -69,18 +76,19 @@ class Telemetry:
     def read(self, *, state: str = "running", interval_s: float = 2.0) -> Record:
         with self._lock:
             sources, tables = list(self._sources.items()), list(self._tables.items())
-        values: dict[str, float] = {}
-        for source, read in sources:
-            for name, value in (self._polled(read) or {}).items():
-                if math.isfinite(value):
-                    values[f"{source}.{name}"] = float(value)
+        values = {
+            f"{source}.{name}": float(value)
+            for source, read in sources
+            for name, value in (self._polled(read) or {}).items()
+            if math.isfinite(value)
+        }
         rows = {name: self._polled(read_rows) or [] for name, read_rows in tables}
+        lanes = tuple(self._polled(self._lanes) or ())
         values["telemetry.errors"] = float(self._errors)
-        lanes = self._polled(self._lanes) if self._lanes is not None else ()
         return Record(
             time=time.time(), rank=self.rank, world=self.world, worker=self.worker, host=socket.gethostname()[:200],
-            pid=os.getpid(), session=self.session, state=state, interval_s=interval_s, lanes=tuple(lanes or ()),
-            values=values, tables=rows,
+            pid=os.getpid(), session=self.session, state=state, interval_s=interval_s, lanes=lanes, values=values,
+            tables=rows,
         )  # fmt: skip
 
     def _polled(self, read: Callable[[], Any]) -> Any:
@@ -93,15 +101,12 @@ class Telemetry:
 
 def _process_numbers() -> dict[str, float]:
     used = os.times()
-    return {"cpu_s": used.user + used.system, "resident_bytes": float(_resident_bytes())}
-
-
-def _resident_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        return 0  # no /proc: not Linux
+        resident = 0  # no /proc: not Linux
+    return {"cpu_s": used.user + used.system, "resident_bytes": float(resident)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,7 @@ class TelemetrySettings:
     """How a run is watched.
 
     Attributes:
-        interval_s: seconds between records.
+        interval_s: seconds between two records.
         most_bytes: of one file; a rank keeps up to two.
         listen: ``host:port`` for /metrics and /healthz of this node, served by its first rank; None: nowhere.
         control: heed `RUN/control.toml`.
@@ -123,17 +128,6 @@ class TelemetrySettings:
     def __post_init__(self) -> None:
         Range(0.01, 86_400).check("interval_s", self.interval_s, float)
         Range(MAX_LINE_BYTES, 1 << 40).check("most_bytes", self.most_bytes)
-
-
-def telemetry_directory(run: Path) -> Path:
-    """Where a run's records lie."""
-    return run / "telemetry"
-
-
-def record_path(run: Path, rank: int, worker: int = 0) -> Path:
-    """The file of one rank (or one further worker of it)."""
-    more = f".worker-{worker:03d}" if worker else ""
-    return telemetry_directory(run) / f"rank-{rank:05d}{more}.jsonl"
 
 
 class Recorder:
@@ -205,16 +199,37 @@ class Recorder:
         return record
 
 
-def stacks_text() -> str:
-    """The stacks of all threads, as tracebacks print them."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
-    for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
-        lines = "".join(
-            traceback.StackSummary.extract(traceback.walk_stack(frame), capture_locals=False).format()
-        )
-        parts.append(f"\nthread {names.get(ident, ident)} (innermost call first):\n{lines}")
-    return "".join(parts)
+class StackWriter:
+    """A hook of the recorder that writes the stacks of all threads on request: one `stat` for each record.
+
+    Args:
+        run: directory.
+        rank, worker: of this process.
+    """
+
+    def __init__(self, run: Path, rank: int, worker: int = 0) -> None:
+        self._run, self._path = run, record_path(run, rank, worker).with_suffix(".stacks.txt")
+        self._seen = _requested(run)
+
+    def __call__(self, record: Record) -> None:
+        """Write the stacks if they were asked for since the last time."""
+        asked = _requested(self._run)
+        if asked > self._seen:
+            self._seen = asked
+            self.write()
+
+    def write(self) -> None:
+        """Write them now, in place of older ones."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
+        for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
+            stack = traceback.StackSummary.extract(traceback.walk_stack(frame), capture_locals=False)
+            parts.append(
+                f"\nthread {names.get(ident, ident)} (innermost call first):\n{''.join(stack.format())}"
+            )
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(parts), encoding="utf-8")
+        temporary.replace(self._path)
 
 
 def request_stacks(run: Path) -> float:
@@ -225,41 +240,11 @@ def request_stacks(run: Path) -> float:
     return path.stat().st_mtime
 
 
-class StackWriter:
-    """A hook of the recorder: looks for requests, one `stat` each time.
-
-    Args:
-        run: directory.
-        rank, worker: of this process.
-    """
-
-    def __init__(self, run: Path, rank: int, worker: int = 0) -> None:
-        directory = telemetry_directory(run)
-        more = f".worker-{worker:03d}" if worker else ""
-        self._request, self._path = (
-            directory / "stacks.request",
-            directory / f"rank-{rank:05d}{more}.stacks.txt",
-        )
-        self._seen = self._requested()
-
-    def __call__(self, record: Record) -> None:
-        """Write the stacks if they were asked for since the last time."""
-        asked = self._requested()
-        if asked > self._seen:
-            self._seen = asked
-            self.write()
-
-    def write(self) -> None:
-        """Write them now, in place of older ones."""
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(stacks_text(), encoding="utf-8")
-        temporary.replace(self._path)
-
-    def _requested(self) -> float:
-        try:
-            return self._request.stat().st_mtime
-        except OSError:
-            return 0.0
+def _requested(run: Path) -> float:
+    try:
+        return (telemetry_directory(run) / "stacks.request").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 class EventLog:
@@ -271,7 +256,8 @@ class EventLog:
     """
 
     def __init__(self, directory: Path | None, rank: int | None) -> None:
-        self._directory, self._rank = directory, rank
+        self._directory = directory
+        self._rank: dict[str, object] = {} if rank is None else {"rank": rank}
 
     def record(self, kind: str, **details: object) -> None:
         """Append one event.
@@ -281,11 +267,9 @@ class EventLog:
         """
         if self._directory is None:
             return
-        line: dict[str, object] = {"time": round(time.time(), 3), "event": kind}
-        if self._rank is not None:
-            line["rank"] = self._rank
+        event = {"time": round(time.time(), 3), "event": kind, **self._rank, **details}
         try:
-            append_document(self._directory / "events.jsonl", line | details)
+            append_document(self._directory / "events.jsonl", event)
         except OSError as error:
             raise StoreError(
                 f"events in {self._directory} cannot be written: {error.strerror}; make room and resume"

@@ -1,6 +1,6 @@
-"""One moment of one rank (SPEC.md §2), and files of JSON lines: written by us and read as if by a stranger.
+"""Records of a run and its other JSON lines: written by us, and read as if a stranger had written them (SPEC.md §2).
 
-Files are appended to by several processes, and torn by kills.
+Several processes append to these files, and kills tear them.
 """
 
 from __future__ import annotations
@@ -8,51 +8,48 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from shardkit.errors import NotFoundError
+from shardkit.notebook import Shown
+
 RECORD_VERSION: Final = 1
 MAX_LINE_BYTES: Final = 64 << 10
-"""Of a record; a longer line is skipped."""
+"""Maximum bytes of a record; a longer line is skipped."""
 
 _MAX_VALUES: Final = 512
 _MAX_ROWS: Final = 64
+_MAX_CELLS: Final = 8
 _MAX_TEXT: Final = 200
 _MAX_LANES: Final = 1 << 16
 _MAX_RANK: Final = 1 << 20
+_WHOLE: Final = 1 << 62
+_TAIL_BYTES: Final = 256 << 10
 _INTEGERS: Final = ("rank", "world", "worker", "pid")
 _TEXTS: Final = ("host", "session", "state")
+_FILE: Final = re.compile(r"rank-([0-9]{5,7})(?:\.worker-([0-9]{3,4}))?\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What the sources of one rank gave at one moment.
+    """What the sources of one rank gave at one moment."""
 
-    Attributes:
-        time: seconds since the epoch.
-        rank, world, worker: who; `worker` is 0 but in further DataLoader workers.
-        host, pid, session: where; a session is the life of one registry.
-        state: "running" or "ended".
-        interval_s: how often records come.
-        lanes: that the rank works now, ascending.
-        values: `source.name` → number; a missing one is 0.
-        tables: short lists of rows for people.
-    """
-
-    time: float
+    time: float  # seconds since the epoch
     rank: int
     world: int = 1
-    worker: int = 0
+    worker: int = 0  # above 0 in further DataLoader workers of the rank
     host: str = ""
     pid: int = 0
-    session: str = ""
-    state: str = "running"
+    session: str = ""  # the life of one registry
+    state: str = "running"  # or "ended"
     interval_s: float = 2.0
-    lanes: tuple[int, ...] = ()
-    values: Mapping[str, float] = field(default_factory=dict)
-    tables: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
+    lanes: tuple[int, ...] = ()  # that the rank works now, ascending
+    values: Mapping[str, float] = field(default_factory=dict)  # source.name → number; a missing one is 0
+    tables: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)  # short rows, for people
 
     def value(self, name: str) -> float:
         """A number, 0 where no source gave it."""
@@ -63,67 +60,66 @@ class Record:
             "v": RECORD_VERSION, "time": round(self.time, 3), "rank": self.rank, "world": self.world,
             "worker": self.worker, "host": self.host, "pid": self.pid, "session": self.session, "state": self.state,
             "interval_s": self.interval_s, "lanes": lanes_text(self.lanes),
-            "values": {name: _short(value) for name, value in self.values.items() if value},
+            "values": {name: int(value) if value == int(value) else round(value, 6)
+                       for name, value in self.values.items() if value},
             "tables": {name: list(rows)[:_MAX_ROWS] for name, rows in self.tables.items() if rows},
         }  # fmt: skip
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def _short(value: float) -> float | int:
-    return int(value) if value == int(value) else round(value, 6)
-
-
 def parse_record(line: bytes) -> Record | None:
     """A record, or None where the line is not one that this version writes."""
-    if len(line) > MAX_LINE_BYTES:
+    found = _parsed(line, MAX_LINE_BYTES)
+    if found is None or found.get("v") != RECORD_VERSION:
         return None
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("v") != RECORD_VERSION:
-        return None
-    numbers = {name: found.get(name, 0) for name in _INTEGERS}
+    integers = {name: found.get(name, 0) for name in _INTEGERS}
     texts = {name: found.get(name, "") for name in _TEXTS}
-    if not all(type(one) is int and 0 <= one < 1 << 40 for one in numbers.values()):
-        return None
-    if not all(isinstance(one, str) and len(one) <= _MAX_TEXT for one in texts.values()):
-        return None
     time: Any = found.get("time")
-    interval, values = found.get("interval_s", 2.0), found.get("values", {})
-    if not (_is_number(time) and _is_number(interval)) or numbers["rank"] >= _MAX_RANK:
-        return None
-    lanes, tables = parse_lanes(found.get("lanes", "")), found.get("tables", {})
-    if lanes is None or not _are_values(values) or not _are_tables(tables):
-        return None
-    return Record(time=float(time), interval_s=max(0.01, float(interval)), lanes=lanes, tables=tables,
-                  values={name: float(value) for name, value in values.items()}, **numbers, **texts)  # fmt: skip
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _are_values(values: object) -> bool:
-    return (
-        isinstance(values, dict)
-        and len(values) <= _MAX_VALUES
-        and all(len(name) <= _MAX_TEXT and _is_number(value) for name, value in values.items())
+    interval_s: Any = found.get("interval_s", 2.0)
+    lanes, values, tables = (
+        parse_lanes(found.get("lanes", "")),
+        found.get("values", {}),
+        found.get("tables", {}),
     )
+    is_sound = (
+        all(type(one) is int and 0 <= one < 1 << 40 for one in integers.values())
+        and integers["rank"] < _MAX_RANK
+        and all(map(_is_text, texts.values()))
+        and _is_number(time)
+        and _is_number(interval_s)
+        and _are_values(values)
+        and _are_tables(tables)
+    )
+    if lanes is None or not is_sound:
+        return None
+    return Record(time=float(time), interval_s=max(0.01, float(interval_s)), lanes=lanes, tables=tables,
+                  values={name: float(value) for name, value in values.items()}, **integers, **texts)  # fmt: skip
 
 
-def _are_tables(tables: object) -> bool:
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
+
+
+def _are_values(values: Any) -> bool:
+    return isinstance(values, dict) and len(values) <= _MAX_VALUES and all(
+        _is_text(name) and _is_number(value) for name, value in values.items()
+    )  # fmt: skip
+
+
+def _are_tables(tables: Any) -> bool:
     return isinstance(tables, dict) and all(
-        len(name) <= _MAX_TEXT
-        and isinstance(rows, list)
-        and len(rows) <= _MAX_ROWS
-        and all(isinstance(row, list) and len(row) <= 8 and all(map(_is_cell, row)) for row in rows)
+        _is_text(name) and isinstance(rows, list) and len(rows) <= _MAX_ROWS and all(map(_is_row, rows))
         for name, rows in tables.items()
     )
 
 
-def _is_cell(cell: object) -> bool:
-    return (isinstance(cell, str) and len(cell) <= _MAX_TEXT) or _is_number(cell)
+def _is_row(row: Any) -> bool:
+    cells = isinstance(row, list) and len(row) <= _MAX_CELLS
+    return cells and all(_is_text(cell) or _is_number(cell) for cell in row)
 
 
 def lanes_text(lanes: Iterable[int]) -> str:
@@ -137,25 +133,24 @@ def lanes_text(lanes: Iterable[int]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
+_RUN: Final = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+
+
 def parse_lanes(text: object) -> tuple[int, ...] | None:
     """Lanes of `lanes_text`; None where the text is something else."""
     if not isinstance(text, str) or len(text) > MAX_LINE_BYTES:
         return None
     lanes: list[int] = []
     for run in text.split(",") if text else ():
-        first, dash, last = run.partition("-")
-        if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
+        match = _RUN.fullmatch(run)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < _MAX_LANES or (lanes and first <= lanes[-1]):
             return None
-        if len(first) > 6 or len(last) > 6:
-            return None
-        begin, end = int(first), int(last or first)
-        if not begin <= end < _MAX_LANES or (lanes and begin <= lanes[-1]):
-            return None
-        lanes.extend(range(begin, end + 1))
+        lanes.extend(range(first, last + 1))
     return tuple(lanes)
 
 
-_WHOLE: Final = 1 << 62
+# ---- Files of JSON lines
 
 
 def append_line(path: Path, line: bytes) -> int:
@@ -197,23 +192,130 @@ def read_lines(path: Path, tail_bytes: int = _WHOLE) -> list[bytes]:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - tail_bytes)
         file.seek(start)
-        data = file.read(size - start)
-    lines = data.split(b"\n")
-    if start:
-        lines = lines[1:]  # begun before
-    return [line for line in lines[:-1] if line]  # what has no newline yet is torn or under way
+        lines = file.read(size - start).split(b"\n")
+    # the first line began before, and what has no newline yet is torn or under way
+    return [line for line in lines[1 if start else 0 : -1] if line]
 
 
 def read_documents(path: Path, tail_bytes: int = _WHOLE, *, most_bytes: int = _WHOLE) -> list[dict[str, Any]]:
     """The JSON objects among those lines; torn ones, those longer than `most_bytes` and other values are left out."""
-    found = []
-    for line in read_lines(path, tail_bytes):
-        if len(line) > most_bytes:
+    parsed = (_parsed(line, most_bytes) for line in read_lines(path, tail_bytes))
+    return [one for one in parsed if one is not None]
+
+
+def _parsed(line: bytes, most_bytes: int) -> dict[str, Any] | None:
+    if len(line) > most_bytes:
+        return None
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# ---- The files of a run
+
+
+def telemetry_directory(run: Path) -> Path:
+    """Where a run's records lie."""
+    return run / "telemetry"
+
+
+def record_path(run: Path, rank: int, worker: int = 0) -> Path:
+    """The file of one rank (or one further worker of it)."""
+    more = f".worker-{worker:03d}" if worker else ""
+    return telemetry_directory(run) / f"rank-{rank:05d}{more}.jsonl"
+
+
+def check_run(run: Path) -> Path:
+    """The directory of a run.
+
+    Raises:
+        NotFoundError: nothing there looks like a run.
+    """
+    known = ("telemetry", "events.jsonl", "run.json", "journal", "ledger")
+    if not any((run / name).exists() for name in known):
+        what = "is no run directory" if run.is_dir() else "does not exist"
+        raise NotFoundError(
+            f"run {run} {what}: expected a folder with {', '.join(known)} in it; name the run's folder"
+        )
+    return run
+
+
+@dataclass(frozen=True)
+class RunTelemetry(Shown):
+    """What the files of a run say."""
+
+    series: Mapping[tuple[int, int], Sequence[Record]] = field(default_factory=dict)
+    """(rank, worker) → its records, oldest first; none is empty."""
+    skipped: int = 0  # lines that are no records
+
+    @property
+    def newest(self) -> float:
+        """Time of the newest record, 0 where there is none."""
+        return max((one[-1].time for one in self.series.values()), default=0.0)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the world that the newest record speaks of."""
+        last = max((one[-1] for one in self.series.values()), key=lambda record: record.time, default=None)
+        return 0 if last is None else last.world
+
+    @property
+    def ranks(self) -> dict[int, Sequence[Record]]:
+        """Rank → records of its first worker, for the ranks of the present world."""
+        world, found = self.world, sorted(self.series.items())
+        return {rank: records for (rank, worker), records in found if worker == 0 and rank < world}
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank of the present world closed its session."""
+        ranks = self.ranks.values()
+        return bool(ranks) and all(one[-1].state == "ended" for one in ranks)
+
+
+def read_run(run: Path, *, since: float = 0.0, tail_bytes: int = _TAIL_BYTES) -> RunTelemetry:
+    """The records of all ranks.
+
+    Args:
+        run: directory.
+        since: leave out records before this time (seconds since the epoch).
+        tail_bytes: of each rank, read the end only.
+    """
+    series: dict[tuple[int, int], list[Record]] = {}
+    skipped = 0
+    directory = telemetry_directory(run)
+    present = os.listdir(directory) if directory.is_dir() else []
+    for name in sorted(
+        {one.removesuffix(".1") for one in present}
+    ):  # a file may just have become the older half
+        match = _FILE.fullmatch(name)
+        if match is None:
             continue
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(document, dict):
-            found.append(document)
-    return found
+        owner = int(match[1]), int(match[2] or 0)
+        lines = read_lines(directory / name, tail_bytes)
+        newer = _records(lines, owner)
+        lines_before = read_lines(directory / f"{name}.1", tail_bytes - sum(len(line) + 1 for line in lines))
+        older = _records(lines_before, owner)
+        skipped += len(lines) + len(lines_before) - len(newer) - len(older)
+        # the newer file is read first; if it became the older one in between, its records come twice
+        records = [*(one for one in older if not newer or one.time < newer[0].time), *newer]
+        if records := [one for one in records if one.time >= since]:
+            series[owner] = records
+    return RunTelemetry(series, skipped)
+
+
+def _records(lines: Iterable[bytes], owner: tuple[int, int]) -> list[Record]:
+    parsed = map(parse_record, lines)
+    return [one for one in parsed if one is not None and (one.rank, one.worker) == owner]
+
+
+def read_events(run: Path, *, since: float = 0.0, tail_bytes: int = 4 << 20) -> list[dict[str, Any]]:
+    """Events of a run in file order, those since a time; anything that is no event is left out."""
+    found = read_documents(run / "events.jsonl", tail_bytes, most_bytes=MAX_LINE_BYTES)
+    return [one for one in found if isinstance(one.get("event"), str) and _time(one) >= since]
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    time: Any = event.get("time")
+    return float(time) if type(time) in (int, float) else -math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 _SLOWEST: Final = 16
@@ -25,7 +25,7 @@ class BlockTimes:
     def __init__(self, name: Callable[[int], str], is_local: Callable[[int], bool]) -> None:
         self._name, self._is_local = name, is_local
         self._lock = threading.Lock()
-        self._loads: dict[int, list[int]] = {}  # shard → [loads, bytes]
+        self._shards: dict[int, list[int]] = {}  # shard → [loads, bytes]
         self._slowest: list[tuple[float, float, int, int]] = []  # heap of (seconds, when, shard, block)
         self._lanes: dict[int, list[float]] = {}  # lane → [loads, seconds, bytes]
         self._expected: dict[int, int] = {}  # block of the dataset → lane that needs it first
@@ -54,9 +54,7 @@ class BlockTimes:
                 cost[0] += 1
                 cost[1] += seconds
                 cost[2] += num_bytes
-            counts = self._loads.get(shard)
-            if counts is None:
-                counts = self._loads[shard] = [0, 0]
+            counts = self._shards.setdefault(shard, [0, 0])
             counts[0] += 1
             counts[1] += num_bytes
             if len(self._slowest) < _SLOWEST:
@@ -66,15 +64,18 @@ class BlockTimes:
 
     def hot_shards(self) -> list[list[object]]:
         """Rows of (shard, loads, bytes), most bytes first."""
-        with self._lock:
-            most = heapq.nlargest(_HOTTEST, self._loads.items(), key=lambda item: (item[1][1], -item[0]))
-            return [[self._name(shard), *counts] for shard, counts in most]
+        return [[self._name(shard), *counts] for shard, counts in self._most(self._shards, _HOTTEST)]
 
     def lane_loads(self) -> list[list[object]]:
         """Rows of (lane, loads, seconds, bytes), most seconds first."""
+        most = self._most(self._lanes, _LANES)
+        return [[lane, loads, round(seconds, 6), num_bytes] for lane, (loads, seconds, num_bytes) in most]
+
+    def _most(self, counts: Mapping[int, Sequence[float]], number: int) -> list[tuple[int, list[float]]]:
+        """Those with the largest second count, copied."""
         with self._lock:
-            most = heapq.nlargest(_LANES, self._lanes.items(), key=lambda item: (item[1][1], -item[0]))
-            return [[lane, loads, round(seconds, 6), num_bytes] for lane, (loads, seconds, num_bytes) in most]
+            largest = heapq.nlargest(number, counts.items(), key=lambda item: (item[1][1], -item[0]))
+            return [(one, list(found)) for one, found in largest]
 
     def slowest(self) -> list[list[object]]:
         """Rows of (seconds, time, shard, block), slowest first."""
@@ -87,6 +88,6 @@ class BlockTimes:
     def numbers(self) -> dict[str, float]:
         """Shards read so far, and bytes of blocks that came from local files."""
         with self._lock:
-            counts = list(self._loads.items())
+            counts = list(self._shards.items())
         local = sum(one[1] for shard, one in counts if self._is_local(shard))
         return {"shards": float(len(counts)), "local_bytes": float(local)}

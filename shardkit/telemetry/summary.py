@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from shardkit.notebook import page, table
-from shardkit.telemetry.anomalies import SILENT_INTERVALS, SILENT_S, find_anomalies
-from shardkit.telemetry.cost_skew import cost_skew
+from shardkit.telemetry.anomalies import find_anomalies, is_silent
 from shardkit.telemetry.intervals import (
     VERIFICATION,
     Interval,
+    byte_counters,
+    cost_skew,
     find_bottleneck,
     intervals,
     shares_of,
@@ -18,157 +19,19 @@ from shardkit.telemetry.intervals import (
     total,
     window,
 )
-from shardkit.telemetry.reading import RunTelemetry
-from shardkit.telemetry.records import Record, lanes_text
+from shardkit.telemetry.records import Record, RunTelemetry, lanes_text
 
 _POINTS: Final = 90
 _MOVES: Final = 200
 _ROWS: Final = 60
-_SAME_MOVE_S: Final = 1.0
-
-
-def chart_series(telemetry: RunTelemetry, at: float) -> dict[str, Any]:
-    """Rates of the whole run.
-
-    Returns:
-        `time`: (n,) middle of each point, seconds since the epoch; `width_s`; and lists of n: `samples_per_s`,
-        `wait_share` (of all ranks' time, waiting for data), `peers_share` (waiting for other ranks), `failures` (blocks
-        that failed verification), `lag_bytes` (None where no source tells), `bytes_per_s`: source → list;
-        `busy_by_rank`: rank → seconds of its own work per step.
-    """
-    series = {key: intervals(records) for key, records in telemetry.series.items()}
-    every = [one for found in series.values() for one in found]
-    if not every:
-        return {"time": [], "width_s": 0.0}
-    typical = max(one.last.interval_s for one in every)
-    begin, at = _covered([found for found in series.values() if found], typical, at)
-    width = max(typical, (at - begin) / _POINTS)
-    points = max(1, int(-(-(at - begin) // width)))
-    grid = _Grid(at - points * width, width, points)
-    present = grid.spread(every, lambda one: one.seconds)
-    busy = {
-        str(rank): _ratios(
-            grid.spread(series[rank, 0], lambda one: one.busy_s),
-            grid.spread(series[rank, 0], lambda one: one.steps),
-        )
-        for rank in telemetry.ranks
-    }
-    return {
-        "time": [round(grid.begin + (i + 0.5) * width, 3) for i in range(points)],
-        "width_s": width,
-        "samples_per_s": [
-            value / width for value in grid.spread(every, lambda one: one.delta("loader.samples"))
-        ],
-        "wait_share": _ratios(grid.spread(every, lambda one: one.data_wait_s), present, most=1.0),
-        "peers_share": _ratios(grid.spread(every, lambda one: one.waiting_s), present, most=1.0),
-        "failures": grid.spread(every, lambda one: one.verification_failures),
-        "bytes_per_s": _byte_series(grid, every),
-        "busy_by_rank": busy,
-        "lag_bytes": _lag_series(grid, telemetry),
-    }
-
-
-def _covered(series: Sequence[Sequence[Interval]], typical: float, at: float) -> tuple[float, float]:
-    """The time that all ranks speak of, where they began and ended together: half-filled points mislead."""
-    firsts, lasts = [one[0].first.time for one in series], [one[-1].last.time for one in series]
-    begin = max(firsts) if max(firsts) - min(firsts) < 0.25 * (max(lasts) - min(firsts)) else min(firsts)
-    together = [last for last in lasts if last > max(lasts) - 5 * typical]
-    return begin, min(together) if at - max(lasts) < 5 * typical else at
-
-
-class _Grid:
-    """Points of equal width; what grew in an interval is spread over the points that it covers."""
-
-    def __init__(self, begin: float, width: float, points: int) -> None:
-        self.begin, self.width, self.points = begin, width, points
-
-    def spread(self, found: Sequence[Interval], amount: Any) -> list[float]:
-        sums = [0.0] * self.points
-        for one in found:
-            value = amount(one)
-            if not value:
-                continue
-            first = (one.first.time - self.begin) / self.width
-            last = (one.last.time - self.begin) / self.width
-            for point in range(max(0, int(first)), min(self.points, int(last) + 1)):
-                covered = min(last, point + 1) - max(first, point)
-                if covered > 0:
-                    sums[point] += value * covered / (last - first)
-        return sums
-
-
-def _ratios(above: list[float], below: list[float], most: float | None = None) -> list[float | None]:
-    found = [a / b if b > 0 else None for a, b in zip(above, below, strict=True)]
-    return found if most is None else [None if one is None else min(most, one) for one in found]
-
-
-def _byte_series(grid: _Grid, every: Sequence[Interval]) -> dict[str, list[float]]:
-    found = {}
-    for name, source in sorted({pair for one in every for pair in byte_counters(one.last).items()}):
-        values = grid.spread(every, lambda one, name=name: one.delta(name))
-        if any(values):
-            found[source] = [value / grid.width for value in values]
-    return found
-
-
-def _lag_series(grid: _Grid, telemetry: RunTelemetry) -> list[float | None]:
-    told: list[float | None] = [None] * grid.points
-    for records in telemetry.series.values():
-        for record in records:
-            place = int((record.time - grid.begin) / grid.width)
-            if "replication.policies" in record.values and 0 <= place < grid.points:
-                told[place] = record.value("replication.lag_bytes")
-    return told
-
-
-def lane_moves(ranks: Mapping[int, Sequence[Record]]) -> list[dict[str, Any]]:
-    """Lanes that changed hands, oldest first, as the ranks' own records show it."""
-    owners: dict[int, int] = {}
-    moves: list[dict[str, Any]] = []
-    for time, step, rank, lanes in _claims(ranks):
-        for lane in lanes:
-            before = owners.get(lane)
-            if before is not None and before != rank:
-                moves.append({"time": time, "step": step, "lane": lane, "from": before, "to": rank})
-            owners[lane] = rank
-    return moves[-_MOVES:]
-
-
-def lane_history(ranks: Mapping[int, Sequence[Record]]) -> list[dict[str, Any]]:
-    """Rows of the lane grid: at each change, {"time", "step", "owners": rank of each lane}."""
-    owners: dict[int, int] = {}
-    rows: list[dict[str, Any]] = []
-    claims = _claims(ranks)
-    count = max((lanes[-1] for *_, lanes in claims), default=-1) + 1
-    for time, step, rank, lanes in claims:
-        before = dict(owners)
-        owners |= dict.fromkeys(lanes, rank)
-        if owners != before:
-            shown = [owners.get(lane, -1) for lane in range(count)]
-            if rows and (-1 in rows[-1]["owners"] or time - rows[-1]["time"] < _SAME_MOVE_S):
-                rows[-1] = {"time": time, "step": step, "owners": shown}  # ranks speak one after the other
-            else:
-                rows.append({"time": time, "step": step, "owners": shown})
-    return rows[-_ROWS:]
-
-
-def _claims(ranks: Mapping[int, Sequence[Record]]) -> list[tuple[float, int, int, tuple[int, ...]]]:
-    """(time, step, rank, lanes) wherever a rank's lanes are others than in its record before."""
-    claims = []
-    for rank, records in ranks.items():
-        before: tuple[int, ...] = ()
-        for record in records:
-            if record.lanes != before and record.lanes:
-                claims.append((record.time, int(record.value("loader.step")), rank, record.lanes))
-            before = record.lanes or before
-    return sorted(claims)
-
-
 _EVENTS: Final = 60
 _SHARDS: Final = 48
+_SLOW_BLOCKS: Final = 16
 _MAX_LANES: Final = 1 << 16
+_SAME_MOVE_S: Final = 1.0
 
 Json = dict[str, Any]
+Ranks = Mapping[int, Sequence[Record]]
 
 
 def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now: float) -> Json:
@@ -179,13 +42,10 @@ def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now:
         events: its events, oldest first.
         now: seconds since the epoch. A run that ended is shown as it was then.
     """
-    ranks = telemetry.ranks
+    ranks, lasts = telemetry.ranks, _lasts(telemetry)
     at = telemetry.newest if telemetry.ended else now
     bottleneck = find_bottleneck(ranks)
-    anomalies = find_anomalies(ranks, at)
-    rows = [_rank(rank, records, at) for rank, records in ranks.items()]
-    for row in rows:
-        _add_workers(row, telemetry)
+    rows = [_rank(rank, records, at, telemetry) for rank, records in ranks.items()]
     return {
         "time": now,
         "at": at,
@@ -199,14 +59,14 @@ def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now:
             "shares": dict(sorted(bottleneck.shares.items(), key=lambda item: -item[1])),
         },
         "ranks": rows,
-        "anomalies": [one.to_json() for one in anomalies],
-        "bytes": _bytes(telemetry),
-        "verification_failures": sum(one.value(name) for one in _lasts(telemetry) for name in VERIFICATION),
+        "anomalies": [one.to_json() for one in find_anomalies(ranks, at)],
+        "bytes": _bytes(lasts),
+        "verification_failures": sum(one.value(name) for one in lasts for name in VERIFICATION),
         "replication_lag_bytes": _lag(telemetry),
-        "hot_shards": _hot_shards(telemetry),
-        "slow_blocks": _slow_blocks(telemetry),
-        "lane_loads": _lane_loads(telemetry),
-        "lane_owners": _lane_owners(ranks),
+        "hot_shards": sorted(_row_sums(lasts, "hot_shards", 3, str), key=lambda row: (-row[2], row[0]))[:_SHARDS],
+        "slow_blocks": _slow_blocks(lasts),
+        "lane_loads": sorted(_row_sums(lasts, "lane_loads", 4, _lane)),
+        "lane_owners": _owner_list({lane: rank for rank, records in ranks.items() for lane in records[-1].lanes}),
         "cost_skew": cost_skew(records[-1] for records in ranks.values()),
         "lane_history": lane_history(ranks),
         "lane_moves": lane_moves(ranks),
@@ -235,21 +95,19 @@ def run_page(telemetry: RunTelemetry) -> str:
 
 
 def _state(telemetry: RunTelemetry, now: float) -> str:
-    ranks = telemetry.ranks
-    if not ranks:
+    last = max((one[-1] for one in telemetry.ranks.values()), key=lambda record: record.time, default=None)
+    if last is None:
         return "no records yet"
-    if telemetry.ended:
-        return "ended"
-    last = max((one[-1] for one in ranks.values()), key=lambda record: record.time)
-    return "silent" if now - last.time > max(SILENT_S, SILENT_INTERVALS * last.interval_s) else "running"
+    return "ended" if telemetry.ended else "silent" if is_silent(last, now) else "running"
 
 
-def _rank(rank: int, records: Sequence[Record], at: float) -> Json:
+def _rank(rank: int, records: Sequence[Record], at: float, telemetry: RunTelemetry) -> Json:
     last, found = records[-1], window(records)
     seconds = sum(one.seconds for one in found) or 1.0
     steps, cells = sum(one.steps for one in found), sum(one.cells for one in found)
     busy = sum(one.busy_s for one in found)
-    waited = sum(one.data_wait_s for one in found)
+    # what further DataLoader workers of a rank hand out counts as the rank's
+    rates = [_rates(window(one)) for (owner, _), one in telemetry.series.items() if owner == rank]
     return {
         "rank": rank,
         "host": last.host,
@@ -260,13 +118,13 @@ def _rank(rank: int, records: Sequence[Record], at: float) -> Json:
         "step": int(last.value("loader.step")),
         "lanes": lanes_text(last.lanes),
         "num_lanes": len(last.lanes),
-        "samples_per_s": total(found, "loader.samples") / seconds,
+        "samples_per_s": sum(samples for samples, _ in rates),
         "step_s": seconds / steps if steps else 0.0,
         "busy_step_s": busy / steps if steps else 0.0,
         "cell_s": busy / cells if cells else 0.0,
-        "data_share": min(1.0, waited / seconds),
+        "data_share": min(1.0, sum(one.data_wait_s for one in found) / seconds),
         "wait_share": min(1.0, sum(one.waiting_s for one in found) / seconds),
-        "bytes_per_s": sum(total(found, name) for name in byte_counters(last)) / seconds,
+        "bytes_per_s": sum(num_bytes for _, num_bytes in rates),
         "memory_bytes": last.value("process.resident_bytes"),
         "cpu_share": total(found, "process.cpu_s") / seconds,
         "verification_failures": sum(map(last.value, VERIFICATION)),
@@ -274,35 +132,27 @@ def _rank(rank: int, records: Sequence[Record], at: float) -> Json:
     }
 
 
-def _add_workers(row: Json, telemetry: RunTelemetry) -> None:
-    """What further DataLoader workers of a rank hand out counts as the rank's."""
-    for (rank, worker), records in telemetry.series.items():
-        found = window(records) if rank == row["rank"] and worker else []
-        seconds = sum(one.seconds for one in found)
-        if seconds:
-            row["samples_per_s"] += total(found, "loader.samples") / seconds
-            row["bytes_per_s"] += sum(total(found, name) for name in byte_counters(records[-1])) / seconds
+def _rates(found: Sequence[Interval]) -> tuple[float, float]:
+    """Samples and bytes per second."""
+    if not found:
+        return 0.0, 0.0
+    seconds = sum(one.seconds for one in found)
+    num_bytes = sum(total(found, name) for name in byte_counters(found[-1].last))
+    return total(found, "loader.samples") / seconds, num_bytes / seconds
 
 
-def byte_counters(record: Record) -> dict[str, str]:
-    """Counter of bytes → where they came from: "disk" (local shards), "cache", or a location."""
-    prefix = "reads.bytes_from_"
-    found = {name: name.removeprefix(prefix) for name in record.values if name.startswith(prefix)}
-    return found | {"blocks.local_bytes": "disk"}
+# ---- Sums over all that the run's sessions counted
 
 
 def _lasts(telemetry: RunTelemetry) -> list[Record]:
     """The last record of each session: what was counted in all."""
-    found: dict[tuple[int, int, str], Record] = {}
-    for (rank, worker), records in telemetry.series.items():
-        for record in records:
-            found[rank, worker, record.session] = record
-    return list(found.values())
+    records = (one for series in telemetry.series.values() for one in series)
+    return list({(one.rank, one.worker, one.session): one for one in records}.values())
 
 
-def _bytes(telemetry: RunTelemetry) -> dict[str, float]:
+def _bytes(lasts: Iterable[Record]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for record in _lasts(telemetry):
+    for record in lasts:
         for name, source in byte_counters(record).items():
             found[source] = found.get(source, 0.0) + record.value(name)
     return dict(sorted(((one, n) for one, n in found.items() if n), key=lambda item: -item[1]))
@@ -310,50 +160,169 @@ def _bytes(telemetry: RunTelemetry) -> dict[str, float]:
 
 def _lag(telemetry: RunTelemetry) -> float | None:
     """Bytes below the policy, as the newest record with such a source says; None where no source tells."""
-    told = [
-        records[-1] for records in telemetry.series.values() if "replication.policies" in records[-1].values
-    ]
+    lasts = [records[-1] for records in telemetry.series.values()]
+    told = [one for one in lasts if "replication.policies" in one.values]
     return max(told, key=lambda record: record.time).value("replication.lag_bytes") if told else None
 
 
-def _hot_shards(telemetry: RunTelemetry) -> list[list[Any]]:
-    sums: dict[str, list[float]] = {}
-    for record in _lasts(telemetry):
-        for row in record.tables.get("hot_shards", ()):
-            if len(row) == 3 and all(isinstance(one, (int, float)) for one in row[1:]):
-                counts = sums.setdefault(str(row[0]), [0.0, 0.0])
-                counts[0] += row[1]
-                counts[1] += row[2]
-    ordered = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
-    return [[name, *counts] for name, counts in ordered[:_SHARDS]]
+def _row_sums(lasts: Iterable[Record], name: str, width: int, key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Rows of a table, those of one key added up; what has none, or other cells than numbers, is left out."""
+    sums: dict[Any, list[float]] = {}
+    for record in lasts:
+        for row in record.tables.get(name, ()):
+            if len(row) != width or not all(isinstance(one, (int, float)) for one in row[1:]):
+                continue
+            found = key(row[0])
+            if found is not None:
+                sums[found] = [
+                    a + b for a, b in zip(sums.get(found, [0.0] * (width - 1)), row[1:], strict=True)
+                ]
+    return [[found, *counts] for found, counts in sums.items()]
 
 
-def _slow_blocks(telemetry: RunTelemetry) -> list[list[Any]]:
-    rows = [
-        [*row, record.rank]
-        for record in _lasts(telemetry)
-        for row in record.tables.get("slow_blocks", ())
-        if len(row) == 4 and isinstance(row[0], (int, float))
-    ]
-    return sorted(rows, key=lambda row: -row[0])[:16]
+def _lane(cell: Any) -> int | None:
+    return int(cell) if isinstance(cell, (int, float)) and 0 <= cell < _MAX_LANES else None
 
 
-def _lane_loads(telemetry: RunTelemetry) -> list[list[float]]:
-    """Rows of (lane, loads, seconds, bytes) over all ranks that have worked the lane, by lane."""
-    sums: dict[int, list[float]] = {}
-    for record in _lasts(telemetry):
-        for row in record.tables.get("lane_loads", ()):
-            numbers = len(row) == 4 and all(isinstance(one, (int, float)) for one in row)
-            if numbers and 0 <= row[0] < _MAX_LANES:
-                cost = sums.setdefault(int(row[0]), [0.0, 0.0, 0.0])
-                for place, value in enumerate(row[1:]):
-                    cost[place] += value
-    return [[lane, *cost] for lane, cost in sorted(sums.items())]
+def _slow_blocks(lasts: Iterable[Record]) -> list[list[Any]]:
+    tables = ((record.rank, row) for record in lasts for row in record.tables.get("slow_blocks", ()))
+    rows = [[*row, rank] for rank, row in tables if len(row) == 4 and isinstance(row[0], (int, float))]
+    return sorted(rows, key=lambda row: -row[0])[:_SLOW_BLOCKS]
 
 
-def _lane_owners(ranks: Mapping[int, Sequence[Record]]) -> list[int]:
-    """Rank of each lane, −1 where no rank says that it works it."""
+# ---- Who worked which lane
+
+
+def lane_moves(ranks: Ranks) -> list[Json]:
+    """Lanes that changed hands, oldest first, as the ranks' own records show it."""
     owners: dict[int, int] = {}
+    moves: list[Json] = []
+    for time, step, rank, lanes in _claims(ranks):
+        for lane in lanes:
+            before = owners.get(lane, rank)
+            if before != rank:
+                moves.append({"time": time, "step": step, "lane": lane, "from": before, "to": rank})
+            owners[lane] = rank
+    return moves[-_MOVES:]
+
+
+def lane_history(ranks: Ranks) -> list[Json]:
+    """Rows of the lane grid: at each change, {"time", "step", "owners": rank of each lane}."""
+    claims = _claims(ranks)
+    count = max((lanes[-1] for *_, lanes in claims), default=-1) + 1
+    owners = [-1] * count
+    rows: list[Json] = []
+    for time, step, rank, lanes in claims:
+        before, owners = owners, list(owners)
+        for lane in lanes:
+            owners[lane] = rank
+        if owners == before:
+            continue
+        if rows and (-1 in before or time - rows[-1]["time"] < _SAME_MOVE_S):
+            rows.pop()  # ranks speak one after the other
+        rows.append({"time": time, "step": step, "owners": owners})
+    return rows[-_ROWS:]
+
+
+def _claims(ranks: Ranks) -> list[tuple[float, int, int, tuple[int, ...]]]:
+    """(time, step, rank, lanes) wherever a rank's lanes are others than in its record before."""
+    claims = []
     for rank, records in ranks.items():
-        owners |= dict.fromkeys(records[-1].lanes, rank)
+        before: tuple[int, ...] = ()
+        for record in records:
+            if record.lanes != before and record.lanes:
+                claims.append((record.time, int(record.value("loader.step")), rank, record.lanes))
+            before = record.lanes or before
+    return sorted(claims)
+
+
+def _owner_list(owners: Mapping[int, int]) -> list[int]:
+    """Rank of each lane, −1 where no rank says that it works it."""
     return [owners.get(lane, -1) for lane in range(max(owners, default=-1) + 1)]
+
+
+# ---- Charts
+
+
+def chart_series(telemetry: RunTelemetry, at: float) -> Json:
+    """Rates of the whole run.
+
+    Returns:
+        `time`: (n,) middle of each point, seconds since the epoch; `width_s`; and lists of n: `samples_per_s`,
+        `wait_share` (of all ranks' time, waiting for data), `peers_share` (waiting for other ranks), `failures` (blocks
+        that failed verification), `lag_bytes` (None where no source tells), `bytes_per_s`: source → list;
+        `busy_by_rank`: rank → seconds of its own work per step.
+    """
+    series = {key: intervals(records) for key, records in telemetry.series.items()}
+    every = [one for found in series.values() for one in found]
+    if not every:
+        return {"time": [], "width_s": 0.0}
+    typical = max(one.last.interval_s for one in every)
+    begin, at = _covered([found for found in series.values() if found], typical, at)
+    width = max(typical, (at - begin) / _POINTS)
+    grid = _Grid(at, width, max(1, int(-(-(at - begin) // width))))
+    seconds = grid.spread(every, lambda one: one.seconds)
+    counters = sorted({pair for one in every for pair in byte_counters(one.last).items()})
+    sources = {source: grid.rates(every, name) for name, source in counters}
+    return {
+        "time": [round(grid.begin + (i + 0.5) * width, 3) for i in range(grid.points)],
+        "width_s": width,
+        "samples_per_s": grid.rates(every, "loader.samples"),
+        "wait_share": _ratios(grid.spread(every, lambda one: one.data_wait_s), seconds, most=1.0),
+        "peers_share": _ratios(grid.spread(every, lambda one: one.waiting_s), seconds, most=1.0),
+        "failures": grid.spread(every, lambda one: one.verification_failures),
+        "bytes_per_s": {source: values for source, values in sources.items() if any(values)},
+        "busy_by_rank": {
+            str(rank): _ratios(
+                grid.spread(series[rank, 0], lambda one: one.busy_s),
+                grid.spread(series[rank, 0], lambda one: one.steps),
+            )
+            for rank in telemetry.ranks
+        },
+        "lag_bytes": _lag_series(grid, telemetry),
+    }
+
+
+def _covered(series: Sequence[Sequence[Interval]], typical: float, at: float) -> tuple[float, float]:
+    """The time that all ranks speak of, where they began and ended together: half-filled points mislead."""
+    firsts, lasts = [one[0].first.time for one in series], [one[-1].last.time for one in series]
+    begin = max(firsts) if max(firsts) - min(firsts) < 0.25 * (max(lasts) - min(firsts)) else min(firsts)
+    together = [last for last in lasts if last > max(lasts) - 5 * typical]
+    return begin, min(together) if at - max(lasts) < 5 * typical else at
+
+
+class _Grid:
+    """Points of equal width; what grew in an interval is spread over the points that it covers."""
+
+    def __init__(self, end: float, width: float, points: int) -> None:
+        self.begin, self.width, self.points = end - points * width, width, points
+
+    def spread(self, found: Sequence[Interval], amount: Callable[[Interval], float]) -> list[float]:
+        sums = [0.0] * self.points
+        for one in found:
+            value = amount(one)
+            if not value:
+                continue
+            first, last = ((record.time - self.begin) / self.width for record in (one.first, one.last))
+            for point in range(max(0, int(first)), min(self.points, int(last) + 1)):
+                covered = min(last, point + 1) - max(first, point)
+                if covered > 0:
+                    sums[point] += value * covered / (last - first)
+        return sums
+
+    def rates(self, found: Sequence[Interval], counter: str) -> list[float]:
+        """Growth of a counter per second."""
+        return [value / self.width for value in self.spread(found, lambda one: one.delta(counter))]
+
+
+def _ratios(above: list[float], below: list[float], most: float = float("inf")) -> list[float | None]:
+    return [min(most, a / b) if b > 0 else None for a, b in zip(above, below, strict=True)]
+
+
+def _lag_series(grid: _Grid, telemetry: RunTelemetry) -> list[float | None]:
+    told: list[float | None] = [None] * grid.points
+    for record in (one for records in telemetry.series.values() for one in records):
+        place = int((record.time - grid.begin) / grid.width)
+        if "replication.policies" in record.values and 0 <= place < grid.points:
+            told[place] = record.value("replication.lag_bytes")
+    return told

@@ -8,8 +8,6 @@ import json
 import re
 import shutil
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.telemetry import Record, read_run
-from shardkit.telemetry.recorder import record_path
+from shardkit.telemetry.records import record_path
+from shardkit_tools.observing.web import dashboard_server
 from tests.servers.environments import Unavailable, node_package
-
-uvicorn = pytest.importorskip("uvicorn", reason="the dashboard's server is not installed")
-pytest.importorskip("starlette", reason="the dashboard's server is not installed")
 
 TOKEN = "a-token-that-nobody-guesses"
 HOSTILE = [
@@ -42,22 +38,9 @@ HOSTILE = [
 
 @contextlib.contextmanager
 def served(run: Path) -> Iterator[int]:
-    from shardkit_tools.observing.web import make_app
-
-    app = make_app(run, TOKEN)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_level="error", access_log=False, server_header=False, lifespan="off")
-        )
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join()
+    server = dashboard_server(run, TOKEN).start()
+    yield server.port
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +199,7 @@ def test_no_path_leads_to_a_file(port: int, segments: list[str], token: bool) ->
     if status == 200:
         assert token
         assert path.strip("/") == "dashboard.js"
-    for secret in (b"root:", b'"configuration"', b"shardkit-run", b"def make_app"):
+    for secret in (b"root:", b'"configuration"', b"shardkit-run", b"def dashboard_server"):
         assert secret not in body
 
 

@@ -14,7 +14,7 @@ from shardkit.audit import audit_run
 from shardkit.dataset.costs import costs_of
 from shardkit.errors import UsageError
 from shardkit.plan.waits import cell_costs, rank_skew
-from shardkit.telemetry.cost_skew import cost_skew
+from shardkit.telemetry.intervals import cost_skew
 from tests.command_line import call
 
 ROWS, BATCH, LANES = 240, 24, 8

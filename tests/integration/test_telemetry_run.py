@@ -126,7 +126,7 @@ def test_top_on_a_terminal(
 def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
     pytest.importorskip("prometheus_client")
     telemetry = read_run(slowed_run)
-    text = run_metrics(telemetry, telemetry.newest).decode()
+    text = run_metrics(telemetry, telemetry.newest)[2].decode()
     values = {name: float(value) for name, value in re.findall(r"^(shardkit\S*) (\S+)$", text, re.MULTILINE)}
     assert values['shardkit_anomalies{kind="straggler"}'] == 1
     assert values['shardkit_anomalies{kind="stall"}'] == 0

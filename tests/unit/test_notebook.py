@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shardkit
 from shardkit.telemetry import Record, read_run
-from shardkit.telemetry.recorder import record_path
+from shardkit.telemetry.records import record_path
 
 
 def png(shade: int) -> bytes:

@@ -16,9 +16,9 @@ import pytest
 
 from shardkit.errors import ConfigurationError, NotFoundError, StoreError
 from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings, read_events, read_run
-from shardkit.telemetry.reading import check_run
-from shardkit.telemetry.recorder import StackWriter, record_path, request_stacks
-from shardkit.telemetry.serving import HealthServer, host_allowed, parse_listen
+from shardkit.telemetry.recorder import StackWriter, request_stacks
+from shardkit.telemetry.records import check_run, record_path
+from shardkit.telemetry.serving import host_allowed, parse_listen, serve_health
 
 QUICK = TelemetrySettings(interval_s=0.01)
 
@@ -212,7 +212,7 @@ def test_health_and_metrics_of_a_node(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     telemetry = Telemetry(rank=0, world=1)
     telemetry.add_source("loader", lambda: {"steps": 12, "load_wait_s": 0.5})
-    server = HealthServer(tmp_path, "127.0.0.1:0")
+    server = serve_health(tmp_path, "127.0.0.1:0")
     recorder = Recorder(telemetry, tmp_path, QUICK)
     until(lambda: (0, 0) in read_run(tmp_path).series)
     try:
@@ -239,7 +239,7 @@ def test_health_and_metrics_of_a_node(tmp_path: Path) -> None:
         assert status == 503
         assert json.loads(body)["problems"][0]["kind"] == "stall"
         with pytest.raises(StoreError, match="name another port"):
-            HealthServer(tmp_path, f"127.0.0.1:{server.port}")
+            serve_health(tmp_path, f"127.0.0.1:{server.port}")
     finally:
         server.close()
 
@@ -261,7 +261,7 @@ def test_only_this_machines_names_are_answered(header: str | None, allowed: bool
 
 def test_importing_starts_and_loads_nothing() -> None:
     program = (
-        "import sys, threading, shardkit.telemetry; heavy = {'prometheus_client', 'starlette', 'uvicorn', 'torch'}\n"
+        "import sys, threading, shardkit.telemetry; heavy = {'prometheus_client', 'torch'}\n"
         "assert threading.active_count() == 1; print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

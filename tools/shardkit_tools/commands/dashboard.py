@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardkit.errors import StoreError
 from shardkit_tools import console
-from shardkit_tools.observing.web import make_app, require_server
-
-_HOST = "127.0.0.1"
+from shardkit_tools.observing.web import HOST, dashboard_server
 
 
 def dashboard(
@@ -31,23 +27,11 @@ def dashboard(
 
     Example: shardkit dashboard runs/mine --port 8451
     """
-    uvicorn = require_server()
     token = secrets.token_urlsafe(24)
-    app = make_app(Path(run), token)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((_HOST, port))
-        except OSError as error:
-            raise StoreError(
-                f"port {port} cannot be listened on: {error.strerror}; name another --port"
-            ) from error
-        address = f"http://{_HOST}:{listener.getsockname()[1]}/{token}/"
-        console.print_line(f"{run} is shown at {address}")
-        console.print_line("Ctrl-C ends it")
-        if open_browser:
-            typer.launch(address)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="off"
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+    server = dashboard_server(Path(run), token, port)
+    address = f"http://{HOST}:{server.port}/{token}/"
+    console.print_line(f"{run} is shown at {address}")
+    console.print_line("Ctrl-C ends it")
+    if open_browser:
+        typer.launch(address)
+    server.serve()

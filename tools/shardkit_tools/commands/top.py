@@ -12,7 +12,7 @@ from rich.live import Live
 
 from shardkit_tools import console, options
 from shardkit_tools.observing.run_view import view_run
-from shardkit_tools.observing.terminal import plain_page, terminal_page
+from shardkit_tools.observing.terminal import print_plain, terminal_page
 from shardkit_tools.texts import is_terminal
 
 
@@ -33,28 +33,19 @@ def top(
 
     Example: shardkit top runs/mine
     """
-    path = Path(run)
-    if as_json:
-        console.print_json(view_run(path))
-        return
-    if not once and is_terminal():
-        _live(path, interval)
-        return
-    document = view_run(path)
-    if is_terminal():
-        screen = Console(highlight=False, markup=False, emoji=False)
-        screen.print(terminal_page(document, screen.width))
-        return
-    for kind, content in plain_page(document):
-        if kind == "line":
-            console.print_line(content)
-        else:
-            console.print_table(*content)
-
-
-def _live(path: Path, interval: float) -> None:
+    path, document = Path(run), view_run(Path(run))
     screen = Console(highlight=False, markup=False, emoji=False)
-    view_run(path)  # an error is told before the screen changes
+    if as_json:
+        console.print_json(document)
+    elif not is_terminal():
+        print_plain(document)
+    elif once:
+        screen.print(terminal_page(document, screen.width))
+    else:
+        _watch(path, interval, screen)
+
+
+def _watch(path: Path, interval: float, screen: Console) -> None:
     try:
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             while True:

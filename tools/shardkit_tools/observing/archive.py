@@ -9,7 +9,7 @@ import os
 import platform
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +18,11 @@ from typing import Any, Final
 
 from shardkit.ranges import parse_duration
 from shardkit.telemetry import RunTelemetry, read_events, read_run
-from shardkit.telemetry.intervals import Interval, intervals
-from shardkit.telemetry.reading import check_run
-from shardkit.telemetry.recorder import request_stacks, telemetry_directory
-from shardkit.telemetry.records import Record, read_lines
+from shardkit.telemetry.intervals import Interval, byte_counters, intervals, step_seconds, total
+from shardkit.telemetry.recorder import request_stacks
+from shardkit.telemetry.records import Record, check_run, read_lines, record_path, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
-from shardkit_tools.observing.run_view import clock_text, event_text, view_run
+from shardkit_tools.observing.run_view import clock_text, event_text, run_settings, view_run
 from shardkit_tools.texts import bytes_text, clean, duration_text
 
 DECISIONS: Final = (
@@ -34,7 +33,6 @@ DECISIONS: Final = (
 """Events that a report lists as decisions."""
 
 _TAIL_BYTES: Final = 8 << 20
-_MOST_BYTES: Final = 16 << 20
 _PACKAGES: Final = (
     "shardkit",
     "numpy",
@@ -47,14 +45,12 @@ _PACKAGES: Final = (
     "boto3",
     "fsspec",
 )
+_DECISIONS_SHOWN: Final = 40
 
 _CONTENT: Final = """In here: events.jsonl, decisions.json, summary.json, outage.json (how the loss was counted),
 slow_blocks.json, versions.json, run.json, telemetry/ (records of every rank), stacks/ (of its threads), metrics/.
 Credentials, and what looks like one, are replaced by [redacted]. No sample data is in here.
 """
-
-Archive = Mapping[str, bytes]
-"""Path in the archive → bytes."""
 
 
 def parse_since(text: str) -> float:
@@ -66,55 +62,48 @@ def parse_since(text: str) -> float:
     return float("inf") if text == "all" else parse_duration(text, "--since (a time, or all)")
 
 
-def collect(run: Path, since_s: float, *, stacks_wait_s: float = 0.0, now: float | None = None) -> Archive:
-    """What goes into the archive, redacted.
+def collect(run: Path, since_s: float, *, stacks_wait_s: float = 0.0) -> dict[str, bytes]:
+    """What goes into the archive, redacted: path in it → bytes.
 
     Args:
         run: directory.
         since_s: so long before its newest record or event.
         stacks_wait_s: ask live ranks for their stacks, and wait at most so long for them.
-        now: seconds since the epoch.
 
     Raises:
         NotFoundError: there is no run.
     """
     check_run(run)
     asked = _ask_for_stacks(run, stacks_wait_s)
-    now = time.time() if now is None else now
-    everything, all_events = read_run(run, tail_bytes=_TAIL_BYTES), read_events(run)
-    newest = max(everything.newest, max((float(event["time"]) for event in all_events), default=0.0))
-    begin = newest - since_s
-    telemetry = read_run(run, since=begin, tail_bytes=_TAIL_BYTES)
-    events = [event for event in all_events if event["time"] >= begin]
-    settings = _settings(run)
-    log = (
-        settings.get("configuration", {}).get("log", {})
-        if isinstance(settings.get("configuration"), dict)
-        else {}
-    )
-    cost = outage_cost(telemetry, price_per_hour=_number(log, "price_per_hour"), watts=_number(log, "watts"))
-    view = view_run(run, now)
+    every_event = read_events(run)
+    newest = max([read_run(run).newest, *(float(event["time"]) for event in every_event)])
+    telemetry = read_run(run, since=newest - since_s, tail_bytes=_TAIL_BYTES)
+    events = [event for event in every_event if event["time"] >= newest - since_s]
+    decisions = [event for event in events if event["event"] in DECISIONS]
+    settings, view = run_settings(run), view_run(run)
+    cost = outage_cost(telemetry, **_prices(settings))
     apply = redactor()
-    documents: dict[str, Any] = {
-        "summary.json": view,
-        "outage.json": cost,
-        "decisions.json": [event for event in events if event["event"] in DECISIONS],
-        "versions.json": _versions(settings),
-        "slow_blocks.json": view["slow_blocks"],
-        "run.json": settings,
+    documents = {"summary.json": view, "outage.json": cost, "decisions.json": decisions,
+                 "versions.json": {"run": settings.get("software", {}), "report": _versions()},
+                 "slow_blocks.json": view["slow_blocks"], "run.json": settings}  # fmt: skip
+    files = {
+        name: json.dumps(redact_document(document, apply), indent=1, sort_keys=True).encode() + b"\n"
+        for name, document in documents.items()
     }
-    files = {name: _json(redact_document(document, apply)) for name, document in documents.items()}
     files["events.jsonl"] = _lines(redact_document(event, apply) for event in events)
     for (rank, worker), records in telemetry.series.items():
-        name = f"telemetry/rank-{rank:05d}{f'.worker-{worker:03d}' if worker else ''}.jsonl"
-        files[name] = _lines(redact_document(json.loads(record.to_line()), apply) for record in records)
+        lines = (redact_document(json.loads(record.to_line()), apply) for record in records)
+        files[f"telemetry/{record_path(run, rank, worker).name}"] = _lines(lines)
     for name, text in _texts(run, asked):
         files[name] = apply(text).encode()
-    files["README.txt"] = apply(_readme(run, view, cost, events, telemetry, begin)).encode()
+    begin = max(
+        newest - since_s, min((one[0].time for one in telemetry.series.values()), default=newest - since_s)
+    )
+    files["README.txt"] = apply(_readme(run, view, cost, decisions, begin)).encode()
     return dict(sorted(files.items()))
 
 
-def write(archive: Archive, sink: io.BufferedIOBase, folder: str, when: int) -> None:
+def write(archive: Mapping[str, bytes], sink: io.BufferedIOBase, folder: str, when: int) -> None:
     """The archive as .tar.gz; the same content gives the same bytes."""
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=sink, mtime=when) as packed,
@@ -128,9 +117,8 @@ def write(archive: Archive, sink: io.BufferedIOBase, folder: str, when: int) -> 
 
 def _ask_for_stacks(run: Path, wait_s: float) -> float:
     """Ask live ranks for their stacks; returns when that was, 0 where nobody is alive."""
-    telemetry = read_run(run, tail_bytes=64 << 10)
-    alive = [one[-1] for one in telemetry.series.values()
-             if one[-1].state != "ended" and time.time() - one[-1].time < 5 * one[-1].interval_s + 5]  # fmt: skip
+    lasts = [one[-1] for one in read_run(run, tail_bytes=64 << 10).series.values()]
+    alive = [one for one in lasts if one.state != "ended" and time.time() - one.time < 5 * one.interval_s + 5]
     if not wait_s or not alive:
         return 0.0
     try:
@@ -139,35 +127,27 @@ def _ask_for_stacks(run: Path, wait_s: float) -> float:
         return 0.0  # a run that this user may only read
     deadline = time.monotonic() + min(wait_s, 2 * max(one.interval_s for one in alive) + 1)
     while time.monotonic() < deadline:
-        fresh = [
-            path
-            for path in telemetry_directory(run).glob("rank-*.stacks.txt")
-            if path.stat().st_mtime >= asked
-        ]
-        if len(fresh) >= len(alive):
+        if sum(path.stat().st_mtime >= asked for path in _stacks(run)) >= len(alive):
             break
         time.sleep(0.05)
     return asked
 
 
-def _settings(run: Path) -> dict[str, Any]:
-    try:
-        path = run / "run.json"
-        found = json.loads(path.read_bytes()) if path.stat().st_size < _MOST_BYTES else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _stacks(run: Path) -> list[Path]:
+    return sorted(telemetry_directory(run).glob("rank-*.stacks.txt"))
 
 
-def _number(settings: object, name: str) -> float:
-    value = settings.get(name) if isinstance(settings, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) else 0.0
+def _prices(settings: Mapping[str, Any]) -> dict[str, float]:
+    found: Any = settings.get("configuration")
+    for_log = found.get("log") if isinstance(found, dict) else None
+    log = for_log if isinstance(for_log, dict) else {}
+    named = {name: log.get(name) for name in ("price_per_hour", "watts")}
+    return {name: float(value) for name, value in named.items() if isinstance(value, (int, float))}
 
 
 def _texts(run: Path, asked: float) -> Iterator[tuple[str, str]]:
     """Stacks, the control file and the end of the trainer's metrics."""
-    directory = telemetry_directory(run)
-    for path in sorted(directory.glob("rank-*.stacks.txt")) if directory.is_dir() else ():
+    for path in _stacks(run):
         note = "" if path.stat().st_mtime >= asked else "(older than this report)\n"
         yield f"stacks/{path.name}", note + _text(path)
     if (run / "control.toml").is_file():
@@ -183,34 +163,35 @@ def _text(path: Path) -> str:
         return file.read(1 << 20).decode(errors="replace")
 
 
-def _versions(settings: Mapping[str, Any]) -> dict[str, Any]:
-    here = {}
-    for name in _PACKAGES:
-        try:
-            here[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    here |= {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
-    return {"run": settings.get("software", {}), "report": here}
+def _versions() -> dict[str, str]:
+    installed = {one.name: one.version for one in metadata.distributions() if one.name in _PACKAGES}
+    here = {name: installed[name] for name in _PACKAGES if name in installed}
+    return here | {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+    }
 
 
 def _readme(
-    run: Path, view: Mapping[str, Any], cost: Mapping[str, Any], events: Sequence[Mapping[str, Any]],
-    telemetry: RunTelemetry, begin: float,
-) -> str:  # fmt: skip
+    run: Path,
+    view: Mapping[str, Any],
+    cost: Mapping[str, Any],
+    decisions: Sequence[Mapping[str, Any]],
+    begin: float,
+) -> str:
     bottleneck = view["bottleneck"]["text"] if view["bottleneck"] else "no steps"
     told = [f"{clock_text(event['time'])}  {clean(str(event['event']))}  {event_text(event)}"
-            for event in events if event["event"] in DECISIONS][-40:]  # fmt: skip
+            for event in decisions[-_DECISIONS_SHOWN:]]  # fmt: skip
     reads = ", ".join(f"{name} {value}" for name, value in cost["reads"].items()) or "none"
     sources = ", ".join(f"{name} {bytes_text(value)}" for name, value in cost["bytes"].items()) or "none"
-    first = max(begin, min((one[0].time for one in telemetry.series.values()), default=begin))
     found = ", ".join(one["kind"] for one in view["anomalies"]) or "nothing unusual"
     lost = (f"Lost: {duration_text(cost['lost_s'])} of the run ({duration_text(cost['down_s'])} down, "
             f"{cost['repeated_steps']} steps taken twice), {cost['rank_seconds'] / 3600:.2f} rank hours, "
             f"${cost['dollars']:.2f}.")  # fmt: skip
     return "\n".join([
         f"Report on run {clean(run.absolute().name)}: {view['state']}, step {view['step']}, {view['world']} ranks",
-        f"from {_local(first)} to {_local(view['at'])}, local time",
+        f"from {_local(begin)} to {_local(view['at'])}, local time",
         "",
         f"It is {bottleneck}. Found now: {found}.",
         lost,
@@ -227,11 +208,7 @@ def _local(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _json(document: Any) -> bytes:
-    return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _lines(documents: Iterator[Any]) -> bytes:
+def _lines(documents: Iterable[Any]) -> bytes:
     return b"".join(json.dumps(one, separators=(",", ":")).encode() + b"\n" for one in documents)
 
 
@@ -263,19 +240,25 @@ def outage_cost(
     """
     ranks = telemetry.ranks
     records = ranks[min(ranks)] if ranks else []
-    spans = _spans(intervals(records))
-    paces = [span["productive_s"] / span["steps"] for span in spans if span["steps"]]
-    typical = median(paces) if paces else 0.0
-    slow = []
-    for span in spans:
-        lost = span["productive_s"] - span["steps"] * typical
-        if typical and span["productive_s"] > _SLOWER * span["steps"] * typical:
-            slow.append(
-                {"from": span["from"], "to": span["to"], "steps": span["steps"], "lost_s": round(lost, 1)}
-            )
-    down, repeated = _between_sessions(records)
+    spans = [(span, sum(one.steps for one in span), sum(one.training_s for one in span))
+             for span in _spans(intervals(records))]  # fmt: skip
+    typical = median([seconds / steps for _, steps, seconds in spans if steps] or [0.0])
+    slow = [
+        {"from": span[0].first.time, "to": span[-1].last.time, "steps": steps,
+         "lost_s": round(seconds - steps * typical, 1)}
+        for span, steps, seconds in spans
+        if typical and seconds > _SLOWER * steps * typical
+    ]  # fmt: skip
+    gaps = [(before, after) for before, after in pairwise(records) if before.session != after.session]
+    down = sum(max(0.0, after.time - before.time) for before, after in gaps)
+    repeated = sum(max(0, _step(before) - _step(after)) for before, after in gaps)
     lost = sum(one["lost_s"] for one in slow) + down + repeated * typical
     rank_seconds = lost * telemetry.world
+    every = [one for series in telemetry.series.values() for one in intervals(series)]
+    reads = {name: int(total(every, f"reads.remote_{name}")) for name in _TROUBLES}
+    counters = sorted(
+        {pair for one in every for pair in byte_counters(one.last).items()}, key=lambda pair: pair[1]
+    )
     return {
         "typical_step_s": round(typical, 4),
         "lost_s": round(lost, 1),
@@ -285,56 +268,32 @@ def outage_cost(
         "rank_seconds": round(rank_seconds, 1),
         "dollars": round(rank_seconds / 3600 * price_per_hour, 4),
         "joules": round(rank_seconds * watts, 1),
-        **_reads(telemetry.series),
+        "reads": {name: value for name, value in reads.items() if value},
+        "bytes": {source: int(value) for name, source in counters if (value := total(every, name))},
     }
 
 
-def _spans(found: Sequence[Interval]) -> list[dict[str, Any]]:
+def _spans(found: Sequence[Interval]) -> list[list[Interval]]:
     """Intervals joined until each span has enough of both; what is left at the end joins the last."""
-    steps = sum(one.steps for one in found)
-    typical = sum(one.seconds for one in found) / steps if steps else 0.0
-    enough = max(_SPAN_S, _SPAN_STEPS * typical)
-    spans: list[dict[str, Any]] = []
+    enough = max(_SPAN_S, _SPAN_STEPS * step_seconds(found))
+    spans: list[list[Interval]] = []
     for one in found:
-        productive = one.seconds - one.delta("trainer.evaluation_s") - one.delta("trainer.checkpoint_s")
-        if (
-            not spans
-            or spans[-1]["to"] - spans[-1]["from"] >= enough
-            or spans[-1]["session"] != one.last.session
-        ):
-            spans.append(
-                {"from": one.first.time, "steps": 0.0, "productive_s": 0.0, "session": one.last.session}
-            )
-        spans[-1]["to"] = one.last.time
-        spans[-1]["steps"] += one.steps
-        spans[-1]["productive_s"] += max(0.0, productive)
-    if len(spans) > 1 and spans[-1]["to"] - spans[-1]["from"] < enough:
+        if not spans or _seconds(spans[-1]) >= enough or spans[-1][0].last.session != one.last.session:
+            spans.append([])
+        spans[-1].append(one)
+    if (
+        len(spans) > 1
+        and _seconds(spans[-1]) < enough
+        and spans[-1][0].last.session == spans[-2][0].last.session
+    ):
         last = spans.pop()
-        if last["session"] == spans[-1]["session"]:
-            spans[-1] |= {"to": last["to"], "steps": spans[-1]["steps"] + last["steps"],
-                          "productive_s": spans[-1]["productive_s"] + last["productive_s"]}  # fmt: skip
+        spans[-1] += last
     return spans
 
 
-def _between_sessions(records: Sequence[Record]) -> tuple[float, int]:
-    down, repeated = 0.0, 0
-    for before, after in pairwise(records):
-        if before.session != after.session:
-            down += max(0.0, after.time - before.time)
-            repeated += max(0, int(before.value("loader.step") - after.value("loader.step")))
-    return down, repeated
+def _seconds(span: Sequence[Interval]) -> float:
+    return span[-1].last.time - span[0].first.time if span else 0.0
 
 
-def _reads(series: Mapping[tuple[int, int], Sequence[Record]]) -> dict[str, Any]:
-    every = [one for records in series.values() for one in intervals(records)]
-    counts = {name: int(sum(one.delta(f"reads.remote_{name}") for one in every)) for name in _TROUBLES}
-    sources: dict[str, float] = {}
-    for one in every:
-        for name in one.last.values:
-            if name.startswith("reads.bytes_from_") or name == "blocks.local_bytes":
-                source = "disk" if name == "blocks.local_bytes" else name.removeprefix("reads.bytes_from_")
-                sources[source] = sources.get(source, 0.0) + one.delta(name)
-    return {
-        "reads": {name: value for name, value in counts.items() if value},
-        "bytes": {name: int(value) for name, value in sorted(sources.items()) if value},
-    }
+def _step(record: Record) -> int:
+    return int(record.value("loader.step"))

@@ -28,7 +28,7 @@ from shardkit.plan.locality import lane_shards
 from shardkit.reading.locations import Location
 from shardkit.repository.opening import open_locations
 from shardkit.telemetry import Record, read_run
-from shardkit.telemetry.reading import check_run
+from shardkit.telemetry.records import check_run
 
 _MOST_ASKED: Final = 2_000
 _THREADS: Final = 16
@@ -37,39 +37,27 @@ _COPIED: Final = ("run.json", "journal", "ledger")
 
 @dataclass
 class Rehearsal:
-    """What would happen.
+    """What would happen; ranks are numbered as now."""
 
-    Attributes:
-        step: at which the run is.
-        dead: ranks that die.
-        nodes: their nodes.
-        locations: that die with them, or were named.
-        survivors: ranks that are left, by their present number.
-        moves: lane → (rank now, rank then); ranks are numbered as now.
-        lanes_per_rank: before and after, the most on one rank: a step takes that much longer at the same pace.
-        steps_repeated: from the newest checkpoint to now; None where there is no checkpoint.
-        read_again: shards and bytes of the moved lanes in this epoch, which their new nodes do not have.
-        sources: location → (shards, bytes) of `read_again` that would come from there.
-        asked: how many shards the locations were asked for, of how many.
-        lost: object names that no other location has.
-        memory_bytes: blocks in the memory of dead ranks.
-        notes: what could not be found out, and why.
-    """
-
-    step: int = 0
-    dead: list[int] = field(default_factory=list)
-    nodes: list[str] = field(default_factory=list)
-    locations: list[str] = field(default_factory=list)
+    step: int = 0  # at which the run is
+    dead: list[int] = field(default_factory=list)  # ranks that die
+    nodes: list[str] = field(default_factory=list)  # that die
+    locations: list[str] = field(default_factory=list)  # that die with them, or were named
     survivors: list[int] = field(default_factory=list)
-    moves: dict[int, tuple[int, int]] = field(default_factory=dict)
-    lanes_per_rank: tuple[int, int] = (0, 0)
-    steps_repeated: int | None = None
-    read_again: tuple[int, int] = (0, 0)
-    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
-    asked: tuple[int, int] = (0, 0)
-    lost: list[str] = field(default_factory=list)
-    memory_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
+    moves: dict[int, tuple[int, int]] = field(default_factory=dict)  # lane → (rank now, rank then)
+    lanes_per_rank: tuple[int, int] = (
+        0,
+        0,
+    )  # the most on one rank, before and after: a step takes as much longer
+    steps_repeated: int | None = None  # from the newest checkpoint to now; None where there is no checkpoint
+    read_again: tuple[int, int] = (0, 0)  # shards and bytes of the moved lanes in this epoch
+    sources: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # location → (shards, bytes) of `read_again`
+    asked: tuple[int, int] = (0, 0)  # how many shards the locations were asked for, of how many
+    lost: list[str] = field(default_factory=list)  # object names that no other location has
+    memory_bytes: int = 0  # blocks in the memory of dead ranks
+    notes: list[str] = field(default_factory=list)  # what could not be found out, and why
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -99,27 +87,30 @@ def rehearse_loss(
         raise StateError(
             f"run {run} has no telemetry, which says who works which lane; start it with telemetry on"
         )
-    found = Rehearsal(nodes=sorted(nodes), step=max(int(one.value("loader.step")) for one in last.values()))
-    found.dead = _dead(last, nodes, ranks)
-    found.survivors = [rank for rank in last if rank not in found.dead]
-    found.memory_bytes = int(sum(last[rank].value("loader.window_bytes") for rank in found.dead))
+    dead = _dead(last, nodes, ranks)
+    found = Rehearsal(
+        step=max(int(one.value("loader.step")) for one in last.values()),
+        dead=dead,
+        nodes=sorted(nodes),
+        survivors=[rank for rank in last if rank not in dead],
+        memory_bytes=int(sum(last[rank].value("loader.window_bytes") for rank in dead)),
+    )
     with tempfile.TemporaryDirectory(prefix="shardkit-rehearse-") as scratch:
         copy = Path(scratch) / "run"
-        _copy(run, copy)
+        copy.mkdir()
+        for name in _COPIED:
+            if (run / name).is_dir():
+                shutil.copytree(run / name, copy / name)
+            elif (run / name).is_file():
+                shutil.copyfile(run / name, copy / name)
         plan = _newest_plan(copy)
         _move_lanes(found, last, plan, near=_is_near(copy, last))
         _ask_locations(found, plan, locations)
-    _count_steps(found, run)
+    checkpoints, broken = read_checkpoints(run)
+    if checkpoints:
+        found.steps_repeated = max(0, found.step - max(one.step for one in checkpoints))
+    found.notes += [f"checkpoint {name}: {text}" for name, text in broken]
     return found
-
-
-def _copy(run: Path, copy: Path) -> None:
-    copy.mkdir()
-    for name in _COPIED:
-        if (run / name).is_dir():
-            shutil.copytree(run / name, copy / name)
-        elif (run / name).is_file():
-            shutil.copyfile(run / name, copy / name)
 
 
 def _dead(last: Mapping[int, Record], nodes: Sequence[str], ranks: Sequence[int]) -> list[int]:
@@ -146,18 +137,15 @@ def _is_near(copy: Path, last: Mapping[int, Record]) -> bool:
     """Whether the next start deals lanes to where their blocks are cached."""
     dealt = any(event.get("kind") == DEALT for event in Ledger(copy).event_documents())
     return dealt and any(
-        one.value("reads.cache_hits") + one.value("reads.cache_misses") for one in last.values()
+        one.value(f"reads.cache_{what}") for one in last.values() for what in ("hits", "misses")
     )
 
 
 def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan, *, near: bool) -> None:
     """The assignment of the next start on the ranks that are left."""
     lanes = plan.plan.lanes
-    owner = [-1] * lanes
-    for rank, record in last.items():
-        for lane in record.lanes:
-            if lane < lanes:
-                owner[lane] = rank
+    owners = {lane: rank for rank, record in last.items() for lane in record.lanes}
+    owner = [owners.get(lane, -1) for lane in range(lanes)]
     if -1 in owner:
         raise StateError(
             f"lane {owner.index(-1)} has no owner in the telemetry; wait for the run to take a step"
@@ -169,16 +157,16 @@ def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan, *, 
         return
     if len(found.survivors) > lanes:
         found.notes.append("more ranks are left than there are lanes")
-    nodes = [last[rank].host for rank in found.survivors]
-    numbers = [sorted(set(nodes)).index(node) for node in nodes]
-    held = np.array([[last[rank].host == node for node in sorted(set(nodes))] for rank in owner])
-    then = assign(
-        lanes, len(found.survivors), nodes=numbers if near else None, local_bytes=held if near else None
+    hosts = [last[rank].host for rank in found.survivors]
+    nodes = sorted(set(hosts))
+    held = np.array([[last[rank].host == node for node in nodes] for rank in owner])
+    placed: dict[str, Any] = (
+        {"nodes": [nodes.index(host) for host in hosts], "local_bytes": held} if near else {}
     )
-    for lane, (old, new) in enumerate(zip(owner, then.owner, strict=True)):
-        if found.survivors[new] != old:
-            found.moves[lane] = (old, found.survivors[new])
-    found.lanes_per_rank = (before, max(len(then.lanes_of(rank)) for rank in range(then.ranks)))
+    then = assign(lanes, len(found.survivors), **placed)
+    new = [found.survivors[rank] for rank in then.owner]
+    found.moves = {lane: (a, b) for lane, (a, b) in enumerate(zip(owner, new, strict=True)) if a != b}
+    found.lanes_per_rank = (before, max(map(new.count, found.survivors)))
 
 
 def _ask_locations(found: Rehearsal, plan: RunPlan, named: Sequence[str]) -> None:
@@ -202,38 +190,30 @@ def _ask_locations(found: Rehearsal, plan: RunPlan, named: Sequence[str]) -> Non
             )
     dead = [one for one in known if one.name in named or one.domain in found.nodes]
     found.locations = [one.name for one in dead]
-    alive = [one for one in known if one not in dead]
+    alive = sorted((one for one in known if one not in dead), key=lambda one: one.rank)
     # all that dies with a location, or else what has to be read again
     shards = np.arange(len(table)) if dead else again
     found.asked = min(_MOST_ASKED, len(shards)), len(shards)
     if len(shards) > _MOST_ASKED:
         shards = shards[np.linspace(0, len(shards) - 1, _MOST_ASKED).astype(np.int64)]
         found.notes.append(f"{_MOST_ASKED} shards of {found.asked[1]} were looked for, evenly spread")
-    wanted = set(again.tolist())
+    objects = [reader.shard_name(int(shard)) for shard in shards]
     with ThreadPoolExecutor(_THREADS) as pool:
-        places = list(pool.map(lambda shard: _first_with(alive, reader.shard_name(int(shard))), shards))
+        places = list(pool.map(lambda name: _first_with(alive, name), objects))
+    found.lost = [name for name, place in zip(objects, places, strict=True) if place is None]
+    wanted = set(again.tolist())
     for shard, place in zip(shards.tolist(), places, strict=True):
-        if place is None:
-            found.lost.append(reader.shard_name(shard))
-        elif shard in wanted:
+        if place is not None and shard in wanted:
             count, size = found.sources.get(place, (0, 0))
             found.sources[place] = count + 1, size + int(table.size[shard])
 
 
 def _first_with(locations: Sequence[Location], name: str) -> str | None:
-    """The nearest location that says it has an object."""
-    for location in sorted(locations, key=lambda one: one.rank):
+    """The first location that says it has an object."""
+    for location in locations:
         try:
             if location.holds == "objects" and location.store.head(name) is not None:
                 return location.name
         except ShardkitError:
             continue
     return None
-
-
-def _count_steps(found: Rehearsal, run: Path) -> None:
-    checkpoints, broken = read_checkpoints(run)
-    if checkpoints:
-        found.steps_repeated = max(0, found.step - max(one.step for one in checkpoints))
-    for name, text in broken:
-        found.notes.append(f"checkpoint {name}: {text}")

@@ -10,63 +10,58 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.telemetry import read_events, read_run, summarise
-from shardkit.telemetry.reading import check_run
-from shardkit.telemetry.records import read_documents
+from shardkit.telemetry.records import check_run, read_documents
 from shardkit_tools.texts import clean
 
-_MAX_RUN_JSON: Final = 1 << 20
+_MAX_RUN_JSON: Final = 16 << 20
 _EVENT_BYTES: Final = 256 << 10
 _METRICS_BYTES: Final = 64 << 10
+_LONGEST: Final = 60
 
 
 def view_run(run: Path, now: float | None = None) -> dict[str, Any]:
-    """The summary of a run at a moment, with its name and what run.json says.
+    """The summary of a run at a moment, with its name, its last loss and what run.json says.
 
     Raises:
         NotFoundError: there is no run.
     """
     check_run(run)
-    now = time.time() if now is None else now
-    document = summarise(read_run(run), read_events(run, tail_bytes=_EVENT_BYTES), now)
-    loss = _last_loss(run)
-    return {"run": run.absolute().name, **run_facts(run), "loss": loss, **document}
-
-
-def run_facts(run: Path) -> dict[str, Any]:
-    """Manifest, plan and versions of a run, from run.json; empty texts where it has none."""
-    path = run / "run.json"
-    try:
-        if path.stat().st_size > _MAX_RUN_JSON:
-            return {"manifest": "", "plan": "", "software": {}}
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        found = {}
-    if not isinstance(found, dict):
-        found = {}
-    software = found.get("software")
+    settings = run_settings(run)
+    software = settings.get("software")
+    losses = (line.get("loss") for line in read_documents(run / "metrics" / "train.jsonl", _METRICS_BYTES))
+    known = [float(loss) for loss in losses if isinstance(loss, (int, float)) and math.isfinite(loss)]
     return {
-        "manifest": str(found.get("manifest", ""))[:100],
-        "plan": str(found.get("plan", ""))[:100],
+        "run": run.absolute().name,
+        "manifest": str(settings.get("manifest", ""))[:100],
+        "plan": str(settings.get("plan", ""))[:100],
         "software": {str(name)[:40]: str(value)[:80] for name, value in software.items()}
         if isinstance(software, dict)
         else {},
+        "loss": known[-1] if known else None,
+        **summarise(
+            read_run(run), read_events(run, tail_bytes=_EVENT_BYTES), time.time() if now is None else now
+        ),
     }
 
 
-def _last_loss(run: Path) -> float | None:
-    for line in reversed(read_documents(run / "metrics" / "train.jsonl", _METRICS_BYTES)):
-        loss = line.get("loss")
-        if isinstance(loss, (int, float)) and math.isfinite(loss):
-            return float(loss)
-    return None
-
-
-_LONGEST: Final = 60
+def run_settings(run: Path) -> dict[str, Any]:
+    """What run.json says; empty where there is none, or none that can be read."""
+    try:
+        path = run / "run.json"
+        found = json.loads(path.read_bytes()) if path.stat().st_size < _MAX_RUN_JSON else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def clock_text(seconds: float) -> str:
     """Local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def milliseconds_text(seconds: float) -> str:
+    """``12.1 ms``."""
+    return f"{1000 * seconds:.1f} ms"
 
 
 def anomaly_text(anomaly: Mapping[str, Any]) -> str:
@@ -81,6 +76,7 @@ def anomaly_text(anomaly: Mapping[str, Any]) -> str:
 
 
 def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
+    ms = milliseconds_text
     if kind == "stall" and "silent_s" in evidence:
         return (f"{who} on {evidence['host']} has been silent for {evidence['silent_s']:.0f} s, since step "
                 f"{evidence['step']}")  # fmt: skip
@@ -88,10 +84,10 @@ def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
         stage = f" in {evidence['stage']}" if evidence.get("stage") else ""
         return f"{who} has made no step for {evidence['stuck_s']:.0f} s{stage}, at step {evidence['step']}"
     if kind == "straggler":
-        return (f"{who} takes {_ms(evidence['cell_s'])} per cell, the others {_ms(evidence['others_cell_s'])} "
+        return (f"{who} takes {ms(evidence['cell_s'])} per cell, the others {ms(evidence['others_cell_s'])} "
                 f"({evidence['times']:.1f} times)")  # fmt: skip
     if kind == "skew":
-        return (f"{who} works {_ms(evidence['busiest_step_s'])} per step, the ranks {_ms(evidence['mean_step_s'])} on "
+        return (f"{who} works {ms(evidence['busiest_step_s'])} per step, the ranks {ms(evidence['mean_step_s'])} on "
                 f"average: {100 * evidence['lost_share']:.0f} % of the step is waiting")  # fmt: skip
     if kind == "slowdown":
         return (f"{evidence['samples_per_s']:,.0f} samples/s, {100 * evidence['share']:.0f} % of the "
@@ -99,16 +95,11 @@ def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
     return f"{who}: {evidence['failures']} blocks failed verification in {evidence['seconds']:.0f} s"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
-
-
 def event_text(event: Mapping[str, Any]) -> str:
     """The details of an event on one line, nothing unprintable."""
     if event.get("event") == "anomaly":
-        return (
-            f"{clean(str(event.get('anomaly')))}: {anomaly_text(event)} → {clean(str(event.get('action')))}"
-        )
+        kind, action = (clean(str(event.get(name))) for name in ("anomaly", "action"))
+        return f"{kind}: {anomaly_text(event)} → {action}"
     hidden = ("time", "event", "rank", "owner", "configuration")
     return _pairs({name: value for name, value in event.items() if name not in hidden})
 
