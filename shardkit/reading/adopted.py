@@ -28,7 +28,7 @@ from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.stores.file_operations import explained
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.foreign import ForeignStat, ForeignStore, open_foreign, split_url
+from shardkit.stores.remote.foreign import ForeignStore, open_foreign, split_url
 from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import (
     ObjectStat,
@@ -132,7 +132,7 @@ class TarFiles:
         self._retry = retry
         self._stores: dict[Address, ForeignStore] = {}
 
-    def stat(self, tar: Tar) -> ForeignStat | None:
+    def stat(self, tar: Tar) -> ObjectStat | None:
         """What its place says of it; None where nothing is there.
 
         Raises:
@@ -141,7 +141,7 @@ class TarFiles:
         """
         if tar.is_far:
             store, key = self._store(tar.place)
-            return store.stat(key)
+            return store.head(key)
         with explained(f"look at the adopted tar {tar.place}"):
             try:
                 found = os.stat(tar.place)
@@ -149,7 +149,7 @@ class TarFiles:
                 return None
         if not stat.S_ISREG(found.st_mode):
             raise IntegrityError(f"{tar.place}: not a file any more; put the tar back that was adopted")
-        return ForeignStat(found.st_size)
+        return ObjectStat(found.st_size, None)
 
     def read(self, tar: Tar, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Bytes of it, for each (offset, length).

@@ -11,9 +11,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from shardkit.errors import IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
+from shardkit.errors import NotFoundError
 from shardkit.stores.file_operations import (
     FOLDER,
     Directories,
@@ -24,10 +23,10 @@ from shardkit.stores.file_operations import (
     explained,
 )
 from shardkit.stores.staging import LocalStage, writer_is_dead
-from shardkit.stores.store import ObjectStat, check_name, check_prefix
+from shardkit.stores.store import DirectStore, ObjectStat, check_name, check_prefix, is_name
 
 
-class LocalStore:
+class LocalStore(DirectStore):
     """Objects as files below one directory; implements `shardkit.stores.store.Store`.
 
     Keeps no descriptor open between calls: it may be used from any thread, after a fork, and pickled.
@@ -44,9 +43,6 @@ class LocalStore:
         if not read_only:
             self.sweep()
 
-    def __repr__(self) -> str:
-        return f"LocalStore({self._root!r}, read_only={self._read_only})"
-
     def __reduce__(self) -> tuple[object, ...]:
         return _reopen, (self._root, self._read_only)
 
@@ -54,35 +50,22 @@ class LocalStore:
     def url(self) -> str:
         return self._root
 
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
-
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         with self._reading(name) as file:
             size = active().stat_open(file).st_size
-            if size > max_bytes:
-                raise IntegrityError(
-                    f"{name} in {self._root}: {size} bytes, expected at most {max_bytes}; run: shardkit "
-                    f"verify {self._root}"
-                )
+            self._check_size(name, size, max_bytes)
             data = _read_exactly(file, 0, size)
-        return self._whole(name, data, size)
-
-    def get_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.get_ranges(name, [(offset, length)])[0]
+        self._check_length(name, len(data), size)  # it may shrink while it is read
+        return data
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object, opened once; see `Store.get_ranges`."""
         with self._reading(name) as file:
-            size = active().stat_open(file).st_size
-            for offset, length in ranges:
-                _check_range(name, self._root, size, offset, length)
+            self._check_ranges(name, ranges, active().stat_open(file).st_size)
             parts = [_read_exactly(file, offset, length) for offset, length in ranges]
         for part, (_, length) in zip(parts, ranges, strict=True):
-            self._whole(name, part, length)
+            self._check_length(name, len(part), length)
         return parts
 
     def head(self, name: str) -> ObjectStat | None:
@@ -105,7 +88,7 @@ class LocalStore:
                 return
         # A folder sorts with its slash: "a-b" comes before "a/x", as in an object store.
         for name in sorted(f"{prefix}{name}/" if is_folder else prefix + name for name, is_folder in names):
-            if not _is_listed(name):
+            if not is_name(name.removesuffix("/")):
                 continue
             if name.endswith("/"):
                 if name > after or after.startswith(name):
@@ -116,7 +99,6 @@ class LocalStore:
     # Writing
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create, durably and never over another; see `Store.put_new`."""
         components = check_name(name)
         self._check_writable(name)
         with (
@@ -131,13 +113,11 @@ class LocalStore:
                 return stage.publish_into(folder, components[-1], replace=False)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put good bytes over bad ones, in one step; see `Store.replace`."""
         with self.stage() as stage:
             stage.write(data)
             stage.publish(name, replace=True)
 
     def delete(self, name: str) -> None:
-        """Remove, durably; see `Store.delete`."""
         components = check_name(name)
         self._check_writable(name)
         with explained(f"delete {name} in {self._root}", writing=True):
@@ -151,7 +131,6 @@ class LocalStore:
 
     @contextlib.contextmanager
     def stage(self, suffix: str = "") -> Iterator[LocalStage]:
-        """A large object, written piece by piece; see `Store.stage`."""
         self._check_writable(suffix or "an object")
         with contextlib.ExitStack() as cleanup:
             with explained(f"make a temporary file in {self._root}/{FOLDER}", writing=True):
@@ -185,31 +164,14 @@ class LocalStore:
                 with self._directories.opened(components[:-1]) as folder:
                     file = active().open_file(folder, components[-1])
             except FileNotFoundError:
-                self._not_found(name)
+                raise NotFoundError(
+                    f"{name} is not in {self._root}; check the path, or run: shardkit verify {self._root}"
+                ) from None
             try:
                 check_regular(active().stat_open(file), file.path)
                 yield file
             finally:
                 active().close(file)
-
-    def _not_found(self, name: str) -> NoReturn:
-        raise NotFoundError(
-            f"{name} is not in {self._root}; check the path, or run: shardkit verify {self._root}"
-        ) from None
-
-    def _whole(self, name: str, data: bytes, expected: int) -> bytes:
-        if len(data) != expected:
-            raise IntegrityError(
-                f"{name} in {self._root}: {len(data)} bytes where {expected} were expected, it shrank while "
-                f"it was read; run: shardkit verify {self._root}"
-            )
-        return data
-
-    def _check_writable(self, name: str) -> None:
-        if self._read_only:
-            raise StoreReadOnlyError(
-                f"cannot write {name}: {self._root} was opened for reading only; open it for writing"
-            )
 
 
 def _reopen(root: str, read_only: bool) -> LocalStore:
@@ -218,34 +180,12 @@ def _reopen(root: str, read_only: bool) -> LocalStore:
     return store
 
 
-def _is_listed(name: str) -> bool:
-    """Whether a directory entry is an object's name: foreign files and temporaries are not ours to show."""
-    try:
-        check_name(name.removesuffix("/"))
-    except UsageError:
-        return False
-    return True
-
-
-def _check_range(name: str, root: str, size: int, offset: int, length: int) -> None:
-    if offset < 0 or length < 0:
-        raise UsageError(f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more")
-    if offset + length > size:
-        raise IntegrityError(
-            f"{name} in {root}: {size} bytes, expected at least {offset + length}; run: shardkit repair {root}"
-        )
-
-
 def _read_exactly(file: Handle, offset: int, length: int) -> bytes:
     """`length` bytes, fewer only at the end of the file; the kernel hands out at most 2 GiB at a time."""
-    operations = active()
-    data = operations.read(file, length, offset)
-    if len(data) == length:
-        return data
-    parts = [data]
-    done = len(data)
-    while data and done < length:
-        data = operations.read(file, length - done, offset + done)
-        parts.append(data)
-        done += len(data)
-    return b"".join(parts)
+    data = active().read(file, length, offset)
+    while data and len(data) < length:
+        more = active().read(file, length - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
 from shardkit.formats.digest import parse_digest
 
 _Result = TypeVar("_Result")
 
-MAX_NAME: Final = 512
-"""Longest name in bytes: every object store and every file system takes it."""
+_MAX_NAME: Final = 512  # bytes: every object store and every file system takes it
 
 MAX_OBJECT_BYTES: Final = 5 * 2**30
 """The largest single upload that object stores take, and so the largest object."""
@@ -38,6 +37,8 @@ class ObjectStat(NamedTuple):
     """Bytes."""
     sha256: str | None
     """Hex digest that the store itself keeps of the bytes, None where it keeps none (local files)."""
+    etag: str = ""
+    """Another one as soon as the bytes are others; empty where the store has none."""
 
 
 class Stage(Protocol):
@@ -111,6 +112,60 @@ class Store(Protocol):
         """The file that holds the object, None where it is not a local file or does not exist."""
 
 
+class DirectStore(abc.ABC):
+    """What stores that hold the bytes themselves share: names, sizes, ranges and rights are checked in one way."""
+
+    _read_only: bool
+
+    @property
+    @abc.abstractmethod
+    def url(self) -> str: ...
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r}, read_only={self._read_only})"
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        return self.get_ranges(name, [(offset, length)])[0]
+
+    @abc.abstractmethod
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]: ...
+
+    def _check_writable(self, name: str) -> None:
+        if self._read_only:
+            raise StoreReadOnlyError(
+                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
+            )
+
+    def _check_size(self, name: str, size: int, max_bytes: int) -> None:
+        if size > max_bytes:
+            raise IntegrityError(
+                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
+            )
+
+    def _check_length(self, name: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise IntegrityError(
+                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
+            )
+
+    def _check_ranges(self, name: str, ranges: Sequence[tuple[int, int]], size: int | None = None) -> None:
+        """Refuse ranges below zero (UsageError) and those past the end of an object of `size` bytes."""
+        for offset, length in ranges:
+            if offset < 0 or length < 0:
+                raise UsageError(
+                    f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more"
+                )
+            if size is not None and offset + length > size:
+                raise IntegrityError(
+                    f"{name} in {self.url}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
+                    f"{self.url}"
+                )
+
+
 class StoreAround(abc.ABC):
     """A store that reads another one in its own way; what is listed, written and deleted there goes through.
 
@@ -154,21 +209,26 @@ def check_name(name: str) -> tuple[str, ...]:
     Raises:
         UsageError: The name is not one that every store takes.
     """
-    if len(name) > MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
+    if len(name) > _MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
         raise UsageError(
-            f"store name {name[:200]!r}: expected at most {MAX_NAME} of [A-Za-z0-9._/-], starting with a lower-case "
+            f"store name {name[:200]!r}: expected at most {_MAX_NAME} of [A-Za-z0-9._/-], starting with a lower-case "
             f'letter or digit, no component starting with "." or "-", not below "{_PRIVATE}"; use another '
             "name"
         )
     return tuple(name.split("/"))
 
 
-def check_prefix(prefix: str) -> tuple[str, ...]:
-    """The components of a folder prefix: ``""`` or a name followed by ``/``.
+def is_name(name: str) -> bool:
+    """Whether a listed name is an object's: temporaries and foreign objects are not ours to show."""
+    try:
+        check_name(name)
+    except UsageError:
+        return False
+    return True
 
-    Raises:
-        UsageError: The prefix does not end in ``/``, or is no name before it.
-    """
+
+def check_prefix(prefix: str) -> tuple[str, ...]:
+    """The components of a folder prefix: ``""`` or a name followed by ``/``; UsageError for any other."""
     if not prefix:
         return ()
     if not prefix.endswith("/"):

@@ -145,7 +145,6 @@ class ObstoreClient:
             ) from None
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-
         def read() -> tuple[int, Buffer]:
             found = self._api.get(self._store, name)
             size = int(found.meta["size"])
@@ -154,7 +153,6 @@ class ObstoreClient:
         return told(read)
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
-        """See `Client.get_range`."""
         return told(lambda: self._api.get_range(self._store, name, start=offset, length=length))
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
@@ -164,7 +162,6 @@ class ObstoreClient:
         told(lambda: self._api.put(self._store, name, data, **settings))
 
     def stat(self, name: str) -> Found:
-
         def look() -> Found:
             found = self._api.get(self._store, name, options={"head": True})
             write_id = dict(found.attributes).get(WRITE_ID)
@@ -189,9 +186,9 @@ class ObstoreClient:
                 raise
 
 
-def s3_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def s3_options() -> dict[str, Any]:
     """Endpoint, region and credentials from the usual AWS environment, for obstore."""
-    found = os.environ if environment is None else environment
+    found = os.environ
     options: dict[str, Any] = {}
     endpoint = found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -245,7 +242,7 @@ class _Renewed:
 
 
 class Boto3Client:
-    """One bucket and prefix; implements `client.Client`."""
+    """S3 through boto3."""
 
     def __init__(self, address: Address, retry: RetryPolicy) -> None:
         import boto3
@@ -269,7 +266,6 @@ class Boto3Client:
         self._prefix = f"{address.path}/" if address.path else ""
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-
         def read() -> tuple[int, Buffer]:
             found = self._s3.get_object(**self._key(name))
             with contextlib.closing(found["Body"]) as body:
@@ -279,7 +275,6 @@ class Boto3Client:
         return told(read)
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
-        """See `Client.get_range`."""
 
         def read() -> Buffer:
             found = self._s3.get_object(**self._key(name), Range=f"bytes={offset}-{offset + length - 1}")
@@ -295,7 +290,6 @@ class Boto3Client:
         told(lambda: self._s3.put_object(**self._key(name), **settings))
 
     def stat(self, name: str) -> Found:
-
         def look() -> Found:
             found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
             text = str(found.get("ChecksumSHA256") or "")

@@ -8,56 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-from shardkit.errors import NotFoundError, UsageError
+from shardkit.errors import UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
 from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.waiting import RetryPolicy
+from shardkit.stores.store import ObjectStat
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _LONGEST: Final = 4_000
-_ETAGS: Final = ("ETag", "etag", "md5Hash", "content_md5")
-"""Under which names fsspec's file systems tell something that changes with the bytes; times tell nothing."""
-
-
-class ForeignStat(NamedTuple):
-    """What a store knows of an object without reading it."""
-
-    size: int
-    """Bytes."""
-    sha256: str | None = None
-    """Hex digest that the store itself keeps of the whole object."""
-    etag: str = ""
-    """Another one as soon as the bytes are others; empty where the store has none."""
 
 
 class ForeignBucket(ObjectStore):
     """A whole bucket, read only, under any keys but those with empty parts, ``.`` or ``..``."""
 
-    def __init__(self, address: Address, *, retry: RetryPolicy | None = None) -> None:
-        super().__init__(address, read_only=True, retry=retry)
-
     def _check_name(self, name: str) -> None:
         _check_key(self.url, name)
 
-    def with_retry(self, retry: RetryPolicy) -> ForeignBucket:
-        """The same bucket, more or less patient."""
-        return ForeignBucket(self._address, retry=retry)
-
-    def stat(self, key: str) -> ForeignStat | None:
-        """What the store says of an object; None where there is none.
-
-        Raises:
-            StoreError: It does not answer.
-        """
-        self._check_name(key)
-        found = self._look(key)
-        return None if found is None else ForeignStat(found.size, found.sha256, found.etag)
-
-    def list_keys(self, prefix: str) -> Iterator[tuple[str, ForeignStat]]:
+    def list_keys(self, prefix: str) -> Iterator[tuple[str, ObjectStat]]:
         """Keys below the folder `prefix` (empty, or ending in ``/``), in byte order.
 
         Raises:
@@ -66,30 +37,14 @@ class ForeignBucket(ObjectStore):
         # boto3 lists every key there is; obstore stops at one that has an empty part
         for found in self._list(prefix, "", self._attesting):
             if not found.name.endswith("/"):  # the marker of a folder
-                yield found.name, ForeignStat(found.size, None, found.etag)
+                yield found.name, ObjectStat(found.size, None, found.etag)
 
 
 class ForeignFiles(FsspecStore):
     """A folder behind a URL that fsspec knows, read only."""
 
-    def __init__(self, address: Address) -> None:
-        super().__init__(address, read_only=True)
-
     def _check_name(self, name: str) -> None:
         _check_key(self.url, name)
-
-    def stat(self, key: str) -> ForeignStat | None:
-        """What the file system says of a file; None where there is none.
-
-        Raises:
-            StoreError: It does not answer.
-        """
-        self._check_name(key)
-        try:
-            info = self._info(key)
-        except NotFoundError:
-            return None
-        return ForeignStat(int(info["size"]), None, _etag(info))
 
 
 ForeignStore = ForeignBucket | ForeignFiles
@@ -128,8 +83,8 @@ def open_foreign(address: Address, *, retry: RetryPolicy | None = None) -> Forei
         MissingDependency: A package is not installed that this kind of URL needs.
     """
     if address.scheme in OBJECT_SCHEMES.values():
-        return ForeignBucket(address, retry=retry)
-    return ForeignFiles(address)
+        return ForeignBucket(address, read_only=True, retry=retry)
+    return ForeignFiles(address, read_only=True)
 
 
 def _check_key(where: str, key: str) -> None:
@@ -141,7 +96,3 @@ def _check_key(where: str, key: str) -> None:
         raise UsageError(
             f"{where}: key {key[:200]!r} has an empty part, '.' or '..'; give the object another name"
         )
-
-
-def _etag(info: dict[str, Any]) -> str:
-    return next((str(info[name]) for name in _ETAGS if info.get(name)), "")

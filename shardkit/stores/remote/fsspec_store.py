@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from shardkit.errors import (
-    IntegrityError,
     MissingDependency,
     NotFoundError,
     ShardkitError,
@@ -26,13 +25,15 @@ from shardkit.errors import (
 )
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.remote_store import RemoteStore, check_ranges, is_object_name
+from shardkit.stores.remote.remote_store import RemoteStore
 from shardkit.stores.remote.waiting import WAITS
-from shardkit.stores.store import ObjectStat, check_prefix
+from shardkit.stores.store import ObjectStat, check_prefix, is_name
 
 _Result = TypeVar("_Result")
 
 _TEMPORARIES: Final = "tmp"
+_ETAGS: Final = ("ETag", "etag", "md5Hash", "content_md5")
+"""Under which names file systems tell something that changes with the bytes; times tell nothing."""
 _CLIENTS_OWN_S: Final = float("inf")
 """How long fsspec's clients wait is theirs to know."""
 
@@ -49,10 +50,6 @@ class FsspecStore(RemoteStore):
         self._lock = threading.Lock()
         self._systems: dict[int, tuple[Any, str]] = {}
 
-    def for_one_writer(self) -> FsspecStore:
-        """Itself: it never was for more."""
-        return self
-
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
@@ -61,29 +58,21 @@ class FsspecStore(RemoteStore):
         self._check_size(name, size, max_bytes)
         return self._read(name, 0, size)
 
-    def get_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.get_ranges(name, [(offset, length)])[0]
-
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         self._check_name(name)
-        check_ranges(name, ranges)
+        self._check_ranges(name, ranges)
         if not ranges:
             return []
-        size = self._size(name)
-        for offset, length in ranges:
-            if offset + length > size:
-                raise IntegrityError(
-                    f"{name} in {self.url}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
-                    f"{self.url}"
-                )
+        self._check_ranges(name, ranges, self._size(name))
         return [self._read(name, offset, length) for offset, length in ranges]
 
     def head(self, name: str) -> ObjectStat | None:
         self._check_name(name)
         try:
-            return ObjectStat(self._size(name), None)
+            info = self._info(name)
         except NotFoundError:
             return None
+        return ObjectStat(int(info["size"]), None, next((str(info[k]) for k in _ETAGS if info.get(k)), ""))
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         check_prefix(prefix)
@@ -98,14 +87,12 @@ class FsspecStore(RemoteStore):
 
         paths = self._told(prefix or "objects", "list", find)
         names = sorted(_below(system, root, path) for path in paths)
-        yield from (
-            name for name in names if name > after and name.startswith(prefix) and is_object_name(name)
-        )
+        yield from (name for name in names if name > after and name.startswith(prefix) and is_name(name))
 
     # Writing
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create; safe between the threads that share this store, not between processes; see `Store.put_new`."""
+        """Safe between the threads that share this store, not between processes."""
         self._check_name(name)
         self._check_writable(name)
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import importlib.util
@@ -11,15 +12,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
 from shardkit.stores.remote.failures import Failure
-from shardkit.stores.remote.remote_store import RemoteStore, check_ranges, is_object_name
+from shardkit.stores.remote.remote_store import RemoteStore
 from shardkit.stores.remote.waiting import WAITS, RetryPolicy, Wait, pauses
-from shardkit.stores.store import MAX_OBJECT_BYTES, ObjectStat, check_prefix
+from shardkit.stores.store import MAX_OBJECT_BYTES, ObjectStat, check_prefix, is_name
 
 _Result = TypeVar("_Result")
 
@@ -91,15 +92,18 @@ class ObjectStore(RemoteStore):
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, str], Any] = {}
 
-    def with_retry(self, retry: RetryPolicy) -> ObjectStore:
+    def with_retry(self, retry: RetryPolicy) -> Self:
         """The same root, more or less patient."""
-        return ObjectStore(
-            self._address, read_only=self._read_only, retry=retry, conditional=self._conditional
-        )
+        return self._changed("_retry", retry)
 
-    def for_one_writer(self) -> ObjectStore:
+    def for_one_writer(self) -> Self:
         """The same root for a bucket that does not keep put-if-absent, and one writer at a time."""
-        return ObjectStore(self._address, read_only=self._read_only, retry=self._retry, conditional=False)
+        return self._changed("_conditional", False)
+
+    def _changed(self, name: str, value: object) -> Self:
+        changed = copy.copy(self)
+        setattr(changed, name, value)
+        return changed
 
     # Reading
 
@@ -116,7 +120,7 @@ class ObjectStore(RemoteStore):
     def read_range(self, name: str, offset: int, length: int) -> Buffer:
         """`get_range` without the copy: whatever the client has the bytes in."""
         self._check_name(name)
-        check_ranges(name, [(offset, length)])
+        self._check_ranges(name, [(offset, length)])
         if length == 0:
             return self._empty_range(name, offset)
         data = self._try(name, "read", lambda client: client.get_range(name, offset, length))
@@ -124,9 +128,9 @@ class ObjectStore(RemoteStore):
         return data
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object, near ones in one request, the others side by side; see `Store.get_ranges`."""
+        """Parts of an object, near ones in one request, the others side by side."""
         self._check_name(name)
-        check_ranges(name, ranges)
+        self._check_ranges(name, ranges)
         wanted = [Range(offset, length) for offset, length in ranges]
         for empty in (one for one in wanted if not one.length):
             self._empty_range(name, empty.offset)
@@ -145,15 +149,23 @@ class ObjectStore(RemoteStore):
         return parts
 
     def head(self, name: str) -> ObjectStat | None:
-        """Size, and the SHA-256 that S3 took when the object was put; see `Store.head`."""
+        """Size, and the SHA-256 that S3 took when the object was put."""
         self._check_name(name)
 
-        found = self._look(name)
-        return None if found is None else ObjectStat(found.size, found.sha256)
+        def look(client: Client) -> Found | None:
+            try:
+                return client.stat(name)
+            except Failure as failure:
+                if failure.kind == "absent":
+                    return None
+                raise
+
+        found = self._try(name, "look at", look, role=self._attesting)
+        return None if found is None else ObjectStat(found.size, found.sha256, found.etag)
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         check_prefix(prefix)
-        return (one.name for one in self._list(prefix, after, "data") if is_object_name(one.name))
+        return (one.name for one in self._list(prefix, after, "data") if is_name(one.name))
 
     def _list(self, prefix: str, after: str, role: str) -> Iterator[Found]:
         """What lies below a folder, each once however often the listing has to be begun again."""
@@ -183,7 +195,7 @@ class ObjectStore(RemoteStore):
     # Writing
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create, never over another; see `Store.put_new`.
+        """Create, never over another.
 
         A put whose answer was lost may have landed, or may land yet. It is therefore repeated, with the same mark in
         the object's metadata, until it is answered; the mark then tells whether the object that exists is ours.
@@ -229,19 +241,6 @@ class ObjectStore(RemoteStore):
         return found.write_id == write_id
 
     # Requests
-
-    def _look(self, name: str) -> Found | None:
-        """What the store knows of an object; None where there is none."""
-
-        def look(client: Client) -> Found | None:
-            try:
-                return client.stat(name)
-            except Failure as failure:
-                if failure.kind == "absent":
-                    return None
-                raise
-
-        return self._try(name, "look at", look, role=self._attesting)
 
     @property
     def _attesting(self) -> str:

@@ -6,15 +6,14 @@ import abc
 import contextlib
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shardkit.errors import IntegrityError, StoreReadOnlyError, UsageError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.staging import StagedFile
-from shardkit.stores.store import check_name
+from shardkit.stores.store import DirectStore, check_name
 
 
 class SpooledStage(StagedFile):
@@ -54,7 +53,7 @@ class SpooledStage(StagedFile):
                 mapped.close()
 
 
-class RemoteStore(abc.ABC):
+class RemoteStore(DirectStore):
     """Objects below a URL; what is opened is opened per process, so that a store may be pickled."""
 
     _PICKLED: ClassVar[tuple[str, ...]] = ("_address", "_read_only")
@@ -63,9 +62,6 @@ class RemoteStore(abc.ABC):
         self._address = address
         self._read_only = read_only
         self._open()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r}, read_only={self._read_only})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._PICKLED}
@@ -80,28 +76,20 @@ class RemoteStore(abc.ABC):
 
     @property
     def url(self) -> str:
-        """The URL of the root, such as ``s3://bucket/prefix``."""
         return self._address.url
-
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
 
     def local_path(self, name: str) -> Path | None:
         self._check_name(name)
         return None
 
     @abc.abstractmethod
-    def put_new(self, name: str, data: bytes) -> bool:
-        """See `Store.put_new`."""
+    def put_new(self, name: str, data: bytes) -> bool: ...
 
     @abc.abstractmethod
-    def replace(self, name: str, data: bytes) -> None:
-        """See `Store.replace`."""
+    def replace(self, name: str, data: bytes) -> None: ...
 
     @contextlib.contextmanager
     def stage(self, suffix: str = "") -> Iterator[SpooledStage]:
-        """A large object, collected in a local temporary file and put in one piece; see `Store.stage`."""
         self._check_writable(suffix or "an object")
         with contextlib.ExitStack() as cleanup:
             with explained(f"make a temporary file in {tempfile.gettempdir()}", writing=True):
@@ -110,43 +98,3 @@ class RemoteStore(abc.ABC):
 
     def _check_name(self, name: str) -> None:
         check_name(name)
-
-    def _check_writable(self, name: str) -> None:
-        if self._read_only:
-            raise StoreReadOnlyError(
-                f"cannot write {name}: {self.url} was opened for reading only; open it for writing"
-            )
-
-    def _check_size(self, name: str, size: int, max_bytes: int) -> None:
-        if size > max_bytes:
-            raise IntegrityError(
-                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
-            )
-
-    def _check_length(self, name: str, found: int, expected: int) -> None:
-        if found != expected:
-            raise IntegrityError(
-                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
-            )
-
-
-def is_object_name(name: str) -> bool:
-    """Whether a listed name is an object's: temporaries and foreign objects are not ours to show."""
-    try:
-        check_name(name)
-    except UsageError:
-        return False
-    return True
-
-
-def check_ranges(name: str, ranges: Sequence[tuple[int, int]]) -> None:
-    """Refuse negative offsets and lengths.
-
-    Raises:
-        UsageError: Names the first such range.
-    """
-    for offset, length in ranges:
-        if offset < 0 or length < 0:
-            raise UsageError(
-                f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more"
-            )

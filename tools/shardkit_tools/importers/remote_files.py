@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, cast
 
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.foreign import ForeignBucket, ForeignStat, ForeignStore, open_foreign, split_url
+from shardkit.stores.remote.foreign import ForeignBucket, ForeignStore, open_foreign, split_url
+from shardkit.stores.store import ObjectStat
 from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
 
@@ -247,7 +248,7 @@ def list_bucket(url: str) -> tuple[list[SourceFile], bool]:
     assert isinstance(bucket, ForeignBucket)
     glob = _WILDCARD.search(key)
     try:
-        found = None if glob or not key or url.endswith("/") else bucket.stat(key)
+        found = None if glob or not key or url.endswith("/") else bucket.head(key)
         if found is not None:
             return [_object(bucket, key, key.rpartition("/")[0], found)], True
         folder = key[: glob.start()].rpartition("/")[0] if glob else key
@@ -265,7 +266,7 @@ def list_bucket(url: str) -> tuple[list[SourceFile], bool]:
     return files, False
 
 
-def stat_file(file: SourceFile) -> ForeignStat:
+def stat_file(file: SourceFile) -> ObjectStat:
     """What the store says of a file now.
 
     Raises:
@@ -273,7 +274,7 @@ def stat_file(file: SourceFile) -> ForeignStat:
     """
     try:
         address, key = split_url(file.path)
-        found = foreign_store(address).stat(key)
+        found = foreign_store(address).head(key)
     except StoreError as error:
         raise SourceError(f"{file.path}: cannot be looked at ({error})") from error
     if found is None:
@@ -354,7 +355,7 @@ class BucketFile(io.RawIOBase):
         return self._bucket.get_range(self._key, offset, min(_PIECE_BYTES, self._file.size - offset))
 
 
-def _object(bucket: ForeignBucket, key: str, folder: str, found: ForeignStat) -> SourceFile:
+def _object(bucket: ForeignBucket, key: str, folder: str, found: ObjectStat) -> SourceFile:
     stamp = f"ETag {found.etag}" if found.etag else "unknown"
     return SourceFile(key.removeprefix(folder).lstrip("/"), f"{bucket.url}/{key}", found.size, stamp)
 
