@@ -8,7 +8,7 @@ else is read; those of copies last, after the objects, so that a copy never show
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -17,29 +17,22 @@ from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import loads
 from shardkit.formats.digest import sha256_digest
-from shardkit.reading.located_store import read_checked
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.location_table import (
-    MAX_TABLE_BYTES,
     SPARES,
     TABLES,
     LocationRecord,
     LocationTable,
-    spare_name,
-    spare_number,
-    table_name,
-    table_number,
 )
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG_PREFIX,
+    LOG,
     MAX_ENTRY_BYTES,
     Identity,
     LogEntry,
-    entry_name,
-    entry_number,
     identity_named_by,
 )
+from shardkit.repository.numbered import Row
 from shardkit.repository.opening import COPY_NAME, CopyMark, identity_in, location_of, read_mark
 from shardkit.stores.store import Store
 
@@ -54,20 +47,7 @@ _FOREIGN: Final = (
 )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A folder of documents that are numbered and name their predecessors."""
-
-    prefix: str
-    number_of: Callable[[str], int | None]
-    name_of: Callable[[int], str]
-    parse: Callable[[bytes, str], LogEntry | LocationTable]
-    max_bytes: int
-
-
-_LOG: Final = _Row(LOG_PREFIX, entry_number, entry_name, LogEntry.from_bytes, MAX_ENTRY_BYTES)
-_TABLES: Final = _Row(TABLES, table_number, table_name, LocationTable.from_bytes, MAX_TABLE_BYTES)
-_SPARES: Final = _Row(SPARES, spare_number, spare_name, LocationTable.from_bytes, MAX_TABLE_BYTES)
+_Row = Row[LogEntry] | Row[LocationTable]
 
 
 class _Document(NamedTuple):
@@ -180,8 +160,8 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
     repository = _repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
         return found  # whoever opens it says what is wrong with it
-    tables = [_held(ROOT_NAME, root, row, repository) for row in (_TABLES, _SPARES)]
-    logs = [_held(ROOT_NAME, root, _LOG, repository)]
+    tables = [_held(ROOT_NAME, root, row, repository) for row in (TABLES, SPARES)]
+    logs = [_held(ROOT_NAME, root, LOG, repository)]
     known = _chosen(tables)
     newest = known[max(known)].said if known else None
     recorded = newest.others if isinstance(newest, LocationTable) else ()
@@ -208,8 +188,8 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
             found.absent.pop(record.name, None)
     for name, store in copies.items():
         with contextlib.suppress(ShardkitError):
-            tables.append(_held(name, store, _TABLES, repository))
-            logs.append(_held(name, store, _LOG, repository))
+            tables.append(_held(name, store, TABLES, repository))
+            logs.append(_held(name, store, LOG, repository))
     _compare(tables, _chosen(tables), found)
     log = _chosen(logs, may_grow=True)
     _compare(logs, log, found)
@@ -223,26 +203,23 @@ def _repository_id(root: Store) -> str:
     """By the identity, else by the first good document that names it; "" where there is none."""
     with contextlib.suppress(*_DAMAGED):
         return identity_in(root).id
-    for row in (_LOG, _TABLES, _SPARES):
+    for row in (LOG, TABLES, SPARES):
         for name in root.list_after(row.prefix):
-            if row.number_of(name) is not None:
+            number = row.number(name)
+            if number is not None:
                 with contextlib.suppress(*_DAMAGED):
-                    return read_checked(root, name, row.parse, max_bytes=row.max_bytes).repository
+                    return row.read(root, number, None)[0].repository
     return ""
 
 
 def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
-    numbers = {n for n in map(row.number_of, store.list_after(row.prefix)) if n is not None}
+    numbers = {n for n in map(row.number, store.list_after(row.prefix)) if n is not None}
     good: dict[int, _Document] = {}
 
     def read(number: int) -> None:
-        def parse(data: bytes, where: str) -> _Document:
-            return _Document(data, row.parse(data, where), location)
-
         with contextlib.suppress(*_DAMAGED):
-            document = read_checked(store, row.name_of(number), parse, max_bytes=row.max_bytes)
-            if (document.said.n, document.said.repository) == (number, repository):
-                good[number] = document
+            said, data = row.read(store, number, repository)
+            good[number] = _Document(data, said, location)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardkit-documents") as pool:
         list(pool.map(read, sorted(numbers)))
@@ -279,13 +256,13 @@ def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Docum
     root = places[0]
     for number in range(1, max((n for place in places for n in place.listed), default=0) + 1):
         if number not in chosen and not any(number in place.good for place in places):
-            found.lost.append(Lost(root.row.name_of(number), 0, "no location has a good one"))
+            found.lost.append(Lost(root.row.name(number), 0, "no location has a good one"))
     for place in places:
         last = max(place.listed, default=0)
         for number, good in chosen.items():
             if number in place.good and place.good[number].data == good.data:
                 continue
-            name = place.row.name_of(number)
+            name = place.row.name(number)
             if number in place.good and place.location != root.location:
                 found.unchecked.append(Unchecked(place.location, name, _FOREIGN))
                 continue
@@ -294,7 +271,7 @@ def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Docum
             put = _Put(place.location, place.store, name, good.data, was, good.source, is_lag)
             found.puts.append(put)
         found.unchecked += [
-            Unchecked(place.location, place.row.name_of(number), _FOREIGN)
+            Unchecked(place.location, place.row.name(number), _FOREIGN)
             for number in sorted(place.good.keys() - chosen.keys())
             if place.location != root.location
         ]
@@ -343,7 +320,7 @@ def _is_copy(
     is_ours, why = _is_ours(store, repository, root, is_marked=mark == wanted)
     if not is_ours or mark == wanted:
         return is_ours, why
-    is_ahead = store.head(table_name(table + 1)) is not None
+    is_ahead = store.head(TABLES.name(table + 1)) is not None
     is_another = mark is not None and mark.repository == repository and mark.location != record.name
     if is_ahead or is_another or store.url == root.url:
         return False, ""
@@ -384,8 +361,8 @@ def mirror_log(root: Store, copy: Store) -> int:
         IntegrityError: the copy has an entry that the root has not, or another one of the same number.
         StoreError: one of the two failed.
     """
-    entries = list(root.list_after(LOG_PREFIX))
-    held = set(copy.list_after(LOG_PREFIX))
+    entries = list(root.list_after(LOG.prefix))
+    held = set(copy.list_after(LOG.prefix))
     foreign = sorted(held - set(entries))
     if foreign:
         raise IntegrityError(
@@ -417,7 +394,7 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
     for folder in _MIRRORED:
         held = set(copy.list_after(folder))
         for name in root.list_after(folder):
-            if name.startswith(SPARES) or (name in held and table_number(name) is not None):
+            if name.startswith(SPARES.prefix) or (name in held and TABLES.number(name) is not None):
                 continue  # spares are the root's; tables never change
             try:
                 data = root.get(name, max_bytes=_MAX_BYTES)

@@ -44,12 +44,10 @@ from shardkit.reading.located_store import root_store
 from shardkit.repository.location_table import read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG_PREFIX,
+    LOG,
     MAX_ENTRY_BYTES,
     LogEntry,
     check_succession,
-    entry_name,
-    entry_number,
     parse_dataset_url,
 )
 from shardkit.repository.opening import own_name
@@ -209,11 +207,11 @@ def verify(
 def _check_log(repository: Repository, survey: _Survey) -> LogEntry | None:
     """Check every entry and the chain; the newest good entry."""
     store = repository.store
-    numbers = sorted(n for n in map(entry_number, store.list_after(LOG_PREFIX)) if n is not None)
+    numbers = sorted(n for n in map(LOG.number, store.list_after(LOG.prefix)) if n is not None)
     newest: LogEntry | None = None
     earlier: tuple[LogEntry, bytes] | None = None
     for number in range(1, (numbers[-1] if numbers else 0) + 1):
-        name = entry_name(number)
+        name = LOG.name(number)
         try:
             data = store.get(name, max_bytes=MAX_ENTRY_BYTES)
             entry = LogEntry.from_bytes(data, name)
@@ -234,7 +232,7 @@ def _check_place(
     if entry.n != number or entry.repository != repository:
         raise IntegrityError(f"it is entry {entry.n} of repository {entry.repository}")
     if earlier is not None:
-        check_succession(*earlier, entry, entry_name(number))
+        check_succession(*earlier, entry, LOG.name(number))
     if number == 1 and entry.previous != sha256_digest(store.get(IDENTITY_NAME, max_bytes=MAX_ENTRY_BYTES)):
         raise IntegrityError(f"it follows another {IDENTITY_NAME}")
 

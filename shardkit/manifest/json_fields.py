@@ -13,7 +13,7 @@ import itertools
 import re
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.canonical_json import dumps, loads
@@ -156,16 +156,11 @@ def read_document(
     return Fields(value, where, {*keys, "format"}, optional)
 
 
-NUMBERED: Final = ("n", "repository", "previous", "txn", "time", "author", "message")
-"""Fields of a document that has a number and a predecessor."""
-
 _OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",(?="f)')
 """The field ``digest`` in canonical JSON; ``features`` or ``format`` comes next."""
 
 _MOST_DIGESTS: Final = 4
 """Tried in one document: nothing that shardkit writes has more than one such field."""
-
-_TXN: Final = re.compile(r"[0-9a-f]{32}")
 
 
 def sealed(body: Mapping[str, object]) -> bytes:
@@ -204,32 +199,6 @@ def check_spelling(data: bytes, again: bytes, fields: Fields) -> None:
     """
     if again != data:
         fields.refuse("is not spelled as its content is written")
-
-
-def numbered(document: Any) -> dict[str, object]:
-    """The fields of a log entry or a table of locations that both have."""
-    return {name: getattr(document, name) for name in NUMBERED}
-
-
-def read_numbered(fields: Fields, *, first_has_previous: bool) -> dict[str, Any]:
-    """Read them back.
-
-    Args:
-        fields: of the document.
-        first_has_previous: whether the first of its row has a predecessor too; else its ``previous`` is empty.
-
-    Raises:
-        FormatError: they are not what this version writes.
-    """
-    return {
-        "n": fields.integer("n", minimum=1),
-        "repository": fields.text("repository", maximum=36),
-        "previous": fields.digest("previous") if first_has_previous else fields.text("previous", maximum=80),
-        "txn": fields.text("txn", pattern=_TXN),
-        "time": fields.text("time", pattern=TIME),
-        "author": fields.text("author", maximum=1_000),
-        "message": fields.text("message"),
-    }
 
 
 def utc_text(seconds: float | None = None) -> str:

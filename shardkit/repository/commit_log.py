@@ -12,28 +12,20 @@ from typing import Any, Final, NoReturn
 
 from shardkit.errors import (
     CommitConflict,
-    CommitUnknown,
     FormatError,
     IntegrityError,
     NotFoundError,
-    StoreError,
-    StoreFullError,
-    StoreReadOnlyError,
     UsageError,
 )
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import utc_text
-from shardkit.reading.located_store import read_checked
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG_PREFIX,
-    MAX_ENTRY_BYTES,
+    LOG,
     NO_COMMIT,
     Identity,
     LogEntry,
     check_succession,
-    entry_name,
-    entry_number,
 )
 from shardkit.stores.store import Store
 
@@ -41,7 +33,6 @@ Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
 """Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
 
 _ATTEMPTS: Final = 1_000
-_PUT_ATTEMPTS: Final = 3
 _LONGEST_PAUSE_S: Final = 0.05
 # Forked writers must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
@@ -120,12 +111,9 @@ class CommitLog:
         )
 
     def _put(self, entry: LogEntry) -> bool:
-        """Put the entry; True when it is durably in the log, False when another commit has its number."""
-        return put_numbered(
+        return LOG.put(
             self._store,
-            entry_name(entry.n),
-            entry.to_bytes(),
-            lambda: self._entry(entry.n)[1],
+            entry,
             what=f"commit {entry.txn} to {self._store.url}",
             then=f"ask again: Repository.find_commit({entry.txn!r})",
         )
@@ -153,7 +141,7 @@ class CommitLog:
         file system may show an old listing: what a listing lacks is looked up by name before it counts as missing.
         """
         seen = self._seen  # before the listing: another thread may commit while it is made
-        listed = {n for n in map(entry_number, self._store.list_after(LOG_PREFIX)) if n is not None}
+        listed = {n for n in map(LOG.number, self._store.list_after(LOG.prefix)) if n is not None}
         last = max(seen, max(listed, default=0))
         if last > len(listed) + _MAX_UNLISTED:
             self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
@@ -170,7 +158,7 @@ class CommitLog:
 
     def _is_there(self, number: int) -> bool:
         """Whether an entry that was not listed can be read, from the root or from a copy of it."""
-        if self._store.head(entry_name(number)) is not None:
+        if self._store.head(LOG.name(number)) is not None:
             return True
         try:
             self._entry(number)
@@ -179,69 +167,7 @@ class CommitLog:
         return True
 
     def _entry(self, number: int) -> tuple[LogEntry, bytes]:
-        name = entry_name(number)
-
-        def parse(data: bytes, where: str) -> tuple[LogEntry, bytes]:
-            entry = LogEntry.from_bytes(data, where)
-            if entry.n != number or entry.repository != self._identity.id:
-                raise IntegrityError(
-                    f"{where} is entry {entry.n} of repository {entry.repository}, expected entry {number} of "
-                    f"{self._identity.id}; run: shardkit repair {self._store.url}"
-                )
-            return entry, data
-
-        return read_checked(self._store, name, parse, max_bytes=MAX_ENTRY_BYTES)
-
-
-def put_numbered(
-    store: Store, name: str, data: bytes, read_back: Callable[[], bytes], *, what: str, then: str
-) -> bool:
-    """Put a document that is the next of its row: True when it is durably there, False when another has its number.
-
-    After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours is
-    put again: that it exists then also says that it is durable.
-
-    Args:
-        store: of the root.
-        name: of the document.
-        data: its bytes.
-        read_back: gives what lies there, checked.
-        what: how messages name the change.
-        then: what messages say is to be done once the store or disk was looked at.
-
-    Raises:
-        CommitUnknown: the store failed and does not say whether it landed.
-        StoreError: the store refused; nothing was changed.
-    """
-    failure: StoreError | None = None
-    found: bytes | None = None
-    for _ in range(_PUT_ATTEMPTS):
-        try:
-            if store.put_new(name, data):
-                return True
-            failure = None
-        except StoreError as error:
-            failure = error
-        try:
-            found = read_back()
-        except NotFoundError:
-            found = None
-        except (StoreError, IntegrityError, FormatError) as error:
-            raise CommitUnknown(
-                f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the store, "
-                f"then {then}"
-            ) from error
-        if found is not None and found != data:
-            return False
-        if found is not None and failure is None:
-            return True
-        if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
-            break  # asking again does not help
-    if found is None and failure is not None:
-        raise failure  # it is not there, and the store says why
-    raise CommitUnknown(
-        f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
-    ) from failure
+        return LOG.read(self._store, number, self._identity.id)
 
 
 def _version() -> str:

@@ -25,33 +25,20 @@ from shardkit.errors import (
 )
 from shardkit.formats.digest import sha256_digest
 from shardkit.manifest.json_fields import (
-    NUMBERED,
     Fields,
     check_spelling,
-    numbered,
-    read_numbered,
     sealed,
     unseal,
     utc_text,
 )
-from shardkit.reading.located_store import read_checked
 from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, check_location_name
-from shardkit.repository.commit_log import put_numbered
+from shardkit.repository.numbered import NUMBERED, Numbered, Row, read_numbered
 from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import Store, scheme_of
 
-MAX_TABLE_BYTES: Final = 2**20
-
-TABLES: Final = "locations/"
-"""Folder of the tables, and of the places of parts and adopted tars."""
-
-SPARES: Final = "locations/spare/"
-"""Folder of the tables' second copies, in the root alone."""
-
-_TABLE_NAME: Final = re.compile(r"locations/([0-9]{20})\.json")
+_MAX_BYTES: Final = 2**20
 _MOST: Final = 10**6
-
 _MAX_LOCATIONS: Final = 64
 _MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"
@@ -143,27 +130,14 @@ class LocationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocationTable:
-    """Locations and policy of a root, from the commit of this table on.
+class LocationTable(Numbered):
+    """Locations and policy of a root, from the commit of this table on; the first one's `previous` is empty.
 
     Attributes:
-        n: 1 for the first.
-        repository: id of the repository.
-        previous: SHA-256 of the predecessor's bytes, "" for the first.
-        txn: 128 random bits, by which its writer knows it again after a lost answer.
-        time: UTC, for people.
-        author, message: for people.
         policy: see there.
         locations: the first is the root.
     """
 
-    n: int
-    repository: str
-    previous: str
-    txn: str
-    time: str
-    author: str
-    message: str
     policy: Policy
     locations: tuple[LocationRecord, ...]
 
@@ -200,11 +174,10 @@ class LocationTable:
         return next((one for one in self.locations if one.name == name), None)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with the digest of the rest of it inside."""
         return sealed(
             {
                 "format": _FORMAT,
-                **numbered(self),
+                **self.numbered(),
                 "policy": self.policy.to_json(),
                 "locations": [one.to_json() for one in self.locations],
             }
@@ -218,7 +191,7 @@ class LocationTable:
             FormatError, ConfigurationError: not a table that this version writes.
             IntegrityError: the digest inside does not match.
         """
-        fields = unseal(data, where, _FORMAT, _KEYS, MAX_TABLE_BYTES)
+        fields = unseal(data, where, _FORMAT, _KEYS, _MAX_BYTES)
         table = cls(
             **read_numbered(fields, first_has_previous=False),
             policy=Policy.from_json(fields.table("policy", maximum=20), where),
@@ -229,6 +202,13 @@ class LocationTable:
         )
         check_spelling(data, table.to_bytes(), fields)
         return table
+
+
+TABLES: Final = Row("locations/", LocationTable.from_bytes, _MAX_BYTES)
+"""The folder also holds the places of parts and adopted tars."""
+
+SPARES: Final = Row("locations/spare/", LocationTable.from_bytes, _MAX_BYTES)
+"""The same tables again, in the root alone: without one nobody knows where copies are."""
 
 
 def read_table(store: Store, repository_id: str | None) -> LocationTable | None:
@@ -260,8 +240,8 @@ def read_tables(store: Store, repository_id: str) -> list[LocationTable]:
         table = _read(store, number, repository_id)
         if found and found[-1].previous != sha256_digest(table.to_bytes()):
             raise IntegrityError(
-                f"{table_name(number)} in {store.url} is not the one that the next one follows; restore it from a copy "
-                "of the root"
+                f"{TABLES.name(number)} in {store.url} is not the one that the next one follows; restore it from a "
+                "copy of the root"
             )
         found.append(table)
     return found
@@ -308,22 +288,15 @@ def commit_table(
         message=message,
     )
     LocationTable.from_bytes(table.to_bytes(), "these locations")  # nobody may write what nobody will read
-    name = table_name(table.n)
-    if not put_numbered(
-        store,
-        name,
-        table.to_bytes(),
-        lambda: read_checked(store, name, LocationTable.from_bytes, max_bytes=MAX_TABLE_BYTES).to_bytes(),
-        what=f"locations of {store.url}",
-        then="run the same command again",
-    ):
+    what, then = f"locations of {store.url}", "run the same command again"
+    if not TABLES.put(store, table, what=what, then=then):
         raise CommitConflict(
             f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
             f"{store.url}), then run the same command again"
         )
     # the table holds; repair and replicate put a spare that is missing
     with contextlib.suppress(ShardkitError):
-        store.put_new(spare_name(table.n), table.to_bytes())
+        store.put_new(SPARES.name(table.n), table.to_bytes())
     return table
 
 
@@ -351,58 +324,26 @@ def draft_table(
 
 def _newest(store: Store) -> int:
     """The highest number that is there: doubling steps, then halving ones."""
-    if store.head(table_name(1)) is None:
+    if store.head(TABLES.name(1)) is None:
         return 0
     low, step = 1, 1
-    while low + step <= _MOST and store.head(table_name(low + step)) is not None:
+    while low + step <= _MOST and store.head(TABLES.name(low + step)) is not None:
         low += step
         step *= 2
     while step > 1:
         step //= 2
-        if store.head(table_name(low + step)) is not None:
+        if store.head(TABLES.name(low + step)) is not None:
             low += step
     return low
 
 
 def _read(store: Store, number: int, repository_id: str | None) -> LocationTable:
-    name = table_name(number)
-
-    def parse(data: bytes, where: str) -> LocationTable:
-        table = LocationTable.from_bytes(data, where)
-        if table.n != number or repository_id not in (None, table.repository):
-            raise IntegrityError(
-                f"{where} is table {table.n} of repository {table.repository}, expected {number} of {repository_id}; "
-                "restore it from a copy of the root"
-            )
-        return table
-
     try:
-        return read_checked(store, name, parse, max_bytes=MAX_TABLE_BYTES)
+        return TABLES.read(store, number, repository_id)[0]
     except (IntegrityError, FormatError):
         with contextlib.suppress(ShardkitError):
-            return read_checked(store, spare_name(number), parse, max_bytes=MAX_TABLE_BYTES)
+            return SPARES.read(store, number, repository_id)[0]
         raise
-
-
-def table_name(number: int) -> str:
-    """``locations/<20 digits>.json``."""
-    return f"{TABLES}{number:020d}.json"
-
-
-def table_number(name: str) -> int | None:
-    """The number in a table's name, None for any other name."""
-    match = _TABLE_NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def spare_name(number: int) -> str:
-    """``locations/spare/<20 digits>.json``: the same table again, for without one nobody knows where copies are."""
-    return f"{SPARES}{number:020d}.json"
-
-
-def spare_number(name: str) -> int | None:
-    """The number in the name of a spare, None for any other name."""
-    return table_number(name.replace(SPARES, TABLES, 1)) if name.startswith(SPARES) else None
 
 
 def absolute_url(url: str) -> str:

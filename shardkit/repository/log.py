@@ -1,7 +1,6 @@
 """What makes a root a repository: ``shardkit.json``, the entries of its log, and what a commit changes in them.
 
-An entry is one commit, names its predecessor by digest, and has the full table of refs and tags. Pure: bytes in, bytes
-out; `shardkit.repository.commit_log` reads and writes them.
+An entry is one commit, names its predecessor by digest, and has the full table of refs and tags.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import (
     DIGEST,
-    NUMBERED,
     Fields,
     check_spelling,
-    numbered,
-    read_numbered,
     sealed,
     unseal,
 )
-
-LOG_PREFIX: Final = "log/"
+from shardkit.repository.numbered import NUMBERED, Numbered, Row, read_numbered
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
 
@@ -36,7 +31,6 @@ MAX_NAMES: Final = 50_000
 """Most refs and most tags of one repository: the table is in every entry."""
 
 _FORMAT: Final = "shardkit-log/1"
-_NAME: Final = re.compile(r"log/([0-9]{20})\.json")
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
 _OPTIONAL: Final = ("withdrawn", "collected", "collecting")
@@ -93,21 +87,9 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(Numbered):
     """One commit."""
 
-    n: int
-    """1 for the first; the entries of a log are numbered without gaps."""
-    repository: str
-    """Id of the repository, so that an entry of another one is refused."""
-    previous: str
-    """SHA-256 of the predecessor's bytes; of ``shardkit.json`` for the first entry."""
-    txn: str
-    """Random id of the commit, by which its writer knows it again after a lost answer."""
-    time: str
-    """UTC, for people: nothing depends on it."""
-    author: str
-    message: str
     refs: Mapping[str, str]
     """All refs after this commit: name → manifest id."""
     tags: Mapping[str, str]
@@ -126,7 +108,6 @@ class LogEntry:
         return sha256_digest(dumps(self._body()))
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON; the next entry's `previous` is the SHA-256 of these bytes."""
         return sealed(self._body())
 
     def __reduce__(self) -> tuple[Callable[[bytes, str], LogEntry], tuple[bytes, str]]:
@@ -161,7 +142,7 @@ class LogEntry:
             **({"collected": self.collected} if self.collected else {}),
             **({"collecting": dict(self.collecting)} if self.collecting else {}),
             "format": _FORMAT,
-            **numbered(self),
+            **self.numbered(),
             "refs": dict(self.refs),
             "tags": dict(self.tags),
             "software": self.software,
@@ -172,15 +153,8 @@ NO_COMMIT: Final = LogEntry(0, "", "", "", "", "", "", {}, {}, "")
 """What stands before the first commit: no refs, no tags."""
 
 
-def entry_name(number: int) -> str:
-    """``log/<20 digits>.json``: byte order is number order."""
-    return f"{LOG_PREFIX}{number:020d}.json"
-
-
-def entry_number(name: str) -> int | None:
-    """The number in an entry's name, None for any other name."""
-    match = _NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
+LOG: Final = Row("log/", LogEntry.from_bytes, MAX_ENTRY_BYTES)
+"""The first entry's `previous` is the SHA-256 of ``shardkit.json``."""
 
 
 def check_ref_name(name: str) -> None:

@@ -26,11 +26,11 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord, LocationTable, read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
+    LOG,
     MAX_ENTRY_BYTES,
     MAX_IDENTITY_BYTES,
     Identity,
     LogEntry,
-    entry_name,
     identity_named_by,
 )
 from shardkit.stores.local import LocalStore
@@ -62,11 +62,6 @@ class CopyMark:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CopyMark:
-        """Read it.
-
-        Raises:
-            FormatError: it is none.
-        """
         fields = read_document(data, where, _FORMAT, ("location", "repository"), _MAX_BYTES)
         return cls(fields.text("location", pattern=LOCATION_NAME), fields.text("repository", maximum=36))
 
@@ -86,7 +81,7 @@ def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = 
     return Location(name=record.name, store=store, domain=record.domain, rank=record.rank, heal=heal)
 
 
-def open_locations(repository: OpenedRoot, *, heal: bool = False, writable: bool = False) -> list[Location]:
+def open_locations(repository: OpenedRoot) -> list[Location]:
     """All locations of a repository: the one that it was opened at first, then the others in the table's order.
 
     Locations that cannot be opened on this machine (a client is not installed) are left out.
@@ -104,31 +99,16 @@ def open_locations(repository: OpenedRoot, *, heal: bool = False, writable: bool
         store=store,
         domain=record.domain if record else ROOT_NAME,
         rank=record.rank if record and own is None else 0,
-        heal=heal,
     )
-    return [here, *others_of(table, here.name, heal=heal, writable=writable)]
+    return [here, *_others(table, here.name)]
 
 
-def recorded_locations(store: Store, repository_id: str, *, heal: bool = False) -> list[Location]:
-    """Locations beside `store` that its table names; none where there is no table, or none that can be trusted.
-
-    For readers: nothing that is read rests on the table, so a damaged one costs them the other copies, not the data.
-    """
-    with contextlib.suppress(ShardkitError):
-        table = read_table(store, repository_id)
-        if table is not None:
-            own = read_mark(store)
-            return others_of(table, own.location if own else ROOT_NAME, heal=heal)
-    return []
-
-
-def others_of(table: LocationTable | None, own: str, *, heal: bool, writable: bool = False) -> list[Location]:
-    """The locations of a table but the one of a name, as far as they can be opened on this machine."""
+def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> list[Location]:
     found: list[Location] = []
     for record in table.locations if table else ():
         if record.name != own:
             with contextlib.suppress(MissingDependency):
-                found.append(location_of(record, heal=heal, writable=writable))
+                found.append(location_of(record, heal=heal))
     return found
 
 
@@ -139,11 +119,10 @@ def read_mark(store: Store) -> CopyMark | None:
 
 def own_name(store: Store) -> str:
     """Which location a store is: ``root``, or the copy that its mark names."""
-    try:
+    with contextlib.suppress(ShardkitError):
         mark = read_mark(store)
-    except ShardkitError:
-        mark = None
-    return mark.location if mark else ROOT_NAME
+        return mark.location if mark else ROOT_NAME
+    return ROOT_NAME
 
 
 def is_prepared(store: Store, name: str, repository_id: str) -> bool:
@@ -232,23 +211,20 @@ def read_identity(store: Store, *, alone: bool = False) -> Identity:
 
 
 def identity_in(store: Store) -> Identity:
-    """``shardkit.json`` of one place.
-
-    Raises:
-        NotFoundError, FormatError, IntegrityError: see `read_identity`.
-    """
-
-    def parse(data: bytes, _where: str) -> Identity:
-        return Identity.from_bytes(data, store.url)
-
-    return read_checked(store, IDENTITY_NAME, parse, max_bytes=MAX_IDENTITY_BYTES)
+    """``shardkit.json`` of one place; raises as `read_identity` does."""
+    return read_checked(
+        store,
+        IDENTITY_NAME,
+        lambda data, _where: Identity.from_bytes(data, store.url),
+        max_bytes=MAX_IDENTITY_BYTES,
+    )
 
 
 def _identity_elsewhere(store: Store) -> Identity | None:
     """The identity as a copy has it: the table of locations says of which repository it must be."""
     with contextlib.suppress(ShardkitError):
         table = read_table(store, None)
-        for location in others_of(table, ROOT_NAME, heal=False):
+        for location in _others(table, ROOT_NAME):
             with contextlib.suppress(ShardkitError):
                 found = identity_in(location.store)
                 if table is not None and found.id == table.repository:
@@ -262,37 +238,40 @@ def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
     Raises:
         IntegrityError: there is a log that does not say whose it is; a new identity would never fit it.
     """
-    if store.head(entry_name(1)) is None:
+    if store.head(LOG.name(1)) is None:
         return Identity.new(features)
-    found = recover_identity(store)
-    if found is None and store.head(IDENTITY_NAME) is None:
+    with contextlib.suppress(ShardkitError):
+        first = find_checked(store, LOG.name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES)
+        found = identity_named_by(first) if first else None
+        if found is not None:
+            return found
+    if store.head(IDENTITY_NAME) is None:
         raise IntegrityError(
             f"{store.url} has a log and no {IDENTITY_NAME}: it was a dataset and has lost its identity; "
             f"run: shardkit repair {store.url}"
         )
-    return found or Identity.new(features)
-
-
-def recover_identity(store: Store) -> Identity | None:
-    """What ``shardkit.json`` said, by the first entry of the log; None where that is gone as well."""
-    try:
-        first = find_checked(store, entry_name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES)
-    except ShardkitError:
-        return None
-    return None if first is None else identity_named_by(first)
+    return Identity.new(features)
 
 
 def over_all(
-    opened: Store,
+    repository: OpenedRoot,
     given: Locations | None,
-    recorded: Sequence[Location],
     settings: ReadSettings | None,
     *,
     heal: bool,
+    alone: bool,
 ) -> Store:
-    """The store to read from: over the locations that the caller gave, and those that the root remembers."""
-    store = root_store(opened)
-    name = own_name(store) if recorded else ROOT_NAME
+    """The store to read from: over the locations given and, unless `alone`, those that the root remembers.
+
+    Nothing that is read rests on the table: a damaged one costs a reader the other copies, not the data.
+    """
+    store, recorded, name = root_store(repository.store), list[Location](), ROOT_NAME
+    with contextlib.suppress(ShardkitError):
+        table = None if alone else read_table(repository.store, repository.id)
+        if table is not None:
+            mark = read_mark(repository.store)
+            recorded = _others(table, mark.location if mark else ROOT_NAME, heal=heal)
+            name = own_name(store) if recorded else ROOT_NAME
     others = _given(given, heal)
     taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
     others += [one for one in recorded if one.name not in taken and one.store.url not in taken]

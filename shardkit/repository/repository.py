@@ -33,7 +33,6 @@ from shardkit.repository.opening import (
     locate,
     over_all,
     read_identity,
-    recorded_locations,
     refuse_copy,
 )
 from shardkit.stores.local import LocalStore
@@ -123,8 +122,7 @@ class Repository(CommitLog):
             store = locate(store, locations, settings=settings, heal=heal)
         repository = cls._opened(store, read_only=read_only, alone=alone)
         if locations or read_only:
-            recorded = [] if alone else recorded_locations(repository.store, repository.id, heal=heal)
-            located = over_all(repository.store, locations, recorded, settings, heal=heal)
+            located = over_all(repository, locations, settings, heal=heal, alone=alone)
             repository = repository.with_store(located)
         return repository
 

@@ -19,7 +19,7 @@ from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, read_path
 from shardkit.repository import commit_log
-from shardkit.repository.log import NO_COMMIT, Changes, entry_name
+from shardkit.repository.log import LOG, NO_COMMIT, Changes
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, objects, store
 from shardkit.stores.local import LocalStore
@@ -48,7 +48,7 @@ def _both(one: Any, other: Any, name: str, value: Any) -> Patch:
 def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
     """A lost answer counts as success."""
     try:
-        return bool(self._store.put_new(entry_name(entry.n), entry.to_bytes()))
+        return bool(self._store.put_new(LOG.name(entry.n), entry.to_bytes()))
     except StoreError:
         return True
 
@@ -56,9 +56,9 @@ def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
 def _any_entry_is_ours(self: Any, entry: Any) -> bool:
     """What is read back after an error is not compared with the transaction."""
     try:
-        return bool(self._store.put_new(entry_name(entry.n), entry.to_bytes()))
+        return bool(self._store.put_new(LOG.name(entry.n), entry.to_bytes()))
     except StoreError:
-        return self._store.head(entry_name(entry.n)) is not None
+        return self._store.head(LOG.name(entry.n)) is not None
 
 
 def _put_over(self: Any, name: str, data: bytes) -> bool:
