@@ -28,9 +28,9 @@ from shardkit.formats import (
     Row,
     Schema,
     ShardIndex,
+    ShardWriter,
     VariableColumn,
     max_key_bytes,
-    open_writer,
     read_block,
 )
 from tests.whole_shard import build_index, check_whole_shard, find_damage
@@ -102,7 +102,7 @@ def write_shard(
 ) -> tuple[bytes, ShardIndex]:
     """A shard in memory: its bytes and its index."""
     sink = io.BytesIO()
-    writer = open_writer(sink, format=format, compression=compression, schema=schema, block_rows=block_rows)
+    writer = ShardWriter(sink, format=format, compression=compression, schema=schema, block_rows=block_rows)
     names = keys or [f"key-{place}" for place in range(len(samples))]
     rows = [Row(key, schema.encode(sample, where=key)) for key, sample in zip(names, samples, strict=True)]
     for start in range(0, len(rows), block_rows):
@@ -326,7 +326,7 @@ class FormatConformance:
             ([Row(f"k{i}", payloads) for i in range(self.block_rows + 1)], UsageError, "9 rows"),
         ]
         for rows, error, message in cases:
-            writer = open_writer(
+            writer = ShardWriter(
                 io.BytesIO(),
                 format=self.format,
                 compression=self.compression,
@@ -338,7 +338,7 @@ class FormatConformance:
 
     def test_a_failed_writer_stays_failed(self, samples: list[dict[str, Any]]) -> None:
         payloads = EXAMPLE_SCHEMA.encode(samples[1], where="test")
-        writer = open_writer(
+        writer = ShardWriter(
             io.BytesIO(),
             format=self.format,
             compression=self.compression,
@@ -361,7 +361,7 @@ class FormatConformance:
                 return min(1000, len(data))
 
         sink = Reluctant()
-        writer = open_writer(
+        writer = ShardWriter(
             sink,
             format=self.format,
             compression=self.compression,

@@ -12,7 +12,7 @@ from shardkit.dataset.appending import Base, load_base
 from shardkit.dataset.costs import put_costs
 from shardkit.dataset.lookups import put_lookups
 from shardkit.dataset.ref_moves import Moved, Standing, move_refs, standing_refs
-from shardkit.dataset.row_table import RowColumns, describe_row, join_parts
+from shardkit.dataset.row_table import Rows, describe_row, join_parts
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import WrittenShard, write_shard
@@ -95,9 +95,7 @@ class MadeVersion:
     splits: Mapping[str, Manifest]
 
 
-def write_version(
-    to: Destination, version: NewVersion, columns: Sequence[RowColumns], parts: Parts
-) -> Manifest:
+def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows], parts: Parts) -> Manifest:
     """Lay rows out, write their shards and commit them, in one process.
 
     Args:
@@ -245,7 +243,7 @@ def _put_splits(
     def row_strata(shard: int) -> NDArray[np.int32] | None:
         if base is not None and shard < first:
             return base.row_strata.get(shard)
-        return plan.numbers.of_stratum[plan.rows.table.stratum[plan.rows_of(shard - first)]]
+        return plan.numbers.of_stratum[plan.rows.stratum[plan.rows_of(shard - first)]]
 
     manifests = {}
     for number, name in enumerate(split.names):

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.row_table import Rows
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.stores.file_operations import Handle, active, explained
@@ -45,7 +45,7 @@ class WrittenPart:
     name: str
     file: str
     settings: Mapping[str, Any]
-    columns: RowColumns
+    columns: Rows
     digest: str
 
 
@@ -89,7 +89,7 @@ class PartFolder:
             found = [name for name, _ in active().names(folder) if name.endswith(_RECORD)]
         return sorted(name.removesuffix(_RECORD) for name in found)
 
-    def publish(self, name: str, spooled: str, settings: Mapping[str, Any], columns: RowColumns) -> None:
+    def publish(self, name: str, spooled: str, settings: Mapping[str, Any], columns: Rows) -> None:
         """Make a part of a closed scratch file in this folder; it takes the place of one of the same name.
 
         Raises:
@@ -131,7 +131,7 @@ class PartFolder:
         if data[:_CHECK_BYTES] != xxhash.xxh3_64_digest(body):
             raise IntegrityError(f"{self.path}: the record of part {name!r} is damaged; write the part again")
         try:
-            columns, meta = RowColumns.from_bytes(body)
+            columns, meta = Rows.from_bytes(body)
             settings: Any = meta["settings"]
             file = str(meta["file"])
         except (FormatError, KeyError, TypeError) as error:
@@ -139,7 +139,8 @@ class PartFolder:
                 f"{self.path}: the record of part {name!r} is of another release; write the part again"
             ) from error
         digest = xxhash.xxh3_128(name.encode())
-        for column in (columns.identity_high, columns.identity_low, columns.check, columns.length):
+        records = columns.records
+        for column in (*columns.identity.T, records.check, records.length):
             digest.update(column.tobytes())
         return WrittenPart(name, file, settings, columns, digest.hexdigest())
 

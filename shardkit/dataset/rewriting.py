@@ -15,7 +15,7 @@ from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.erasure_journal import ErasurePlan, NewShard
 from shardkit.dataset.lookups import Entries
 from shardkit.dataset.store_survey import StoreSurvey
-from shardkit.formats import Row, ShardIndex, block_starts, extension, open_writer
+from shardkit.formats import Row, ShardIndex, ShardWriter, block_starts, extension
 from shardkit.manifest import (
     CostPiece,
     Lookup,
@@ -292,7 +292,7 @@ def _write(
     block_rows = int(page.block_rows[shard])
     borders = block_starts([n for n in segment_rows.tolist() if n], block_rows)
     with repository.stage_object(extension(manifest.format, manifest.compression)) as staged:
-        writer = open_writer(
+        writer = ShardWriter(
             staged,
             format=manifest.format,
             compression=manifest.compression,

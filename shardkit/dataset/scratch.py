@@ -12,6 +12,7 @@ import contextlib
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from shardkit.dataset.encoding import EncodedRow, EncodedRows
 from shardkit.dataset.extents import IN_SOURCE, Extent
 from shardkit.dataset.layout import order_keys
-from shardkit.dataset.row_table import RowColumns
-from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, record_header
+from shardkit.dataset.row_table import Rows
+from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, Records, record_header
 from shardkit.errors import StoreError
 from shardkit.stores.file_operations import active, explained
 
@@ -184,7 +185,7 @@ class RowSpool:
         self._run_size = last
         self._run_rows += stop - start
 
-    def finish(self) -> tuple[RowColumns, Part | None]:
+    def finish(self) -> tuple[Rows, Part | None]:
         """The columns and where the records are; None where nothing was kept."""
         if self._folder and (self._always_file or self._file is not None):
             self._write_run()
@@ -197,17 +198,21 @@ class RowSpool:
             self._file = None
         return self.columns(), self._part
 
-    def columns(self) -> RowColumns:
+    def columns(self) -> Rows:
         """The columns as they stand."""
-        dtypes = {"Q": np.uint64, "q": np.int64, "i": np.int32, "B": np.uint8}
-        arrays = {
-            name: np.frombuffer(column, dtype=dtypes[column.typecode])
-            if len(column)
-            else np.zeros(0, column.typecode)
-            for name, column in self._columns.items()
+        dtypes: dict[str, type] = {"Q": np.uint64, "q": np.int64, "i": np.int32, "B": np.bool_}
+        found: dict[str, NDArray[Any]] = {
+            name: np.array(column, dtypes[column.typecode]) for name, column in self._columns.items()
         }
-        marks = {name: np.array(column, dtype=np.uint64) for name, column in self._marks.items()}
-        return RowColumns(strata=tuple(self._strata), marks=marks, **arrays)
+        if not self._folder:  # counted only
+            found |= {name: np.zeros(len(self), found[name].dtype) for name in ("offset", "length", "check")}
+        return Rows(
+            identity=np.stack([found["identity_high"], found["identity_low"]], axis=1),
+            strata=tuple(self._strata),
+            records=Records.of_part(found["offset"], found["length"], found["check"]),
+            marks={name: np.array(column, np.uint64) for name, column in self._marks.items()},
+            **{name: found[name] for name in ("stratum", "raw_bytes", "split", "generated")},
+        )
 
     def drop(self) -> None:
         """Forget the rows and remove the scratch file."""
@@ -266,16 +271,6 @@ class RowSpool:
         """The records in this order, some MiB at a time."""
         if self._seed is None:
             yield self._view[: self._run_size]
-            return
-        if len(lengths) and int(lengths.min()) == int(lengths.max()):
-            size = int(lengths[0])
-            records = self._buffer.data[: self._run_size].reshape(-1, size)
-            step = max(1, _JOIN_BYTES // size)
-            joined = np.empty((min(step, len(order)), size), np.uint8)
-            for start in range(0, len(order), step):
-                rows = order[start : start + step]
-                np.take(records, rows, axis=0, out=joined[: len(rows)], mode="clip")
-                yield joined[: len(rows)].reshape(-1).data
             return
         stops = np.cumsum(lengths)
         begins, ends, sizes = (stops - lengths)[order], stops[order], np.cumsum(lengths[order])

@@ -11,6 +11,7 @@ import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,29 @@ _MAX_OPEN = 128
 _FEW_ROWS = 64  # below this comparing names as an array costs more than one by one
 NO_ROW = -1
 """Row in the source of a sample that has no source."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """Where the records of rows are, one entry per row."""
+
+    part: NDArray[np.int32]
+    offset: NDArray[np.int64]  # in the part
+    length: NDArray[np.int64]  # bytes
+    check: NDArray[np.uint64]  # XXH3-64 of the record
+
+    @classmethod
+    def of_part(
+        cls, offset: NDArray[np.int64], length: NDArray[np.int64], check: NDArray[np.uint64]
+    ) -> Records:
+        """Those of one part, which knows no number."""
+        return cls(np.zeros(len(offset), np.int32), offset, length, check)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, places: slice | NDArray[np.int64]) -> Records:
+        return Records(self.part[places], self.offset[places], self.length[places], self.check[places])
 
 
 class Parts(Protocol):
@@ -129,32 +153,17 @@ class PartFiles:
         self._open.clear()
 
 
-def _read_ranges(
-    part: NDArray[np.int32], offset: NDArray[np.int64], length: NDArray[np.int64]
-) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
-    """The reads that give these records: neighbours in one.
-
-    Yields:
-        (part, offset, bytes, places of the records in it).
-    """
-    order = np.lexsort((offset, part))
-    ends = (offset + length)[order]
-    starts = offset[order]
-    numbers = part[order]
+def _read_ranges(records: Records) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
+    """The reads that give these records, neighbours in one: (part, offset, bytes, places of the records in it)."""
+    order = np.lexsort((records.offset, records.part))
+    starts, numbers = records.offset[order], records.part[order]
+    ends = starts + records.length[order]
     apart = (numbers[1:] != numbers[:-1]) | (starts[1:] - ends[:-1] > _MAX_GAP) | (starts[1:] < ends[:-1])
     borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
     for first, last in itertools.pairwise(borders):
         if first < last:
             base = int(starts[first])
             yield int(numbers[first]), base, int(ends[last - 1]) - base, order[first:last]
-
-
-def _changed_record(ordinal: int) -> IntegrityError:
-    """What to raise where a record is not what was written."""
-    return IntegrityError(
-        f"scratch record of row {ordinal} changed between being written and being read; "
-        "the scratch disk or memory is faulty: use another --scratch, then run it again"
-    )
 
 
 @functools.cache
@@ -178,51 +187,37 @@ class ScratchReader:
         self._buffer = np.empty(0, np.uint8)
         self._contents = SourceContents(extents)
 
-    def read(
-        self,
-        part: NDArray[np.int32],
-        offset: NDArray[np.int64],
-        length: NDArray[np.int64],
-        check: NDArray[np.uint64],
-        ordinal: NDArray[np.int64],
-    ) -> HeldRecords:
+    def read(self, records: Records, ordinal: NDArray[np.int64]) -> HeldRecords:
         """Records in the order asked for; what was read before is overwritten.
 
         Args:
-            part: of each row.
-            offset: of each row's record in its part.
-            length: of each record, in bytes.
-            check: XXH3-64 of each record.
+            records: where they are.
             ordinal: of each row, for generated keys.
 
         Raises:
             IntegrityError: a record is not what was written.
             StoreError: a part cannot be read.
         """
-        ranges = list(_read_ranges(part, offset, length))
+        ranges = list(_read_ranges(records))
         total = sum(size for _, _, size, _ in ranges)
         if len(self._buffer) < total:
             self._buffer = np.empty(0, np.uint8)  # lets go of the old one first
             self._buffer = np.empty(total, np.uint8)
-        begin = np.empty(len(part), np.int64)
-        view = self._buffer.data
-        at = 0
+        begin = np.empty(len(records), np.int64)
+        view, at = self._buffer.data, 0
         for number, base, size, rows in ranges:
             self._parts[number].read_into(base, view[at : at + size])
-            begin[rows] = at + offset[rows] - base
+            begin[rows] = at + records.offset[rows] - base
             at += size
-        found = np.fromiter(
-            (
-                xxhash.xxh3_64_intdigest(view[start:stop])
-                for start, stop in zip(begin.tolist(), (begin + length).tolist(), strict=True)
-            ),
-            np.uint64,
-            len(part),
-        )
-        changed = found != check
-        if changed.any():
-            raise _changed_record(int(ordinal[int(np.argmax(changed))]))
-        return HeldRecords(self._buffer[:at], begin, part, ordinal, self._schema, self._contents)
+        borders = zip(begin.tolist(), (begin + records.length).tolist(), strict=True)
+        found = np.array([xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in borders], np.uint64)
+        changed = np.flatnonzero(found != records.check)
+        if len(changed):
+            raise IntegrityError(
+                f"scratch record of row {ordinal[changed[0]]} changed between being written and being read; "
+                "the scratch disk or memory is faulty: use another --scratch, then run it again"
+            )
+        return HeldRecords(self._buffer[:at], begin, records.part, ordinal, self._schema, self._contents)
 
 
 class SourceContents:

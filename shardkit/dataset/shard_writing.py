@@ -17,7 +17,7 @@ from shardkit.dataset.row_table import ShardRows
 from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_settings import NewVersion
-from shardkit.formats import RowBlock, Sink, block_starts, extension, open_writer
+from shardkit.formats import RowBlock, ShardWriter, Sink, block_starts, extension
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 
@@ -77,7 +77,7 @@ def write_shard(
         repository.stage_object(extension(version.format, version.compression)) as staged,
         WriteBehind(staged, staged.sync, is_small=rows.raw_bytes < _SMALL_BYTES) as behind,
     ):
-        writer = open_writer(
+        writer = ShardWriter(
             behind,
             format=version.format,
             compression=version.compression,
@@ -112,19 +112,13 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
     """The rows of each block in turn, and the bytes of their payloads; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
     gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
-    size_before = np.concatenate([[0], np.cumsum(rows.length)])[borders]
+    size_before = np.concatenate([[0], np.cumsum(rows.records.length)])[borders]
     first = 0
     while first < len(borders) - 1:
         limit = int(size_before[first]) + gather_bytes
         last = max(first + 1, int(np.searchsorted(size_before, limit, side="right")) - 1)
         begin, end = int(borders[first]), int(borders[last])
-        held = reader.read(
-            rows.part[begin:end],
-            rows.offset[begin:end],
-            rows.length[begin:end],
-            rows.check[begin:end],
-            rows.ordinal[begin:end],
-        )
+        held = reader.read(rows.records[begin:end], rows.ordinal[begin:end])
         for start, stop in pairwise(borders[first : last + 1].tolist()):
             stratum = rows.stratum[start:stop] if rows.stratum is not None else None
             inside = (start - begin, stop - begin)
@@ -135,7 +129,8 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
 
 def _num_runs(rows: ShardRows) -> int:
     """At most so many runs of scratch the rows are spread over."""
-    return len(np.unique((rows.part.astype(np.int64) << 32) + rows.offset // MIN_RUN_BYTES))
+    part, offset = rows.records.part.astype(np.int64), rows.records.offset
+    return len(np.unique((part << 32) + offset // MIN_RUN_BYTES))
 
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.about import check_strata
 from shardkit.dataset.appending import Base, pooling_of
 from shardkit.dataset.layout import Layout, lay_out
-from shardkit.dataset.row_table import AllRows, ShardRows, check_unique_keys, rows_of_shards
+from shardkit.dataset.row_table import Rows, ShardRows, check_unique_keys, rows_of_shards
 from shardkit.dataset.splits import split_of
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import ConfigurationError
@@ -34,7 +34,7 @@ class VersionPlan:
 
     version: NewVersion
     base: Base | None
-    rows: AllRows
+    rows: Rows
     layout: Layout
     numbers: StratumNumbers
     split: NDArray[np.int16] | None
@@ -59,7 +59,7 @@ class VersionPlan:
 
 
 def plan_version(
-    version: NewVersion, rows: AllRows, base: Base | None, describe: Callable[[int, int], str]
+    version: NewVersion, rows: Rows, base: Base | None, describe: Callable[[int, int], str]
 ) -> VersionPlan:
     """Check the rows against each other and those of the base, and lay them out.
 
@@ -86,7 +86,7 @@ def plan_version(
         names = {Stratum(values, 0, 0).name for values in rows.strata}
         check_strata(version.about, names | {stratum.name for stratum in before if not stratum.pooled})
     split = _split_rows(version, rows, allow_empty=base is not None)
-    layout = lay_out(rows.table, len(rows.strata), version.settings, pooling_of(rows.strata, before))
+    layout = lay_out(rows, len(rows.strata), version.settings, pooling_of(rows.strata, before))
     return VersionPlan(version, base, rows, layout, StratumNumbers(rows.strata, layout.pooled, before), split)
 
 
@@ -98,7 +98,7 @@ class StratumNumbers:
 
     Attributes:
         listed: the strata in the manifest's order, with no rows counted.
-        of_stratum: int32[strata + 1], from the number in `AllRows` (last: the pool) to that in the manifest.
+        of_stratum: int32[strata + 1], from the number in `Rows` (last: the pool) to that in the manifest.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class StratumNumbers:
         pool = number.get((POOL,), 0)
         self.of_stratum = np.array([*(number[values] for values in strata), pool], dtype=np.int32)
 
-    def counted(self, rows: AllRows, before: Sequence[Stratum] = ()) -> tuple[Stratum, ...]:
+    def counted(self, rows: Rows, before: Sequence[Stratum] = ()) -> tuple[Stratum, ...]:
         """The strata with their rows, all of the new ones selected, those of ``before`` added."""
-        counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
+        counts = np.bincount(rows.stratum, minlength=len(rows.strata)).tolist()
         total = [0] * len(self.listed)
         for stratum, count in enumerate(counts):
             total[self.of_stratum[stratum]] += count
@@ -142,7 +142,7 @@ class StratumNumbers:
         )
 
 
-def _split_rows(version: NewVersion, rows: AllRows, *, allow_empty: bool) -> NDArray[np.int16] | None:
+def _split_rows(version: NewVersion, rows: Rows, *, allow_empty: bool) -> NDArray[np.int16] | None:
     """int16[n], the split of each row in ordinal order; None without a split.
 
     Raises:
@@ -151,7 +151,7 @@ def _split_rows(version: NewVersion, rows: AllRows, *, allow_empty: bool) -> NDA
     split = version.split
     if split is None:
         return None
-    index = split_of(split, rows.table.identity, rows.split if split.is_noted else None)
+    index = split_of(split, rows.identity, rows.split if split.is_noted else None)
     for number, name in enumerate(split.names):
         if not allow_empty and not split.folders and not (index == number).any():
             what = f"groups of equal {split.by!r}" if split.by else "rows"

@@ -16,7 +16,7 @@ from .rows import JoinedPayloads, Row, RowBlock, fit_key, is_key, max_key_bytes
 from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
 from .tar_blocks import parse_decimals
 from .tar_members import member_names, npy_payload_offset
-from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, open_writer, raw_row_bytes
+from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, raw_row_bytes
 
 __all__ = [
     "MAX_SAMPLE_BYTES",
@@ -49,7 +49,6 @@ __all__ = [
     "member_names",
     "normalise_compression",
     "npy_payload_offset",
-    "open_writer",
     "pack_columns",
     "parse_decimals",
     "parse_digest",

@@ -42,64 +42,41 @@ class ShardIndex:
     Arrays are read-only. Byte offsets of blocks count from the start of the shard, those of fields (tar only)
     from the start of the raw block. A block is a run of rows; blocks follow one another without gaps between
     `head_size` and the tail.
-
-    Attributes:
-        format: ``tar`` or ``arrow``.
-        compression: Normalised: ``none``, ``zstd:LEVEL``, ``lz4``.
-        schema: Fields of every row.
-        rows: Rows of the shard.
-        block_rows: Nominal rows per block; a block holds at most that many.
-        shard_size: Bytes of the shard.
-        head_size: Bytes before the first block (Arrow: magic and schema).
-        head_sha256: SHA-256 of those bytes.
-        tail_sha256: SHA-256 of the bytes after the last block (tar: end of archive; Arrow: footer).
-        block_offset: uint64 (blocks,).
-        block_size: uint64 (blocks,), stored bytes.
-        block_raw_size: uint64 (blocks,), bytes of memory of a decompressed block.
-        block_start: int64 (blocks + 1,), first row of each block, then `rows`.
-        block_xxh3: uint64 (blocks,), XXH3-64 of the stored bytes.
-        block_sha256: uint8 (blocks, 32), SHA-256 of the stored bytes.
-        key_texts: Keys of all rows.
-        field_offset: uint64 (rows, fields), tar only; 0 where an optional field has no value.
-        field_size: uint64 (rows, fields), tar only: bytes of the member as stored.
-        source_names: Names that `source_id` refers to.
-        source_id: int32 (rows,), -1 for none; absent where no row has a source.
-        source_row: int64 (rows,), row number in the source.
-        original_rows: int64, ascending: rows whose key was rewritten.
-        original_texts: Their original keys.
-        row_stratum: int32 (rows,), -1 for none; only where rare strata are pooled.
-        field_is_payload: uint8 (fields,), only of adopted tars: 1 where `field_offset` and `field_size` are those
-            of the payload itself, behind whatever npy header the member has, 0 where they are as in our own tars.
     """
 
-    format: str
-    compression: str
+    format: str  # tar or arrow
+    compression: str  # normalised: none, zstd:LEVEL, lz4
     schema: Schema
     rows: int
-    block_rows: int
-    shard_size: int
-    head_size: int
+    block_rows: int  # nominal; a block holds at most that many
+    shard_size: int  # bytes
+    head_size: int  # bytes before the first block (Arrow: magic and schema)
     head_sha256: str
-    tail_sha256: str
-    block_offset: NDArray[np.uint64]
-    block_size: NDArray[np.uint64]
-    block_raw_size: NDArray[np.uint64]
-    block_start: NDArray[np.int64]
-    block_xxh3: NDArray[np.uint64]
-    block_sha256: NDArray[np.uint8]
+    tail_sha256: str  # of the bytes after the last block (tar: end of archive; Arrow: footer)
+    block_offset: NDArray[np.uint64]  # (blocks,)
+    block_size: NDArray[np.uint64]  # (blocks,) stored bytes
+    block_raw_size: NDArray[np.uint64]  # (blocks,) bytes of memory of a decompressed block
+    block_start: NDArray[np.int64]  # (blocks + 1,) first row of each block, then `rows`
+    block_xxh3: NDArray[np.uint64]  # (blocks,) XXH3-64 of the stored bytes
+    block_sha256: NDArray[np.uint8]  # (blocks, 32)
     key_texts: Texts
-    field_offset: NDArray[np.uint64] | None = None
-    field_size: NDArray[np.uint64] | None = None
+    field_offset: NDArray[np.uint64] | None = (
+        None  # (rows, fields), tar only; 0: an optional field without a value
+    )
+    field_size: NDArray[np.uint64] | None = None  # (rows, fields), tar only: bytes of the member as stored
     source_names: tuple[str, ...] = ()
-    source_id: NDArray[np.int32] | None = None
-    source_row: NDArray[np.int64] | None = None
-    original_rows: NDArray[np.int64] | None = None
-    original_texts: Texts | None = None
-    row_stratum: NDArray[np.int32] | None = None
+    source_id: NDArray[np.int32] | None = None  # (rows,) into `source_names`, -1 for none
+    source_row: NDArray[np.int64] | None = None  # (rows,) row number in the source
+    original_rows: NDArray[np.int64] | None = None  # ascending: rows whose key was rewritten
+    original_texts: Texts | None = None  # their keys in the source
+    row_stratum: NDArray[np.int32] | None = None  # (rows,) -1 for none; only where rare strata are pooled
+    # (fields,) only of adopted tars: 1 where offset and size are those of the payload itself, behind whatever npy
+    # header the member has, 0 where they are as in our own tars
     field_is_payload: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
-        _check_index(self)
+        for check in (_check_numbers, _check_blocks, _check_rows, _check_fields):
+            check(self)  # FormatError where parts contradict one another
 
     @property
     def blocks(self) -> int:
@@ -140,28 +117,19 @@ class ShardIndex:
 
     @cached_property
     def _member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        # `_check_index` has seen that every member lies inside its block, so int64 holds them.
+        # `_check_fields` has seen that every member lies inside its block, so int64 holds them.
         offsets, sizes = (
             cast("NDArray[np.uint64]", column) for column in (self.field_offset, self.field_size)
         )
         return [(_column(offsets, field), _column(sizes, field)) for field in range(offsets.shape[1])]
 
     def block_of(self, row: int) -> tuple[int, int]:
-        """(block, row inside it) of a row of the shard.
-
-        Raises:
-            NotFoundError: the shard has no such row.
-        """
+        """(block, row inside it) of a row; NotFoundError where the shard has no such row, as all that ask for one."""
         self._check_row(row)
         block = int(np.searchsorted(self.block_start, row, side="right")) - 1
         return block, row - int(self.block_start[block])
 
     def key(self, row: int) -> str:
-        """Key of a row.
-
-        Raises:
-            NotFoundError: the shard has no such row.
-        """
         self._check_row(row)
         return self.key_texts[row]
 
@@ -303,18 +271,6 @@ def _take_texts(arrays: dict[str, NDArray[Any]], name: str) -> Texts | None:
 
 MAX_BLOCK_BYTES = 8 << 30
 """A sample of 5 GiB and its framing fit; no size in an index may ask for more."""
-
-
-def _check_index(index: ShardIndex) -> None:
-    """Refuse an index whose parts contradict one another.
-
-    Raises:
-        FormatError: names the part.
-    """
-    _check_numbers(index)
-    _check_blocks(index)
-    _check_rows(index)
-    _check_fields(index)
 
 
 def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tuple[int, ...]) -> None:

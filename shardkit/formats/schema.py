@@ -14,12 +14,11 @@ import numpy as np
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 
-from .packed import pack_array, pack_list, unpack_array, unpack_list
+from .packed import check_bools, pack_array, pack_list, unpack_array, unpack_list
 
 MAX_FIELDS = 256
 
-MAX_FIELD_NAME = 200
-"""Characters."""
+MAX_FIELD_NAME = 200  # characters
 
 MAX_DIMENSIONS = 8
 MAX_ITEM_BYTES = 2**31 - 1  # a fixed-size list of Arrow counts its items in an int32
@@ -44,19 +43,13 @@ MAX_JSON_DEPTH = 200
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """The type of one field: ``bytes``, ``str``, ``json``, a scalar, an array of fixed or varying shape, a list.
+    """The type of one field: ``bytes``, ``str``, ``json``, a scalar, an array of fixed or varying shape, a list."""
 
-    `kind` is one of bytes, str, json, scalar, array, ragged, varying, list; `dtype` is the numpy name of the item of
-    scalar, array and ragged, else ""; `shape` is the shape of a fixed array, else (). An `optional` field may have no
-    value: None. `items` says what one byte string of a varying array or a list holds: an array type whose free
-    dimensions are 0, or bytes or str.
-    """
-
-    kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    optional: bool = False
-    items: FieldType | None = None
+    kind: str  # bytes, str, json, scalar, array, ragged, varying, list
+    dtype: str = ""  # numpy name of the item of scalar, array and ragged
+    shape: tuple[int, ...] = ()  # of a fixed array
+    optional: bool = False  # a row may have no value: None
+    items: FieldType | None = None  # of a list, or of a varying array: its free dimensions are 0
 
     @classmethod
     def parse(cls, text: object) -> FieldType:
@@ -211,7 +204,7 @@ class Schema(Mapping[str, FieldType]):
             SampleError: a field is missing, unknown, or its value does not fit its type without loss.
         """
         if len(sample) != len(self._fields) or any(name not in sample for name in self._fields):
-            _refuse_fields(sample, self._fields, where)
+            self._refuse_fields(sample, where)
         if self.stored is self:
             return tuple([encode_value(kind, sample[name], where, name) for name, kind in self._ordered])
         payloads: list[bytes] = []
@@ -224,6 +217,14 @@ class Schema(Mapping[str, FieldType]):
             if kind.optional:
                 payloads.append(b"\0" if is_absent else b"\1")
         return tuple(payloads)
+
+    def _refuse_fields(self, sample: Mapping[str, object], where: str) -> None:
+        missing = [name for name, kind in self._ordered if name not in sample and not kind.optional]
+        unknown = [str(name) for name in sample if name not in self._fields]
+        parts = [f"missing {', '.join(missing)}"] if missing else []
+        parts += [f"unknown {', '.join(unknown)}"] if unknown else []
+        if parts:
+            raise SampleError(f"{where}: fields {' and '.join(parts)}; the schema has {', '.join(self)}")
 
     def decode(self, payloads: Sequence[bytes | memoryview]) -> dict[str, object]:
         """Values of canonical payloads: Python scalars, str, bytes, parsed JSON, fresh writable arrays.
@@ -324,14 +325,8 @@ def _check_names(names: Sequence[object]) -> None:
             raise SchemaError(f"field name {name!r} is reserved for batches; call it {name}_")
 
 
-def _refuse_fields(sample: Mapping[str, object], fields: Mapping[str, FieldType], where: str) -> None:
-    missing = [name for name, kind in fields.items() if name not in sample and not kind.optional]
-    unknown = [str(name) for name in sample if name not in fields]
-    parts = [f"missing {', '.join(missing)}"] if missing else []
-    parts += [f"unknown {', '.join(unknown)}"] if unknown else []
-    if not parts:
-        return  # optional ones are missing
-    raise SampleError(f"{where}: fields {' and '.join(parts)}; the schema has {', '.join(fields)}")
+class _Unfit(Exception):
+    """Why a value cannot be encoded."""
 
 
 def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes:
@@ -340,26 +335,45 @@ def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes
     Raises:
         SampleError: the value does not fit the type without loss; names `where`, field and value.
     """
-    if value is None and kind.kind != "json":
-        _refuse(kind, value, where, name, f"there is no value; a field that may have none is of type {kind}?")
-    if kind.kind == "bytes":
-        if isinstance(value, bytes):
-            return value
-        if isinstance(value, (bytearray, memoryview)):
+    try:
+        if value is None and kind.kind != "json":
+            raise _Unfit(f"there is no value; a field that may have none is of type {kind}?")
+        if kind.kind == "bytes":
+            if not isinstance(value, (bytes, bytearray, memoryview)):
+                raise _Unfit("expected bytes, bytearray or memoryview")
             return bytes(value)
-        _refuse(kind, value, where, name, "expected bytes, bytearray or memoryview")
-    if kind.kind == "str":
-        if not isinstance(value, str):
-            _refuse(kind, value, where, name, "expected str")
-        try:
-            return value.encode()
-        except UnicodeEncodeError:
-            _refuse(kind, value, where, name, "it holds a lone surrogate, which UTF-8 cannot carry")
-    if kind.kind == "json":
-        return _encode_json(kind, value, where, name)
-    if kind.kind == "list":
-        return _encode_list(kind, value, where, name)
-    return _encode_numbers(kind, value, where, name)
+        if kind.kind == "str":
+            return _encode_text(value)
+        if kind.kind == "json":
+            return _encode_json(value)
+        if kind.kind == "list" and kind.items is not None:
+            return pack_list([encode_value(kind.items, one, where, name) for one in _listed(value, kind)])
+        return _encode_numbers(kind, value)
+    except _Unfit as error:
+        why = str(error)
+    try:
+        shown = repr(value)
+    except RecursionError:
+        shown = "nested too deep to show"
+    shown = shown if len(shown) <= 80 else shown[:77] + "…"
+    raise SampleError(f"{where}: field {name!r} ({kind}) cannot take {type(value).__name__} {shown}: {why}")
+
+
+def _encode_text(value: object) -> bytes:
+    if not isinstance(value, str):
+        raise _Unfit("expected str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise _Unfit("it holds a lone surrogate, which UTF-8 cannot carry") from None
+
+
+def _listed(value: object, kind: FieldType) -> Sequence[object]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return list(value)
+    raise _Unfit(f"expected a list of {kind.items}")
 
 
 def decode_payload(kind: FieldType, payload: bytes | memoryview, name: str) -> object:
@@ -368,26 +382,28 @@ def decode_payload(kind: FieldType, payload: bytes | memoryview, name: str) -> o
     Raises:
         FormatError: the payload is not what `encode_value` writes.
     """
+    if kind.kind == "json":
+        return decode_json(payload, name)
+    try:
+        return _decode(kind, payload)
+    except ValueError as error:
+        raise FormatError(f"field {name!r}: {len(payload)} bytes are no {kind}: {error}") from None
+
+
+def _decode(kind: FieldType, payload: bytes | memoryview) -> object:
     if kind.kind == "bytes":
         return bytes(payload)
     if kind.kind == "str":
-        try:
-            return str(payload, "utf-8")
-        except UnicodeDecodeError as error:
-            raise FormatError(
-                f"field {name!r}: text is not UTF-8 ({error.reason} at byte {error.start})"
-            ) from None
-    if kind.kind == "json":
-        return decode_json(payload, name)
+        return str(payload, "utf-8")
+    if kind.items is not None and kind.kind == "varying":
+        return unpack_array(payload, kind.items.numpy_dtype, kind.items.shape)
     if kind.items is not None:
-        return _decode_packed(kind.items, kind, payload, name)
-    dtype = kind.numpy_dtype
-    size = kind.item_bytes
+        return [_decode(kind.items, one) for one in unpack_list(payload)]
+    dtype, size = kind.numpy_dtype, kind.item_bytes
     if len(payload) != size if size is not None else len(payload) % dtype.itemsize:
-        raise FormatError(f"field {name!r}: {len(payload)} bytes do not fit {kind}")
+        raise ValueError("they do not fit")
     array = np.frombuffer(payload, np.uint8)
-    if dtype.kind == "b" and bool((array > 1).any()):
-        raise FormatError(f"field {name!r}: a bool is neither 0 nor 1")
+    check_bools(array, dtype)
     values = array.view(dtype) if len(array) else np.empty(0, dtype)
     return values[0].item() if kind.kind == "scalar" else values.reshape(kind.shape or -1).copy()
 
@@ -412,22 +428,18 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _encode_json(kind: FieldType, value: object, where: str, name: str) -> bytes:
+def _encode_json(value: object) -> bytes:
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         payload = text.encode()
         # A round trip in C is the cheap proof that no key was turned into text; tuples need the slower look.
-        if json.loads(text) != value or _may_be_deep(payload):
+        if json.loads(text) != value or payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH:
             _check_json(value)
     except RecursionError:
-        _refuse(kind, value, where, name, f"it nests deeper than {MAX_JSON_DEPTH}")
+        raise _Unfit(f"it nests deeper than {MAX_JSON_DEPTH}") from None
     except (TypeError, ValueError, OverflowError) as error:
-        _refuse(kind, value, where, name, str(error))
+        raise _Unfit(str(error)) from None
     return payload
-
-
-def _may_be_deep(payload: bytes) -> bool:
-    return payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH
 
 
 def _check_json(value: object) -> None:
@@ -448,117 +460,90 @@ def _check_json(value: object) -> None:
     raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH}")
 
 
-def _encode_list(kind: FieldType, value: object, where: str, name: str) -> bytes:
-    if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim == 1):
-        _refuse(kind, value, where, name, f"expected a list of {kind.items}")
-    assert kind.items is not None, "lists have items"
-    return pack_list([encode_value(kind.items, one, where, name) for one in value])
-
-
-def _decode_packed(items: FieldType, kind: FieldType, payload: bytes | memoryview, name: str) -> object:
-    try:
-        if kind.kind == "varying":
-            return unpack_array(payload, items.numpy_dtype, items.shape)
-        found = unpack_list(payload)
-    except ValueError as error:
-        raise FormatError(f"field {name!r}: {len(payload)} bytes are no {kind}: {error}") from None
-    return found if items.kind == "bytes" else [decode_payload(items, one, name) for one in found]
-
-
-def _encode_numbers(kind: FieldType, value: object, where: str, name: str) -> bytes:
+def _encode_numbers(kind: FieldType, value: object) -> bytes:
     items = kind.items or kind
-    dtype = items.numpy_dtype
-    if isinstance(value, np.ndarray):
-        array = value
-    else:
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            _refuse(kind, value, where, name, f"no array can be made of it ({error})")
-    expected = "one dimension of any length" if kind.kind == "ragged" else f"shape {items.shape}"
+    dtype, shape = items.numpy_dtype, items.shape
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise _Unfit(f"no array can be made of it ({error})") from None
     if kind.kind == "varying":
         expected = f"that of {kind.required}, where * is of any size"
-        if array.size == 0 and array.ndim < len(
-            items.shape
-        ):  # nested lists cannot say what is inside of nothing
-            array = array.reshape(array.shape + items.shape[array.ndim :])
-        fits = array.ndim == len(items.shape) and all(
-            size in (0, n) for size, n in zip(items.shape, array.shape, strict=True)
+        if array.size == 0 and array.ndim < len(shape):  # nested lists cannot say what is inside of nothing
+            array = array.reshape(array.shape + shape[array.ndim :])
+        fits = array.ndim == len(shape) and all(
+            size in (0, n) for size, n in zip(shape, array.shape, strict=True)
         )
+    elif kind.kind == "ragged":
+        expected, fits = "one dimension of any length", array.ndim == 1
     else:
-        fits = array.ndim == 1 if kind.kind == "ragged" else array.shape == kind.shape
+        expected, fits = f"shape {shape}", array.shape == shape
     if not fits:
-        _refuse(kind, value, where, name, f"its shape is {array.shape}, expected {expected}")
+        raise _Unfit(f"its shape is {array.shape}, expected {expected}")
     if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):
-        array = _exact_integers(kind, value, array, where, name)
+        array = _exact_integers(dtype, value, array)
     if array.dtype != dtype:
-        array = _convert(kind, array, where, name)
+        array = _convert(dtype, array)
     array = array.astype(dtype, copy=False)
     if kind.kind != "varying":
         return array.tobytes()
     try:
-        return pack_array(array, items.shape)
+        return pack_array(array, shape)
     except ValueError as error:
-        _refuse(kind, value, where, name, str(error))
+        raise _Unfit(str(error)) from None
 
 
-def _exact_integers(
-    kind: FieldType, value: object, array: np.ndarray[Any, Any], where: str, name: str
-) -> np.ndarray[Any, Any]:
+def _exact_integers(dtype: np.dtype[Any], value: object, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Undo what numpy does to a list that holds integers beyond int64: it rounds them to float64 without a word."""
     if not bool((np.abs(array) >= 2.0**53).any()):
         return array
     items = np.asarray(value, object).ravel().tolist()
     if not any(isinstance(item, int) and int(float(item)) != item for item in items):
         return array
-    if (kind.items or kind).numpy_dtype.kind not in "iu" or any(item != item or item % 1 for item in items):
-        _refuse(kind, value, where, name, f"a value is not exact in {(kind.items or kind).dtype}")
+    if dtype.kind not in "iu" or any(item != item or item % 1 for item in items):
+        raise _Unfit(f"a value is not exact in {dtype.name}")
     try:
-        return np.array([int(item) for item in items], (kind.items or kind).dtype).reshape(array.shape)
+        return np.array([int(item) for item in items], dtype).reshape(array.shape)
     except OverflowError:
-        _refuse(kind, value, where, name, f"an integer is out of range of {(kind.items or kind).dtype}")
+        raise _Unfit(f"an integer is out of range of {dtype.name}") from None
 
 
-def _convert(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str) -> np.ndarray[Any, Any]:
+def _convert(dtype: np.dtype[Any], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """`array` in the field's dtype; refused where a value would change, except by rounding float to float."""
-    dtype = (kind.items or kind).numpy_dtype
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        _refuse(
-            kind, array, where, name, f"items are {_item_type(array)}, expected numbers that fit {dtype.name}"
-        )
+        raise _Unfit(f"items are {_item_type(array)}, expected numbers that fit {dtype.name}")
     if array.size == 0:
         return array.astype(dtype)
-    low, high = array.min(), array.max()
     if dtype.kind == "b":
-        if array.dtype.kind not in "iu" or low < 0 or high > 1:
-            _refuse(kind, array, where, name, "expected False, True, 0 or 1")
+        if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 1:
+            raise _Unfit("expected False, True, 0 or 1")
         return array.astype(dtype)
     with np.errstate(all="ignore"):
         if dtype.kind in "iu":
-            return _to_integers(kind, array, where, name)
+            return _to_integers(dtype, array)
         converted = array.astype(dtype)
         if array.dtype.kind == "f":
             if not np.array_equal(np.isfinite(array), np.isfinite(converted)):
-                _refuse(kind, array, where, name, f"a value overflows {dtype.name}")
+                raise _Unfit(f"a value overflows {dtype.name}")
         elif array.dtype.kind in "iu":
             bound = 2.0 ** (8 * array.dtype.itemsize - (array.dtype.kind == "i"))
             exact = np.isfinite(converted) & (converted.astype(np.float64) < bound)
             if not (exact.all() and np.array_equal(converted.astype(np.float64).astype(array.dtype), array)):
-                _refuse(kind, array, where, name, f"an integer is not exact in {dtype.name}")
+                raise _Unfit(f"an integer is not exact in {dtype.name}")
     return converted
 
 
-def _to_integers(kind: FieldType, array: np.ndarray[Any, Any], where: str, name: str) -> np.ndarray[Any, Any]:
-    dtype = (kind.items or kind).numpy_dtype
+def _to_integers(dtype: np.dtype[Any], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     info = np.iinfo(dtype)
     if array.dtype.kind == "f":
         if not np.array_equal(np.trunc(array), array):
-            _refuse(kind, array, where, name, "a value is no whole number")
+            raise _Unfit("a value is no whole number")
         # float(info.max) rounds up to a power of two for 64 bits, hence the strict bound.
-        if float(array.min()) < float(info.min) or float(array.max()) >= 2.0 ** info.max.bit_length():
-            _refuse(kind, array, where, name, f"out of range, expected {info.min} to {info.max}")
-    elif array.dtype.kind != "b" and not info.min <= int(array.min()) <= int(array.max()) <= info.max:
-        _refuse(kind, array, where, name, f"out of range, expected {info.min} to {info.max}")
+        fits = float(array.min()) >= float(info.min) and float(array.max()) < 2.0 ** info.max.bit_length()
+    else:
+        fits = array.dtype.kind == "b" or info.min <= int(array.min()) <= int(array.max()) <= info.max
+    if not fits:
+        raise _Unfit(f"out of range, expected {info.min} to {info.max}")
     return array.astype(dtype)
 
 
@@ -566,14 +551,3 @@ def _item_type(array: np.ndarray[Any, Any]) -> str:
     if array.dtype.kind == "O" and array.size:
         return type(array.flat[0]).__name__
     return "text" if array.dtype.kind in "US" else array.dtype.name
-
-
-def _refuse(kind: FieldType, value: object, where: str, name: str, why: str) -> NoReturn:
-    try:
-        shown = repr(value)
-    except RecursionError:
-        shown = "nested too deep to show"
-    shown = shown if len(shown) <= 80 else shown[:77] + "…"
-    raise SampleError(
-        f"{where}: field {name!r} ({kind}) cannot take {type(value).__name__} {shown}: {why}"
-    ) from None

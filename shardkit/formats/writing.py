@@ -55,45 +55,6 @@ class BlockEncoder(Protocol):
         ...
 
 
-def open_writer(
-    sink: Sink,
-    *,
-    format: str = "tar",
-    compression: str = "none",
-    schema: Schema,
-    block_rows: int,
-    executor: Executor | None = None,
-) -> ShardWriter:
-    """A writer of one shard.
-
-    Args:
-        sink: Gets the shard's bytes, strictly in order; hashing and publishing them is the caller's.
-        format: ``tar`` or ``arrow``.
-        compression: ``none``, ``zstd``, ``zstd:LEVEL`` or, for arrow, ``lz4``.
-        schema: Fields of every row.
-        block_rows: Most rows that a block may hold.
-        executor: Hashes blocks while the next are encoded; None: in the caller's thread.
-
-    Raises:
-        SchemaError: unknown format or compression, or a pair that does not exist.
-        UsageError: `block_rows` below 1.
-    """
-    compression = normalise_compression(compression)
-    extension(format, compression)
-    if block_rows < 1:
-        raise UsageError(f"block_rows {block_rows}: expected at least 1")
-    encoder: BlockEncoder = (TarEncoder if format == "tar" else ArrowEncoder)(schema, compression)
-    return ShardWriter(
-        sink,
-        encoder,
-        format=format,
-        compression=compression,
-        schema=schema,
-        block_rows=block_rows,
-        executor=executor,
-    )
-
-
 def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:
     """Raw bytes that a row takes: at most so many for tar; for arrow an estimate that takes a key of 24 bytes.
 
@@ -115,19 +76,35 @@ class ShardWriter:
     """Writes one shard: `write_block` for each block, then `finish`.
 
     After an error the shard is broken and what the sink has is to be thrown away; further calls are refused.
+
+    Args:
+        sink: Gets the shard's bytes, strictly in order; hashing and publishing them is the caller's.
+        format: ``tar`` or ``arrow``.
+        compression: ``none``, ``zstd``, ``zstd:LEVEL`` or, for arrow, ``lz4``.
+        schema: Fields of every row.
+        block_rows: Most rows that a block may hold.
+        executor: Hashes blocks while the next are encoded; None: in the caller's thread.
+
+    Raises:
+        SchemaError: unknown format or compression, or a pair that does not exist.
+        UsageError: `block_rows` below 1.
     """
 
     def __init__(
         self,
         sink: Sink,
-        encoder: BlockEncoder,
         *,
-        format: str,
-        compression: str,
+        format: str = "tar",
+        compression: str = "none",
         schema: Schema,
         block_rows: int,
         executor: Executor | None = None,
     ) -> None:
+        compression = normalise_compression(compression)
+        extension(format, compression)
+        if block_rows < 1:
+            raise UsageError(f"block_rows {block_rows}: expected at least 1")
+        encoder: BlockEncoder = (TarEncoder if format == "tar" else ArrowEncoder)(schema, compression)
         self.format = format
         self.compression = compression
         self.schema = schema

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from shardkit.errors import FormatError
-from shardkit.formats import Row, Schema, ShardIndex, open_writer, read_block
+from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, read_block
 from shardkit.formats.arrow_message import read_batch_header
 from shardkit.formats.compression import compress_frame, decompress_frame
 from tests.drills import drill_count
@@ -181,7 +181,7 @@ def test_json_that_breaks_parsers(format: str, text: str) -> None:
     """Payload rows are written past `Schema.encode`, as a hostile author would."""
     sink = io.BytesIO()
     schema = Schema.parse({"meta": "json"})
-    writer = open_writer(sink, format=format, schema=schema, block_rows=1)
+    writer = ShardWriter(sink, format=format, schema=schema, block_rows=1)
     writer.write_block([Row("a", (text.encode(),))])
     index = writer.finish()
     block = read_block(stored_block(sink.getvalue(), index, 0), index, 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import FormatError
-from shardkit.formats import BlockSpan, Row, Schema, ShardIndex, open_writer, read_block, reading, xxh3
+from shardkit.formats import BlockSpan, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
 from shardkit.loader import block_loading, gather, plain_rows
 from shardkit.loader.block_loading import placer_of, read_together
 from shardkit.loader.block_memory import BlockMemory, Loan
@@ -81,7 +81,7 @@ def _rows(
 def _stored(format: str, names: list[str], sizes: list[int]) -> list[StoredBlock]:
     schema = Schema.parse({name: FIELDS[name] for name in names})
     sink = io.BytesIO()
-    writer = open_writer(sink, format=format, compression="none", schema=schema, block_rows=max(sizes))
+    writer = ShardWriter(sink, format=format, compression="none", schema=schema, block_rows=max(sizes))
     first = 0
     for size in sizes:
         samples = [{name: _sample(n)[name] for name in names} for n in range(first, first + size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,8 @@ from shardkit.formats import Row, RowBlock, Schema
 from shardkit.formats.rows import payloads_of
 
 TYPES = ["bool", "int64", "uint8", "float16", "int32[5]", "float64[2,3]"]
-COLUMNS = (
-    *("identity_high", "identity_low", "stratum", "raw_bytes", "split", "generated", "offset", "length"),
-    "check",
-)
+COLUMNS = ("identity", "raw_bytes", "split", "generated")
+RECORDS = ("part", "offset", "length", "check")
 ROWS = st.builds(
     EncodedRow,
     key=st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True),
@@ -87,11 +86,13 @@ def test_columns_are_spooled_as_rows_are(
     (by_column, part), (by_row, other) = spools[0].finish(), spools[1].finish()
     assert part is not None
     assert other is not None
-    for name in set(COLUMNS) - {"stratum"}:
+    for name in COLUMNS:
         assert getattr(by_column, name).tolist() == getattr(by_row, name).tolist(), name
+    for name in RECORDS:
+        assert getattr(by_column.records, name).tolist() == getattr(by_row.records, name).tolist(), name
     texts = [[held.strata[n] for n in held.stratum.tolist()] for held in (by_column, by_row)]
     assert texts[0] == texts[1]
-    one, another = (bytearray(int(by_row.length.sum()) + 1) for _ in range(2))
+    one, another = (bytearray(int(by_row.records.length.sum()) + 1) for _ in range(2))
     part.read_into(0, memoryview(one))
     other.read_into(0, memoryview(another))
     assert one == another
@@ -153,28 +154,20 @@ def test_blocks_hold_the_rows_that_were_spooled(
     assert part is not None
     parts: list[Part] = [part]
     order = np.random.default_rng(random).permutation(len(rows))
-    wanted = (
-        np.zeros(len(order), np.int32),
-        columns.offset[order],
-        columns.length[order],
-        columns.check[order],
-        order,
-    )
+    wanted = columns.records[order]
     expected = [
         Row(row.key or f"{number:010d}", row.payloads, row.original_key, row.source)
         for number, row in ((number, rows[number]) for number in order.tolist())
     ]
     reader = ScratchReader(parts, schema)
-    few = columns.length[:1]  # a buffer that is too small, and is replaced
-    reader.read(wanted[0][:1], columns.offset[:1], few, columns.check[:1], order[:1])
-    held = reader.read(*wanted)
+    reader.read(columns.records[:1], order[:1])  # a buffer that is too small, and is replaced
+    held = reader.read(wanted, order)
     middle = random % len(rows)
     found = [row for first, last in ((0, middle), (middle, len(rows))) if first < last
              for row in rows_of(held.block(first, last, None))]  # fmt: skip
     assert found == expected
     assert held.payload_bytes(0, len(rows)) == sum(len(p) for row in rows for p in row.payloads)
+    wrong = np.where(np.arange(len(order)) == len(order) - 1, wanted.check ^ 1, wanted.check)
     with pytest.raises(IntegrityError, match=f"row {order[-1]} changed"):
-        reader.read(
-            *wanted[:3], np.where(np.arange(len(order)) == len(order) - 1, wanted[3] ^ 1, wanted[3]), order
-        )
+        reader.read(dataclasses.replace(wanted, check=wrong), order)
     spool.drop()

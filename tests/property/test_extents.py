@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardkit.dataset.encoding import EncodedRow, RowEncoder, encode_columns, generated_key, generated_keys
 from shardkit.dataset.extents import Extent, ExtentColumn, ExtentReader, file_state
-from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import HeldRecords, Part, ScratchReader
 from shardkit.errors import SampleError, SourceError
@@ -33,15 +33,9 @@ def extent(file: int, offset: int, payload: bytes) -> Extent:
 
 
 def held(
-    columns: RowColumns, part: Part, order: np.ndarray[tuple[int], np.dtype[np.int64]], reader: ExtentReader
+    columns: Rows, part: Part, order: np.ndarray[tuple[int], np.dtype[np.int64]], reader: ExtentReader
 ) -> HeldRecords:
-    return ScratchReader([part], SCHEMA, reader).read(
-        np.zeros(len(order), np.int32),
-        columns.offset[order],
-        columns.length[order],
-        columns.check[order],
-        order,
-    )
+    return ScratchReader([part], SCHEMA, reader).read(columns.records[order], order)
 
 
 def payloads(block: RowBlock) -> list[tuple[bytes, ...]]:
@@ -109,9 +103,7 @@ def test_columns_of_extents_are_rows_of_them(tmp_path: Path) -> None:
     assert part is not None
     order = np.array([7, 0, 9, 3])
     reader = ExtentReader({0: [str(tmp_path / "file")]})
-    zeros = np.zeros(4, np.int32)
-    wanted = (zeros, columns.offset[order], columns.length[order], columns.check[order], order)
-    block = ScratchReader([part], schema, reader).read(*wanted).block(0, 4, None)
+    block = ScratchReader([part], schema, reader).read(columns.records[order], order).block(0, 4, None)
     reader.close()
     assert np.asarray(block.columns[0]).view(np.int32).tolist() == tokens[order].tolist()
     assert payloads(block)[1][1] == labels[0].tobytes()

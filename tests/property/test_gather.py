@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import FormatError
-from shardkit.formats import Row, Schema, open_writer, read_block
+from shardkit.formats import Row, Schema, ShardWriter, read_block
 from shardkit.loader.gather import GatherColumns, RowAddresses
 
 pytestmark = pytest.mark.usefixtures("copies")
@@ -50,7 +50,7 @@ def _blocks(
     format: str, compression: str, sizes: list[int]
 ) -> tuple[list[GatherColumns], list[dict[str, Any]]]:
     sink = io.BytesIO()
-    writer = open_writer(sink, format=format, compression=compression, schema=SCHEMA, block_rows=max(sizes))
+    writer = ShardWriter(sink, format=format, compression=compression, schema=SCHEMA, block_rows=max(sizes))
     samples = [_sample(n) for n in range(sum(sizes))]
     first = 0
     for size in sizes:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.formats import Row, Schema, open_writer, read_block
+from shardkit.formats import Row, Schema, ShardWriter, read_block
 from shardkit.loader.gather import GatherColumns, RowAddresses
 
 pytestmark = pytest.mark.usefixtures("copies")
@@ -51,7 +51,7 @@ def _stored(
 ) -> tuple[list[bytearray], Any]:
     """Stored bytes of blocks of so many rows each, in memory that may be written to, and their index."""
     sink = io.BytesIO()
-    writer = open_writer(sink, format=format, compression=compression, schema=schema, block_rows=max(sizes))
+    writer = ShardWriter(sink, format=format, compression=compression, schema=schema, block_rows=max(sizes))
     first = 0
     for size in sizes:
         writer.write_block(

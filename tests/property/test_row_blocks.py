@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import SampleError
-from shardkit.formats import Row, RowBlock, Schema, open_writer
+from shardkit.formats import Row, RowBlock, Schema, ShardWriter
 from shardkit.formats.schema import DTYPES
 from tests.format_conformance import FORMAT_PAIRS
 from tests.whole_shard import build_index
@@ -67,7 +67,7 @@ def test_columns_have_the_bytes_of_rows(
     with ThreadPoolExecutor(2) as executor:
         for rows_or_columns, hashing in ((given_rows, None), (by_column, executor)):
             sink = io.BytesIO()
-            writer = open_writer(
+            writer = ShardWriter(
                 sink, format=format, compression=compression, schema=schema, block_rows=rows, executor=hashing
             )
             writer.write_block(rows_or_columns)
@@ -79,7 +79,7 @@ def test_many_blocks_are_hashed_in_their_order() -> None:
     schema = Schema.parse({"tokens": "int32[600]"})
     with ThreadPoolExecutor(3) as executor:
         sink = io.BytesIO()
-        writer = open_writer(sink, schema=schema, block_rows=4, executor=executor)
+        writer = ShardWriter(sink, schema=schema, block_rows=4, executor=executor)
         for block in range(40):
             payloads = np.full((4, 2400), block, np.uint8)
             writer.write_block(RowBlock([f"{block}-{row}" for row in range(4)], [payloads]))
@@ -96,7 +96,7 @@ def test_columns_that_do_not_fit_are_named() -> None:
         ([np.zeros((2, 8), np.uint8)], "1 columns of payloads for 2 fields"),
     ):
         with pytest.raises(SampleError, match=match):
-            open_writer(io.BytesIO(), schema=schema, block_rows=2).write_block(RowBlock(["a", "b"], columns))  # type: ignore[arg-type]
+            ShardWriter(io.BytesIO(), schema=schema, block_rows=2).write_block(RowBlock(["a", "b"], columns))  # type: ignore[arg-type]
     columns = [np.zeros((2, 8), np.uint8), [b"", b""]]
     with pytest.raises(SampleError, match="'a' appears twice"):
-        open_writer(io.BytesIO(), schema=schema, block_rows=2).write_block(RowBlock(["a", "a"], columns))  # type: ignore[arg-type]
+        ShardWriter(io.BytesIO(), schema=schema, block_rows=2).write_block(RowBlock(["a", "a"], columns))  # type: ignore[arg-type]

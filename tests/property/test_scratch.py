@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset.encoding import EncodedRow, RowEncoder, ordinal_identity
-from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import PartFiles, Parts, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
@@ -36,7 +36,7 @@ ROWS = st.builds(
 
 def spooled(
     folder: Path, rows: list[EncodedRow], seed: int | None, run_bytes: int
-) -> tuple[RowSpool, RowColumns, Parts]:
+) -> tuple[RowSpool, Rows, Parts]:
     spool = RowSpool(str(folder), f"spool-{secrets.token_hex(8)}", seed=seed, run_bytes=run_bytes)
     for number, row in enumerate(rows):
         spool.append(row, ordinal_identity(number))
@@ -45,12 +45,11 @@ def spooled(
     return spool, columns, [part]
 
 
-def read(columns: RowColumns, parts: Parts, order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Row]:
+def read(columns: Rows, parts: Parts, order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Row]:
     if not len(order):
         return []
-    wanted = (columns.offset[order], columns.length[order], columns.check[order], order)
-    records = ScratchReader(parts, SCHEMA).read(np.zeros(len(order), np.int32), *wanted)
-    return rows_of(records.block(0, len(order)))
+    held = ScratchReader(parts, SCHEMA).read(columns.records[order], order)
+    return rows_of(held.block(0, len(order)))
 
 
 def rows_of(block: RowBlock) -> list[Row]:
@@ -97,23 +96,16 @@ def test_rows_come_back_as_they_went_in(
 @given(st.lists(ROWS, min_size=1, max_size=20), st.integers(0, 99))
 def test_columns_survive_a_record(tmp_path: Path, rows: list[EncodedRow], seed: int) -> None:
     spool, columns, _ = spooled(tmp_path, rows, seed, 100)
-    again, meta = RowColumns.from_bytes(columns.to_bytes({"part": "x"}))
+    again, meta = Rows.from_bytes(columns.to_bytes({"part": "x"}))
     spool.drop()
     assert meta == {"part": "x"}
     assert again.strata == columns.strata
-    for name in (
-        "identity_high",
-        "identity_low",
-        "stratum",
-        "raw_bytes",
-        "split",
-        "offset",
-        "length",
-        "check",
-    ):
+    for name in ("identity", "stratum", "raw_bytes", "split", "generated"):
         assert getattr(again, name).tolist() == getattr(columns, name).tolist()
+    for name in ("part", "offset", "length", "check"):
+        assert getattr(again.records, name).tolist() == getattr(columns.records, name).tolist()
     with pytest.raises(FormatError):
-        RowColumns.from_bytes(columns.to_bytes({})[:-1])
+        Rows.from_bytes(columns.to_bytes({})[:-1])
 
 
 def test_a_row_larger_than_a_run_and_runs_sorted_by_the_order_of_the_layout(tmp_path: Path) -> None:
@@ -133,8 +125,10 @@ def test_a_row_larger_than_a_run_and_runs_sorted_by_the_order_of_the_layout(tmp_
         10,
         10,
     ]
-    assert columns.offset[4:].min() > columns.offset[:4].max(), "a run follows the one before"
-    assert columns.offset[4:].tolist() != sorted(columns.offset[4:].tolist()), "and is shuffled inside"
+    assert columns.records.offset[4:].min() > columns.records.offset[:4].max(), "a run follows the one before"
+    assert columns.records.offset[4:].tolist() != sorted(columns.records.offset[4:].tolist()), (
+        "and is shuffled inside"
+    )
     spool.drop()
 
 

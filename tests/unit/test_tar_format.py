@@ -17,10 +17,10 @@ from shardkit.formats import (
     Row,
     Schema,
     ShardIndex,
+    ShardWriter,
     fit_key,
     is_key,
     max_key_bytes,
-    open_writer,
     raw_row_bytes,
     read_block,
     xxh3,
@@ -207,7 +207,7 @@ def test_a_sample_above_5_gib_is_refused_by_name() -> None:
             return MAX_SAMPLE_BYTES - 5
 
     for format in ("tar", "arrow"):
-        writer = open_writer(
+        writer = ShardWriter(
             io.BytesIO(), format=format, schema=Schema.parse({"x": "bytes", "y": "bytes"}), block_rows=1
         )
         with pytest.raises(SampleError, match=r"'big'.*5 GiB"):
@@ -225,7 +225,7 @@ def test_lz4_tar_and_unknown_settings_are_refused() -> None:
     )
     for settings, message in refused:
         with pytest.raises(SchemaError, match=message):
-            open_writer(io.BytesIO(), schema=schema, block_rows=1, **settings)
+            ShardWriter(io.BytesIO(), schema=schema, block_rows=1, **settings)
 
 
 def test_key_rules() -> None:
@@ -364,7 +364,7 @@ def test_contradictory_indexes_are_refused(change: dict[str, Any]) -> None:
 
 def test_lineage_survives() -> None:
     schema = Schema.parse({"n": "int8"})
-    writer = open_writer(io.BytesIO(), schema=schema, block_rows=2)
+    writer = ShardWriter(io.BytesIO(), schema=schema, block_rows=2)
     payload = schema.encode({"n": 1}, where="x")
     writer.write_block([Row("a", payload, "a/ä.jpg", ("web.tar", 7), 3), Row("b", payload)])
     writer.write_block([Row("c", payload, "c", ("code.tar", 2**40), 0), Row("d", payload, "\udcff")])

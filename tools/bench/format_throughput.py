@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.formats import Row, Schema, ShardIndex, Verify, open_writer, read_block
+from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, Verify, read_block
 
 REPEATS = 3
 
@@ -24,7 +24,7 @@ class Memory:
 def write(rows: list[Row], schema: Schema, block_rows: int, pair: str) -> tuple[list[bytes], ShardIndex]:
     form, _, compression = pair.partition("/")
     sink = Memory()
-    writer = open_writer(sink, format=form, compression=compression, schema=schema, block_rows=block_rows)
+    writer = ShardWriter(sink, format=form, compression=compression, schema=schema, block_rows=block_rows)
     for start in range(0, len(rows), block_rows):
         writer.write_block(rows[start : start + block_rows])
     index = writer.finish()

@@ -18,7 +18,7 @@ from shardkit.dataset.committing import Destination, MadeVersion, commit_version
 from shardkit.dataset.creating import scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.ref_moves import NOT_MOVED, Moved
-from shardkit.dataset.row_table import RowColumns, describe_row, join_parts
+from shardkit.dataset.row_table import Rows, describe_row, join_parts
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.dataset.version_plan import plan_version
@@ -242,7 +242,7 @@ class BuildRun:
     def _plan(
         self,
         found: Sequence[TaskFacts],
-        columns: list[RowColumns],
+        columns: list[Rows],
         base: Base | None,
         job: Job | None,
     ) -> BuildPlan:
@@ -336,7 +336,7 @@ class BuildRun:
         reused_shards: int,
     ) -> BuildResult:
         rows, layout = plan.plan.rows, plan.plan.layout
-        counts = np.bincount(rows.table.stratum, minlength=len(rows.strata)).tolist()
+        counts = np.bincount(rows.stratum, minlength=len(rows.strata)).tolist()
         return BuildResult(
             manifest=made.manifest if made else None,
             splits=dict(made.splits) if made else {},
@@ -344,7 +344,7 @@ class BuildRun:
             commit=moved.entry,
             moved=moved.refs,
             rows=len(rows),
-            raw_bytes=int(rows.table.raw_bytes.sum()),
+            raw_bytes=int(rows.raw_bytes.sum()),
             shards=layout.shards,
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
             pooled=int(layout.pooled.sum()),

@@ -15,9 +15,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow
-from shardkit.dataset.row_table import AllRows
+from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.scratch_reading import Records, ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.rows import payloads_of
@@ -104,7 +104,7 @@ class Documents:
     Attributes:
         number: of this item.
         group_start: int64[groups + 1].
-        ordinal, part, offset, length, check, items, split: see `AllRows`.
+        ordinal, records, items, split: see `Rows`.
         identity: uint64[n, 2].
         stratum: texts of the stratum of each group.
         raw_bytes: of all of them.
@@ -113,10 +113,7 @@ class Documents:
     number: int
     group_start: NDArray[np.int64]
     ordinal: NDArray[np.int64]
-    part: NDArray[np.int32]
-    offset: NDArray[np.int64]
-    length: NDArray[np.int64]
-    check: NDArray[np.uint64]
+    records: Records
     items: NDArray[np.int64]
     split: NDArray[np.uint64]
     identity: NDArray[np.uint64]
@@ -129,7 +126,7 @@ class Documents:
     def fingerprint(self) -> str:
         """32 hex digits that are equal only where the same documents are packed in the same way."""
         digest = xxhash.xxh3_128(str(self.number).encode())
-        for column in (self.ordinal, self.check, self.length, self.items, self.group_start):
+        for column in (self.ordinal, self.records.check, self.records.length, self.items, self.group_start):
             digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
@@ -140,7 +137,7 @@ def packed_record(item: Documents) -> str:
 
 
 def cut_documents(
-    rows: AllRows, split: NDArray[np.int16] | None, group_bytes: int = _GROUP_BYTES
+    rows: Rows, split: NDArray[np.int16] | None, group_bytes: int = _GROUP_BYTES
 ) -> Iterator[Documents]:
     """Documents in items of at most ``group_bytes`` (or one document), by stratum and split, then in source order.
 
@@ -149,14 +146,14 @@ def cut_documents(
         split: int16[n], the split of each where documents of different splits must not share a row.
         group_bytes: of an item.
     """
-    kinds: list[NDArray[np.integer]] = [rows.table.stratum] if split is None else [split, rows.table.stratum]
+    kinds: list[NDArray[np.integer]] = [rows.stratum] if split is None else [split, rows.stratum]
     order = np.lexsort(kinds)  # stable: source order within
     is_first = np.zeros(len(order), dtype=np.bool_)
     is_first[:1] = True
     for kind in kinds:
         is_first[1:] |= kind[order[1:]] != kind[order[:-1]]
     firsts = np.flatnonzero(is_first)
-    ends = np.cumsum(rows.table.raw_bytes[order])
+    ends = np.cumsum(rows.raw_bytes[order])
     start = number = 0
     while start < len(order):
         before = int(ends[start - 1]) if start else 0
@@ -165,22 +162,18 @@ def cut_documents(
         start, number = stop, number + 1
 
 
-def _item(rows: AllRows, number: int, places: NDArray[np.int64], borders: NDArray[np.int64]) -> Documents:
-    kept = len(rows.offset) > 0
+def _item(rows: Rows, number: int, places: NDArray[np.int64], borders: NDArray[np.int64]) -> Documents:
     group_start = np.concatenate([[0], borders, [len(places)]]).astype(np.int64)
     return Documents(
         number=number,
         group_start=group_start,
         ordinal=places,
-        part=rows.part[places],
-        offset=rows.offset[places] if kept else rows.offset,
-        length=rows.length[places] if kept else rows.length,
-        check=rows.check[places] if kept else rows.check,
+        records=rows.records[places],
         items=rows.marks[ITEMS][places].astype(np.int64),
         split=rows.split[places],
-        identity=rows.table.identity[places],
-        stratum=tuple(rows.strata[n] for n in rows.table.stratum[places[group_start[:-1]]].tolist()),
-        raw_bytes=int(rows.table.raw_bytes[places].sum()),
+        identity=rows.identity[places],
+        stratum=tuple(rows.strata[n] for n in rows.stratum[places[group_start[:-1]]].tolist()),
+        raw_bytes=int(rows.raw_bytes[places].sum()),
     )
 
 
@@ -269,7 +262,7 @@ class PackWorker:
         return made
 
     def _documents(self, item: Documents) -> _Held:
-        records = self._reader.read(item.part, item.offset, item.length, item.check, item.ordinal)
+        records = self._reader.read(item.records, item.ordinal)
         block = records.block(0, len(item.ordinal))
         columns = zip(self._settings.documents.stored, block.columns, strict=True)
         return _Held(block, {name: payloads_of(column) for name, column in columns})

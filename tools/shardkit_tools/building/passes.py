@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.extents import ExtentReader, changed_source, file_state
-from shardkit.dataset.row_table import AllRows, RowColumns, ShardRows, join_parts
+from shardkit.dataset.row_table import Rows, ShardRows, join_parts
 from shardkit.dataset.scratch import sized_run
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import WrittenShard, write_shard
@@ -93,7 +93,7 @@ class Passes:
         *,
         in_place: int = 0,
         digested: Collection[str] = (),
-    ) -> tuple[list[TaskFacts], list[RowColumns]]:
+    ) -> tuple[list[TaskFacts], list[Rows]]:
         """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order.
 
         Args:
@@ -142,12 +142,12 @@ class Passes:
         return [task.facts for task in read], [task.columns for task in read]
 
     def pack(
-        self, settings: PackSettings, documents: AllRows, found: Sequence[TaskFacts], job: Job | None
-    ) -> tuple[AllRows, list[TaskFacts], PackReport]:
+        self, settings: PackSettings, documents: Rows, found: Sequence[TaskFacts], job: Job | None
+    ) -> tuple[Rows, list[TaskFacts], PackReport]:
         """Documents → rows of a fixed length, in new parts of the scratch."""
         split = self._version.split
-        by = split_of(split, documents.table.identity, documents.split) if split and split.is_noted else None
-        total = int(documents.table.raw_bytes.sum())
+        by = split_of(split, documents.identity, documents.split) if split and split.is_noted else None
+        total = int(documents.raw_bytes.sum())
         self._meter.begin("pack", total_bytes=total)
         made: dict[int, TaskRows] = {}
 
@@ -184,7 +184,7 @@ class Passes:
     ) -> tuple[list[WrittenShard], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
         rows = plan.plan.rows
-        total = int(rows.table.raw_bytes.sum())
+        total = int(rows.raw_bytes.sum())
         self._meter.begin("write", total_bytes=total)
         written: dict[int, WrittenShard] = {}
         reused = 0

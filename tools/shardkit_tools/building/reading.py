@@ -12,7 +12,7 @@ import xxhash
 
 from shardkit.dataset.encoding import RowEncoder, encode_columns
 from shardkit.dataset.extents import ExtentColumn, file_state
-from shardkit.dataset.row_table import RowColumns
+from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool, RunBuffer
 from shardkit.dataset.scratch_reading import FilePart
 from shardkit.dataset.sources import SourceDigest
@@ -87,7 +87,7 @@ class TaskRows:
     """A task that was read: facts, and columns with one entry per row."""
 
     facts: TaskFacts
-    columns: RowColumns
+    columns: Rows
 
 
 def _record_name(task: SourceTask) -> str:
@@ -313,7 +313,7 @@ def _decode_task(number: int, data: bytes) -> TaskRows:
     Raises:
         FormatError, KeyError: the record is of another version.
     """
-    columns, meta = RowColumns.from_bytes(data)
+    columns, meta = Rows.from_bytes(data)
     files: Any = meta["files"]
     skipped: Any = meta["skipped"]
     states: Any = meta["states"]
@@ -387,11 +387,11 @@ def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
 
 def _is_whole(job: Job, rows: TaskRows) -> bool:
     part = FilePart(job.path, rows.facts.part)
-    columns = rows.columns
-    buffer = memoryview(bytearray(int(columns.length.max(initial=0))))
+    records = rows.columns.records
+    buffer = memoryview(bytearray(int(records.length.max(initial=0))))
     try:
         for offset, length, check in zip(
-            columns.offset.tolist(), columns.length.tolist(), columns.check.tolist(), strict=True
+            records.offset.tolist(), records.length.tolist(), records.check.tolist(), strict=True
         ):
             part.read_into(offset, buffer[:length])
             if xxhash.xxh3_64_intdigest(buffer[:length]) != check:
