@@ -16,15 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 from urllib.parse import unquote
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
+from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.manifest.json_fields import read_document
-from shardkit.reading.located_store import LocatedStore, find_checked, root_store
+from shardkit.reading.located_store import LocatedStore, find_checked
 from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.parity.degraded import ParityReads
+from shardkit.reading.parity.sets import version_record_name
 from shardkit.stores.file_operations import explained
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import Address
@@ -35,6 +38,7 @@ from shardkit.stores.store import (
     Stage,
     Store,
     StoreAround,
+    object_name,
     parse_object_name,
     put_over,
     scheme_of,
@@ -106,6 +110,13 @@ class Tar:
         """Whether it lies behind a URL."""
         return scheme_of(self.place) is not None
 
+    def gone(self, root: str) -> NotFoundError:
+        """The error of a tar that is not where it was."""
+        return NotFoundError(
+            f"adopted tar {self.digest} is gone from where it was ({', '.join(dict.fromkeys(self.places))}); put it "
+            f"back, or tell where it is now: shardkit adopt TARS… {root}"
+        )
+
 
 def read_tar_place(store: Store, digest: str) -> Tar | None:
     """What a root remembers of an adopted tar; None where it remembers nothing.
@@ -125,23 +136,208 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
     return find_checked(store, location_name(digest), parse, max_bytes=_MAX_BYTES)
 
 
-class TarFiles:
-    """Reads adopted tars; may be used from any thread, after a fork, and pickled."""
+_SHARDS: Final = ("objects/", ".tar")
+_THREADS: Final = 16
+_ASKED: Final = (
+    64  # shards by which to tell where the tars of a version lie: those of one adoption mostly lie together
+)
 
-    def __init__(self, retry: RetryPolicy | None = None) -> None:
-        self._retry = retry
+
+def with_adopted_tars(store: Store, manifest: Manifest) -> Store:
+    """The store as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
+    if ADOPTED not in manifest.features or _adopting(store) is not None:
+        return store
+    if not isinstance(store, LocatedStore):
+        return AdoptedStore(store)
+    root = dataclasses.replace(store.locations[0], store=AdoptedStore(store.inner, documents=store))
+    return LocatedStore([root, *store.locations[1:]], settings=store.settings, parity=store.parity)
+
+
+def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Store:
+    """As a reader of a version needs it: finds adopted tars, and rebuilds from parity what no location has.
+
+    A local root without parity, copies and tars behind URLs is read as it is.
+    """
+    store = with_adopted_tars(store, manifest)
+    if not isinstance(store, LocatedStore):
+        has_parity = store.local_path(version_record_name(manifest.id)) is not None
+        if has_parity or (isinstance(store, AdoptedStore) and store.any_far(_some_shards(table))):
+            store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
+    if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
+        holders = [one.store for one in store.locations if one.holds == "objects"]
+        parity = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)
+        return store.with_parity(parity)
+    return store
+
+
+def _some_shards(table: ShardTable) -> list[str]:
+    every = max(1, len(table) // _ASKED)
+    return [object_name(table.digest_text(shard), "tar") for shard in range(0, len(table), every)]
+
+
+def adopted_place(store: Store, name: str) -> str | None:
+    """Path or URL of an adopted tar, as well as it is known; None where `name` is an object of the store itself."""
+    tar = find_tar(store, name)
+    return None if tar is None else tar.place
+
+
+def find_tar(store: Store, name: str) -> Tar | None:
+    """The adopted tar that a shard is, where a store finds those; None for an object of the store itself."""
+    adopting = _adopting(store)
+    return None if adopting is None else adopting.tar(name)
+
+
+def _adopting(store: Store) -> AdoptedStore | None:
+    while not isinstance(store, AdoptedStore):
+        if not isinstance(store, StoreAround):
+            return None
+        store = store.inner
+    return store
+
+
+class AdoptedStore(StoreAround):
+    """The store of a root of which some shards lie outside of it; implements `shardkit.stores.store.Store`.
+
+    What is in the store itself is found there first. Adopted tars are never mapped: their owner may truncate or
+    rewrite them at any time, and a reader must get the very bytes that were verified. They are never written, listed
+    or deleted.
+
+    Args:
+        inner: The root's own store.
+        documents: Where the documents are read that say where tars lie: the root with its locations, or `inner`.
+        retry: Of requests for tars behind URLs.
+    """
+
+    def __init__(
+        self, inner: Store, *, documents: Store | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        self._inner, self._documents, self._retry = inner, documents or inner, retry
+        self._tars: dict[str, Tar | None] = {}
         self._stores: dict[Address, ForeignStore] = {}
 
-    def stat(self, tar: Tar) -> ObjectStat | None:
-        """What its place says of it; None where nothing is there.
+    def __repr__(self) -> str:
+        return f"AdoptedStore({self._inner!r})"
+
+    @property
+    def inner(self) -> Store:
+        return self._inner
+
+    def with_retry(self, retry: RetryPolicy) -> AdoptedStore:
+        """The same, more or less patient; what either learns of tars is known to both."""
+        inner = self._inner
+        patient: Store = inner.with_retry(retry) if hasattr(inner, "with_retry") else inner
+        view = AdoptedStore(patient, documents=self._documents, retry=retry)
+        view._tars = self._tars
+        return view
+
+    # Adopted tars
+
+    def tar(self, name: str) -> Tar | None:
+        """The adopted tar of a name; None for what is in the root, or unknown.
 
         Raises:
-            StoreError: The place does not answer.
-            IntegrityError: It is not a file any more.
+            FormatError, StoreError: What the root remembers of it cannot be read.
         """
+        if not (name.startswith(_SHARDS[0]) and name.endswith(_SHARDS[1])):
+            return None
+        if name in self._tars:
+            return self._tars[name]
+        is_here = self._inner.head(name) is not None
+        tar = None if is_here else read_tar_place(self._documents, parse_object_name(name)[0])
+        if is_here or tar is not None:  # what is in neither place may be adopted, or put, later
+            self._tars[name] = tar
+        return tar
+
+    def any_far(self, names: Iterable[str]) -> bool:
+        """Whether any of these shards is known to be a tar behind a URL."""
+
+        def is_far(name: str) -> bool:
+            with contextlib.suppress(ShardkitError):
+                tar = self.tar(name)
+                return tar is not None and tar.is_far
+            return False
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-places") as pool:
+            return any(pool.map(is_far, names))
+
+    def rewritten(self, name: str) -> str | None:
+        """Why an adopted tar may be another than the one that was hashed, by its ETag; None where nothing says so."""
+        tar = self.tar(name)
+        found = self._stat(tar) if tar is not None and tar.etag else None
+        if tar is None or found is None or not found.etag or found.etag == tar.etag:
+            return None
+        return f"ETag {found.etag}; it was {tar.etag} when the tar was adopted"
+
+    # Reading
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        tar = self.tar(name)
+        if tar is None:
+            return self._inner.get(name, max_bytes=max_bytes)
+        found = self._stat(tar)
+        if found is None:
+            raise tar.gone(self.url)
+        if found.size > max_bytes:
+            raise IntegrityError(
+                f"{tar.place}: {found.size} bytes, expected at most {max_bytes}; it changed since it was adopted"
+            )
+        return self.get_range(name, 0, found.size)
+
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
+        return self.get_ranges(name, [(offset, length)])[0]
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        tar = self.tar(name)
+        if tar is None:
+            return self._inner.get_ranges(name, ranges)
+        try:
+            return self._read(tar, ranges)
+        except NotFoundError:
+            raise tar.gone(self.url) from None
+
+    def head(self, name: str) -> ObjectStat | None:
+        """Size of an object; see `Store.head`.
+
+        An ETag that is that of the pass in which a tar was hashed is its store's word for the tar's digest.
+        """
+        tar = self.tar(name)
+        if tar is None:
+            return self._inner.head(name)
+        found = self._stat(tar)
+        if found is None:
+            return None
+        is_same = bool(tar.etag) and found.etag == tar.etag
+        return ObjectStat(found.size, found.sha256 or (tar.digest.partition(":")[2] if is_same else None))
+
+    def local_path(self, name: str) -> Path | None:
+        """The file of an object of the root; None for an adopted tar, which must not be mapped."""
+        return None if self.tar(name) else self._inner.local_path(name)
+
+    # Writing
+
+    def replace(self, name: str, data: bytes) -> None:
+        super().replace(name, data)
+        self._tars.pop(name, None)
+
+    def delete(self, name: str) -> None:
+        super().delete(name)
+        self._tars.pop(name, None)
+
+    @contextlib.contextmanager
+    def stage(self, suffix: str = "") -> Iterator[Stage]:
+        try:
+            with super().stage(suffix) as stage:
+                yield stage
+        finally:
+            self._tars.clear()  # a tar that was healed is in the root from now on
+
+    # Where the tars lie
+
+    def _stat(self, tar: Tar) -> ObjectStat | None:
+        """What a tar's place says of it; None where nothing is there."""
         if tar.is_far:
-            store, key = self._store(tar.place)
-            return store.head(key)
+            store, key = self._foreign(tar.place)
+            return store.stat(key)
         with explained(f"look at the adopted tar {tar.place}"):
             try:
                 found = os.stat(tar.place)
@@ -149,18 +345,12 @@ class TarFiles:
                 return None
         if not stat.S_ISREG(found.st_mode):
             raise IntegrityError(f"{tar.place}: not a file any more; put the tar back that was adopted")
-        return ObjectStat(found.st_size, None)
+        return ObjectStat(found.st_size)
 
-    def read(self, tar: Tar, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Bytes of it, for each (offset, length).
-
-        Raises:
-            NotFoundError: It is not there.
-            IntegrityError: It is shorter than it was.
-            StoreError: Its place does not answer.
-        """
+    def _read(self, tar: Tar, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Exactly the bytes of each (offset, length)."""
         if tar.is_far:
-            store, key = self._store(tar.place)
+            store, key = self._foreign(tar.place)
             try:
                 return store.get_ranges(key, ranges)
             except IntegrityError:
@@ -174,12 +364,11 @@ class TarFiles:
             except FileNotFoundError:
                 raise NotFoundError(f"{tar.place}: no such file") from None
             try:
-                size = os.fstat(file).st_size
-                return [_read(file, tar.place, size, offset, length) for offset, length in ranges]
+                return [_read_file(file, tar.place, offset, length) for offset, length in ranges]
             finally:
                 os.close(file)
 
-    def _store(self, url: str) -> tuple[ForeignStore, str]:
+    def _foreign(self, url: str) -> tuple[ForeignStore, str]:
         address, key = split_url(url)
         found = self._stores.get(address)
         if found is None:
@@ -187,197 +376,18 @@ class TarFiles:
         return found, key
 
 
-def _read(file: int, path: str, size: int, offset: int, length: int) -> bytes:
+def _read_file(file: int, path: str, offset: int, length: int) -> bytes:
     """Exactly `length` bytes; the file is somebody else's and may be shorter than it was."""
-    if offset + length > size:
+    size = os.fstat(file).st_size
+    if offset + length > size:  # before anything of that length is allocated
         raise IntegrityError(
             f"{path}: {size} bytes, expected at least {offset + length}; it was truncated since it was adopted"
         )
-    data = os.pread(file, length, offset)
-    if len(data) == length:
-        return data
-    parts = [data]
-    done = len(data)
-    while data and done < length:  # the kernel hands out at most 2 GiB at a time
+    parts, done = [], 0
+    while done < length:  # the kernel hands out at most 2 GiB at a time
         data = os.pread(file, length - done, offset + done)
+        if not data:
+            raise IntegrityError(f"{path}: it shrank while it was read; put the tar back that was adopted")
         parts.append(data)
         done += len(data)
-    if done != length:
-        raise IntegrityError(f"{path}: it shrank while it was read; put the tar back that was adopted")
-    return b"".join(parts)
-
-
-_SHARDS: Final = ("objects/", ".tar")
-_THREADS: Final = 16
-
-
-def adopted_place(store: Store, name: str) -> str | None:
-    """Path or URL of an adopted tar, as well as it is known; None where `name` is an object of the store itself."""
-    return store.place(name) if isinstance(store, AdoptedStore) else None
-
-
-class AdoptedStore(StoreAround):
-    """A store of which some shards lie outside of it; implements `shardkit.stores.store.Store`.
-
-    What is in the store itself is found there first. Adopted tars are never mapped: their owner may truncate or
-    rewrite them at any time, and a reader must get the very bytes that were verified. They are never written, listed
-    or deleted.
-
-    Args:
-        inner: The root's own store, or the root with its locations.
-        retry: Of requests for tars behind URLs.
-        known: What another view of the same root knows of the places of tars, and goes on learning.
-    """
-
-    def __init__(
-        self, inner: Store, *, retry: RetryPolicy | None = None, known: dict[str, Tar | None] | None = None
-    ) -> None:
-        self._inner = inner
-        self._files = TarFiles(retry)
-        self._tars = {} if known is None else known
-        self._located: LocatedStore | None = None
-
-    def __repr__(self) -> str:
-        return f"AdoptedStore({self._inner!r})"
-
-    @property
-    def inner(self) -> Store:
-        return self._inner
-
-    def with_retry(self, retry: RetryPolicy) -> AdoptedStore:
-        """The same, more or less patient."""
-        inner = self._inner
-        patient: Store = inner.with_retry(retry) if hasattr(inner, "with_retry") else inner
-        return AdoptedStore(patient, retry=retry, known=self._tars)
-
-    # Adopted tars
-
-    def place(self, name: str) -> str | None:
-        """Where an adopted tar lies, or where it lay; None for anything else."""
-        tar = self._tar(name)
-        return None if tar is None else tar.place
-
-    def is_far(self, name: str) -> bool:
-        """Whether a shard is a tar behind a URL."""
-        tar = self._tar(name)
-        return tar is not None and tar.is_far
-
-    def any_far(self, names: Iterable[str]) -> bool:
-        """Whether any of these shards is a tar behind a URL.
-
-        Raises:
-            FormatError, StoreError: What the root remembers of one cannot be read.
-        """
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-places") as pool:
-            return any(pool.map(self.is_far, names))
-
-    def rewritten(self, name: str) -> str | None:
-        """Why an adopted tar may be another than the one that was hashed, by its ETag; None where nothing says so."""
-        tar = self._tar(name)
-        found = self._files.stat(tar) if tar is not None and tar.etag else None
-        if tar is None or found is None or not found.etag or found.etag == tar.etag:
-            return None
-        return f"ETag {found.etag}; it was {tar.etag} when the tar was adopted"
-
-    @property
-    def located(self) -> LocatedStore:
-        """Adopted tars by the read path: where they lie first, then wherever the root's locations have them."""
-        if self._located is None:
-            inner = self._inner
-            root = AdoptedStore(root_store(inner), known=self._tars)
-            here = Location(name=ROOT_NAME, store=root, domain=root.url)
-            if isinstance(inner, LocatedStore):
-                here = dataclasses.replace(inner.locations[0], store=root)
-                self._located = LocatedStore([here, *inner.locations[1:]], settings=inner.settings)
-                if inner.parity is not None:
-                    self._located = self._located.with_parity(inner.parity)
-            else:
-                self._located = LocatedStore([here])
-        return self._located
-
-    # Reading
-
-    def get(self, name: str, *, max_bytes: int) -> bytes:
-        tar = self._tar(name)
-        if tar is None:
-            return self._inner.get(name, max_bytes=max_bytes)
-        stat = self._files.stat(tar)
-        if stat is None:
-            self._gone(tar)
-        if stat.size > max_bytes:
-            raise IntegrityError(
-                f"{tar.place}: {stat.size} bytes, expected at most {max_bytes}; it changed since it was adopted"
-            )
-        return self.get_range(name, 0, stat.size)
-
-    def get_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.get_ranges(name, [(offset, length)])[0]
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        tar = self._tar(name)
-        if tar is None:
-            return self._inner.get_ranges(name, ranges)
-        try:
-            return self._files.read(tar, ranges)
-        except NotFoundError:
-            self._gone(tar)
-
-    def head(self, name: str) -> ObjectStat | None:
-        """Size of an object; see `Store.head`.
-
-        An ETag that is that of the pass in which a tar was hashed is its store's word for the tar's digest.
-        """
-        tar = self._tar(name)
-        if tar is None:
-            return self._inner.head(name)
-        found = self._files.stat(tar)
-        if found is None:
-            return None
-        is_same = bool(tar.etag) and found.etag == tar.etag
-        return ObjectStat(found.size, found.sha256 or (tar.digest.partition(":")[2] if is_same else None))
-
-    def local_path(self, name: str) -> Path | None:
-        """The file of an object of the root; None for an adopted tar, which must not be mapped."""
-        return None if self._tar(name) else self._inner.local_path(name)
-
-    # Writing
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Put good bytes over bad ones in the root; see `Store.replace`."""
-        super().replace(name, data)
-        self._tars.pop(name, None)
-
-    def delete(self, name: str) -> None:
-        """Remove from the root; see `Store.delete`. An adopted tar is not ours to delete."""
-        super().delete(name)
-        self._tars.pop(name, None)
-
-    @contextlib.contextmanager
-    def stage(self, suffix: str = "") -> Iterator[Stage]:
-        """A large object of the root; see `Store.stage`."""
-        try:
-            with super().stage(suffix) as stage:
-                yield stage
-        finally:
-            self._tars.clear()  # a tar that was healed is in the root from now on
-
-    # Places
-
-    def _tar(self, name: str) -> Tar | None:
-        """The adopted tar of a name; None for what is in the root, or unknown."""
-        if not (name.startswith(_SHARDS[0]) and name.endswith(_SHARDS[1])):
-            return None
-        if name in self._tars:
-            return self._tars[name]
-        is_here = self._inner.head(name) is not None
-        tar = None if is_here else read_tar_place(self._inner, parse_object_name(name)[0])
-        if is_here or tar is not None:  # what is in neither place may be adopted, or put, later
-            self._tars[name] = tar
-        return tar
-
-    def _gone(self, tar: Tar) -> NoReturn:
-        looked = ", ".join(dict.fromkeys(tar.places))
-        raise NotFoundError(
-            f"adopted tar {tar.digest} is gone from where it was ({looked}); put it back, or tell "
-            f"where it is now: shardkit adopt TARS… {self.url}"
-        ) from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
-from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, place_ids
 from shardkit.stores.objects import OpenedRoot
@@ -41,7 +41,6 @@ def _fresh(size: int) -> NDArray[np.uint8]:
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
 _MAX_INDEX_BYTES = 256 << 20
-_TARS_LOOKED_AT = 64
 
 
 class BlockReader:
@@ -228,48 +227,24 @@ class BlockReader:
 
     @property
     def stores(self) -> list[Store]:
-        """Stores of the parts, and those by which adopted tars are read over a network, or over several locations."""
-        found: list[Store] = []
-        for part, repository in enumerate(self._repositories):
-            store = repository.store
-            if not isinstance(store, AdoptedStore):
-                found.append(store)
-                continue
-            found.append(store.inner)
-            if isinstance(store.inner, LocatedStore) or store.any_far(self._some_names(part)):
-                found.append(store.located)
-        return found
-
-    def _some_names(self, part: int) -> list[str]:
-        """Shards by which to tell where the tars of a part lie: those of one adoption mostly lie together."""
-        first = self._part_first_shard[part]
-        ends = [*self._part_first_shard[1:], len(self._table)]
-        return [
-            self.shard_name(shard)
-            for shard in range(first, ends[part], max(1, (ends[part] - first) // _TARS_LOOKED_AT))
-        ]
+        return [repository.store for repository in self._repositories]
 
     def located(self, shard: int) -> LocatedStore | None:
-        """The locations that a shard can be read from; None where there is but one place, and it is local."""
+        """The locations that a shard is read from; None where that is one place, and it is local."""
         store = self.repository_of(shard).store
-        if isinstance(store, AdoptedStore):
-            name = self.shard_name(shard)
-            if store.is_far(name):
-                return store.located
-            store = store if store.place(name) else store.inner
-        return store if isinstance(store, LocatedStore) else None
+        return None if self._is_near_tar(shard) or not isinstance(store, LocatedStore) else store
+
+    def _is_near_tar(self, shard: int) -> bool:
+        """Whether a shard is an adopted tar that lies in a local file."""
+        tar = find_tar(self.repository_of(shard).store, self.shard_name(shard))
+        return tar is not None and not tar.is_far
 
     def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
         """Where to look for a block that is wrong, or not, in a file; None where there is no other place."""
         store = self.repository_of(shard).store
-        name = self.shard_name(shard)
-        if (
-            isinstance(store, AdoptedStore)
-            and isinstance(store.inner, LocatedStore)
-            and not store.is_far(name)
-        ):
-            return store.located if store.place(name) else store.inner
-        return None if isinstance(error, NotFoundError) else self.located(shard)
+        if not isinstance(store, LocatedStore):
+            return None
+        return None if isinstance(error, NotFoundError) and not self._is_near_tar(shard) else store
 
     def has_file(self, shard: int) -> bool:
         return self.repository_of(shard).store.local_path(self.shard_name(shard)) is not None

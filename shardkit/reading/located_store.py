@@ -9,9 +9,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.errors import (
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+)
 from shardkit.reading.healing import Attestation, Healer
-from shardkit.reading.locations import BlockRequest, Location, block_name, check_locations
+from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.remote.object_store import ObjectStore
@@ -24,45 +31,63 @@ Buffer = Any
 
 
 class Rebuilds(Protocol):
-    """Makes again what no location has; None where that is not possible."""
+    """Rebuilds what no location has; None where that is not possible."""
 
-    def __call__(self, request: BlockRequest, /) -> bytes | None:
-        """A block."""
+    def __call__(self, request: BlockRequest, /) -> bytes | None: ...
 
-    def whole(self, name: str, max_bytes: int) -> bytes | None:
-        """A whole object of at most so many bytes."""
+    def whole(self, name: str, max_bytes: int) -> bytes | None: ...
 
 
 class LocatedStore(StoreAround):
-    """Implements `shardkit.stores.store.Store`, and `read_block` for whoever knows what a block must be.
+    """A reader of one root over all its locations: an immutable value that implements `shardkit.stores.store.Store`.
 
     Objects are verified here against the digest in their name, blocks against the one in the request. The log, the
     identity and other documents have no digest in their name: `get_document` checks them, and asks another location
     only where the first has no good answer, which is counted as ``stale_log``. Listings and sizes come from the first
-    location, from another only while it does not answer.
-
-    What is known of the locations is per process.
+    location, from another only while it does not answer. May be pickled; what is known of the locations is per process.
 
     Args:
-        locations: The first is the root itself: the only one that is written to, but for healing.
+        locations: The first is the root itself, with the adopted tars that it knows of (`AdoptedStore`): the only one
+            that is written to, but for healing.
         settings: Of reads.
+        parity: Asked before giving up.
+
+    Raises:
+        ConfigurationError: A name occurs twice.
     """
 
-    def __init__(self, locations: Sequence[Location], *, settings: ReadSettings | None = None) -> None:
-        self._shared = _Shared(check_locations(locations), settings or ReadSettings())
-        self._parity: Rebuilds | None = None
+    def __init__(
+        self,
+        locations: Sequence[Location],
+        *,
+        settings: ReadSettings | None = None,
+        parity: Rebuilds | None = None,
+    ) -> None:
+        seen: dict[str, Location] = {}
+        for one in locations:
+            if one.name in seen:
+                raise ConfigurationError(
+                    f"location {one.name!r} is named twice: {seen[one.name].store.url} and {one.store.url}; "
+                    "give each a name of its own"
+                )
+            seen[one.name] = one
+        self.locations, self.settings, self.parity = tuple(locations), settings or ReadSettings(), parity
+        self._processes = _Processes()
 
     def __repr__(self) -> str:
         return f"LocatedStore({', '.join(f'{one.name}={one.store.url}' for one in self.locations)})"
 
-    @property
-    def locations(self) -> tuple[Location, ...]:
-        """All of them; the first is the root."""
-        return self._shared.locations
+    def __getstate__(self) -> dict[str, Any]:
+        return {"locations": self.locations, "settings": self.settings, "parity": self.parity}
 
-    @property
-    def settings(self) -> ReadSettings:
-        return self._shared.settings
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _processes=_Processes())
+
+    def with_parity(self, parity: Rebuilds) -> LocatedStore:
+        """The same locations with the parity of one version; threads, counters and listeners are those of both."""
+        view = LocatedStore(self.locations, settings=self.settings, parity=parity)
+        view._processes = self._processes
+        return view
 
     @property
     def inner(self) -> Store:
@@ -72,17 +97,30 @@ class LocatedStore(StoreAround):
     @property
     def read_events(self) -> ReadEvents:
         """Counters and events of this process."""
-        return self._shared.now().read_events
+        return self.path.read_events
 
     @property
     def healer(self) -> Healer:
         """What attests and heals bad copies in this process."""
-        return self._shared.now().healer
+        return self._process()[1]
 
     @property
     def path(self) -> ReadPath:
         """How this process reads; what is tuned there is not known to others."""
-        return self._shared.now().path
+        return self._process()[0]
+
+    def _process(self) -> tuple[ReadPath, Healer]:
+        """What this process knows; a forked child starts afresh: its parent's threads do not exist there."""
+        running = self._processes.running
+        found = running.get(os.getpid())
+        if found is None:
+            events = ReadEvents()
+            healer = Healer(self.locations, events)
+            once = [_asked_once(location, self.settings) for location in self.locations]
+            path = ReadPath(once, settings=self.settings, read_events=events, bad_copy=healer.report)
+            events.sink, healer.attest = self._processes.listeners
+            found = running.setdefault(os.getpid(), (path, healer))
+        return found
 
     def listen(
         self,
@@ -91,31 +129,16 @@ class LocatedStore(StoreAround):
         attest: Callable[[Attestation], None] | None = None,
     ) -> None:
         """Hand events and attestations of this process to a run, until another listens."""
-        self._shared.listeners = events, attest
-        running = self._shared.now()
-        running.read_events.sink, running.healer.attest = events, attest
-
-    @property
-    def parity(self) -> Rebuilds | None:
-        """What is asked before giving up: see `with_parity`."""
-        return self._parity
-
-    def with_parity(self, parity: Rebuilds) -> LocatedStore:
-        """The same locations for a reader of one version, who asks its parity before giving up.
-
-        This store stays as it is; threads, counters and listeners are those of both.
-        """
-        view = LocatedStore(self.locations, settings=self.settings)
-        view._shared = self._shared
-        view._parity = parity
-        return view
+        self._processes.listeners = events, attest
+        path, healer = self._process()
+        path.read_events.sink, healer.attest = events, attest
 
     # Reading
 
     def read_block(self, request: BlockRequest) -> Buffer:
         """A block's stored bytes, verified by SHA-256; see `ReadPath.fetch` for what it goes through."""
-        rebuild = None if self._parity is None else functools.partial(self._parity, request)
-        return self._fetch(wanted_block(request)._replace(rebuild=rebuild))
+        rebuild = None if self.parity is None else functools.partial(self.parity, request)
+        return self.path.fetch(wanted_block(request)._replace(rebuild=rebuild))
 
     def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
         """Blocks of one shard that lie near each other, with one request; one by one where that comes wrong, or not."""
@@ -136,7 +159,7 @@ class LocatedStore(StoreAround):
         self.read_events.note("coalesced", what=name, blocks=len(requests))
         try:
             return parts(
-                self._fetch(
+                self.path.fetch(
                     ReadRequest(f"{name} bytes {start} to {start + length}", length, read, check, name)
                 )
             )
@@ -156,9 +179,9 @@ class LocatedStore(StoreAround):
         def read(location: Location) -> Buffer:
             return location.store.get(name, max_bytes=max_bytes)
 
-        rebuild = None if self._parity is None else functools.partial(self._parity.whole, name, max_bytes)
+        rebuild = None if self.parity is None else functools.partial(self.parity.whole, name, max_bytes)
         return bytes(
-            self._fetch(ReadRequest(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild))
+            self.path.fetch(ReadRequest(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild))
         )
 
     def get_document(self, name: str, check: Callable[[bytes], bool], *, max_bytes: int) -> bytes:
@@ -171,7 +194,7 @@ class LocatedStore(StoreAround):
                 elsewhere.append(location.name)
             return location.store.get(name, max_bytes=max_bytes)
 
-        data = self._fetch(ReadRequest(name, min(max_bytes, 2**14), read, check, name, root_first=True))
+        data = self.path.fetch(ReadRequest(name, min(max_bytes, 2**14), read, check, name, root_first=True))
         if elsewhere:
             self.read_events.note("stale_log", elsewhere[-1], what=name)
         return bytes(data)
@@ -205,11 +228,6 @@ class LocatedStore(StoreAround):
                     self.read_events.note("stale_log", location.name, what=name)
                     return answer
             raise
-
-    # Processes
-
-    def _fetch(self, want: ReadRequest) -> Buffer:
-        return self._shared.now().path.fetch(want)
 
 
 def wanted_block(request: BlockRequest) -> ReadRequest:
@@ -301,39 +319,14 @@ def find_checked(
         return None
 
 
-class _Shared:
-    """Locations and how they are read, with what each process knows of them: one for all readers of a root."""
+class _Processes:
+    """What each process knows of the locations of one root, and who listens."""
 
-    def __init__(self, locations: tuple[Location, ...], settings: ReadSettings) -> None:
-        self.locations, self.settings = locations, settings
+    def __init__(self) -> None:
+        self.running: dict[int, tuple[ReadPath, Healer]] = {}
         self.listeners: tuple[Callable[[ReadEvent], None] | None, Callable[[Attestation], None] | None] = (
             None,
             None,
-        )
-        self._running: dict[int, _Running] = {}
-
-    def __reduce__(self) -> tuple[type[_Shared], tuple[tuple[Location, ...], ReadSettings]]:
-        return _Shared, (self.locations, self.settings)  # what is known of the locations is per process
-
-    def now(self) -> _Running:
-        """What this process knows; a forked child starts afresh, its parent's threads are not there."""
-        found = self._running.get(os.getpid())
-        if found is None:
-            made = _Running(self.locations, self.settings)
-            made.read_events.sink, made.healer.attest = self.listeners
-            found = self._running.setdefault(os.getpid(), made)
-        return found
-
-
-class _Running:
-    """Threads and knowledge of one process."""
-
-    def __init__(self, locations: Sequence[Location], settings: ReadSettings) -> None:
-        self.read_events = ReadEvents()
-        self.healer = Healer(locations, self.read_events)
-        once = [_asked_once(location, settings) for location in locations]
-        self.path = ReadPath(
-            once, settings=settings, read_events=self.read_events, bad_copy=self.healer.report
         )
 
 

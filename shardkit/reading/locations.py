@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -98,20 +97,3 @@ def block_name(sha256: bytes) -> str:
     """Name of a block in a cache, and in what a neighbour serves: by digest, like an object's."""
     text = sha256.hex()
     return f"blocks/{text[:2]}/{text}"
-
-
-def check_locations(locations: Sequence[Location]) -> tuple[Location, ...]:
-    """Refuse names that occur twice.
-
-    Raises:
-        ConfigurationError: Names the location.
-    """
-    seen: dict[str, Location] = {}
-    for location in locations:
-        if location.name in seen:
-            raise ConfigurationError(
-                f"location {location.name!r} is named twice: {seen[location.name].store.url} and {location.store.url}; "
-                "give each a name of its own"
-            )
-        seen[location.name] = location
-    return tuple(locations)

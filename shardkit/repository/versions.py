@@ -11,9 +11,7 @@ import numpy as np
 
 from shardkit.errors import FormatError, ShardkitError
 from shardkit.manifest import (
-    ADOPTED,
     MAX_MANIFEST_BYTES,
-    MIXED,
     Manifest,
     PageRef,
     Selection,
@@ -22,11 +20,7 @@ from shardkit.manifest import (
     max_selection_bytes,
     unpack_page,
 )
-from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.reading.parity.degraded import ParityReads
-from shardkit.reading.parity.sets import version_record_name
+from shardkit.reading.adopted import store_of_version, with_adopted_tars
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
@@ -91,9 +85,7 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
 
 def with_adopted(repository: Repository, manifest: Manifest) -> Repository:
     """The repository as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
-    if ADOPTED not in manifest.features or isinstance(repository.store, AdoptedStore):
-        return repository
-    return repository.with_store(AdoptedStore(repository.store))
+    return repository.with_store(with_adopted_tars(repository.store, manifest))
 
 
 def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:
@@ -117,7 +109,8 @@ def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> 
 
 def _load_pages(repository: Repository, manifest: Manifest) -> Version:
     table = _read_table(repository, manifest)
-    return Version(manifest, table, (Part("", _reading(repository, manifest, table), manifest, 0),))
+    reader = repository.with_store(store_of_version(repository.store, manifest, table))
+    return Version(manifest, table, (Part("", reader, manifest, 0),))
 
 
 def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:
@@ -157,24 +150,6 @@ def load_shard_selection(repository: Repository, table: ShardTable, shard: int) 
 def put_selection(repository: Repository, selection: Selection) -> Descriptor:
     """Put a selection, durably."""
     return repository.put_object(selection.to_bytes(), "selection")
-
-
-def _reading(repository: Repository, manifest: Manifest, table: ShardTable) -> Repository:
-    """As a reader of a version needs it: finds adopted tars, and rebuilds from parity what no location has.
-
-    A local root without parity is read as it is.
-    """
-    store = repository.store
-    located = store if isinstance(store, LocatedStore) else None
-    if located is None and store.local_path(version_record_name(manifest.id)) is not None:
-        located = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
-    if located is not None and MIXED not in (manifest.format, manifest.compression):
-        holders = [one.store for one in located.locations if one.holds == "objects"]
-        if ADOPTED in manifest.features:  # tars that lie outside of the root are members of its sets as well
-            holders[0] = AdoptedStore(holders[0])
-        parity = ParityReads(holders, manifest, table, attempt_s=located.settings.attempt_s)
-        repository = repository.with_store(located.with_parity(parity))
-    return with_adopted(repository, manifest)
 
 
 def read_root(repository: Repository, manifest_id: str) -> Manifest:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import NotFoundError, ShardkitError
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory
 from shardkit.reading.locations import BlockRequest
 from shardkit.reading.parity.galois import recover
@@ -25,7 +24,6 @@ from shardkit.reading.parity.sets import (
     read_version_record,
     sets_of,
 )
-from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import Store, parse_object_name
 
@@ -132,9 +130,10 @@ class ParityReads:
 
 def _patient(store: Store, attempt_s: float) -> Store:
     """With a client that does not ask again and again: there are others to ask."""
-    if isinstance(store, ObjectStore | AdoptedStore):
-        return store.with_retry(RetryPolicy(deadline_s=0, attempt_s=attempt_s))
-    return store
+    if not hasattr(store, "with_retry"):
+        return store
+    patient: Store = store.with_retry(RetryPolicy(deadline_s=0, attempt_s=attempt_s))
+    return patient
 
 
 def rebuild_range(
