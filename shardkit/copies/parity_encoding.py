@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shardkit.errors import FormatError, IntegrityError, ShardkitError, UsageError
-from shardkit.reading.inventory import take_inventory
+from shardkit.copies.pacing import RateLimiter
+from shardkit.errors import (
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+    UsageError,
+)
+from shardkit.reading.inventory import take_inventory, walk_versions
 from shardkit.reading.parity.galois import MAX_MEMBERS
-from shardkit.reading.parity.sets import ParitySet, SetRecord, VersionRecord, read_record, sets_of
-from shardkit.reading.parity.streaming import restore
+from shardkit.reading.parity.rebuilding import encode_set
+from shardkit.reading.parity.sets import ParitySet, VersionRecord, read_record, sets_of
+from shardkit.repository.location_table import LocationTable
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import with_adopted
-from shardkit.stores.store import Descriptor, Store, put_over
+from shardkit.stores.objects import check_object
+from shardkit.stores.store import Store, put_over
 
 
 @dataclass
@@ -86,28 +96,6 @@ def encode_sets(
     return done
 
 
-def encode_set(
-    root: Store,
-    one: ParitySet,
-    stores: Sequence[Store],
-    *,
-    pool: ThreadPoolExecutor,
-    pace: Callable[[int], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
-) -> SetRecord:
-    """P and Q of one set, then its document.
-
-    Raises:
-        IntegrityError: A member is in none of the stores.
-        StoreError: The root cannot be written.
-    """
-    wanted: list[Descriptor | None] = [*one.members, None, None]
-    made = restore(one, wanted, {one.k: root, one.k + 1: root}, stores, pool=pool, pace=pace, stopped=stopped)
-    record = SetRecord(one, (made[0].descriptor.digest, made[1].descriptor.digest))
-    put_over(root, one.record_name, record.to_bytes())
-    return record
-
-
 def _copies(repository: Repository) -> list[Store]:
     """Other locations of the root, as far as they can be opened."""
     try:
@@ -122,12 +110,43 @@ def _is_encoded(root: Store, one: ParitySet) -> bool:
         record = read_record(root, one)
     except FormatError:
         return False
-    return record is not None and all(_is_held(root, record.object_at(one.k + row)) for row in (0, 1))
+    objects = [] if record is None else [record.object_at(one.k), record.object_at(one.k + 1)]
+    return record is not None and all(check_object(root, it.name, it.size, "list").is_good for it in objects)
 
 
-def _is_held(root: Store, wanted: Descriptor) -> bool:
-    try:
-        stat = root.head(wanted.name)
-    except ShardkitError:
-        return False
-    return stat is not None and stat.size == wanted.size
+def encode_parity(
+    repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
+) -> int:
+    """Encode what is not encoded yet of some versions; how many sets were.
+
+    A merged version has no sets of its own, its parts have; those of parts in other roots are their roots' business.
+
+    Raises:
+        StoreError: the root failed; or, once all that can be encoded is, sets are left without parity: a member is
+            lost or did not come.
+        KeyboardInterrupt: the pace was stopped.
+    """
+    if table.policy.parity is None:
+        return 0
+    encoded, k = 0, table.policy.parity.members
+    failed: dict[str, str] = {}
+    for inventory in walk_versions(repository, versions, optional=True):
+        version = inventory.manifest.id
+        if not inventory.manifest.parts:
+            try:
+                done = encode_sets(repository, version, k=k, pace=pace.take, stopped=lambda: pace.is_stopped)
+            except (
+                NotFoundError,
+                IntegrityError,
+            ) as error:  # without its size nobody knows how the rest is cut
+                failed[version] = str(error)
+            else:
+                encoded += done.encoded
+                failed |= done.failed
+    if failed:
+        name, why = next(iter(failed.items()))
+        raise StoreError(
+            f"{len(failed)} parity sets of {repository.url} could not be encoded, among them {name}: {why}; "
+            f"run: shardkit repair {repository.url}"
+        )
+    return encoded

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from shardkit.copies.facts import Facts, look
 from shardkit.copies.pacing import RateLimiter
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
-from shardkit.copies.replicate import Copying, Replication, Report, encode_parity, over_all
+from shardkit.copies.replicate import Copying, Replication, Report, over_all
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.located_store import root_store

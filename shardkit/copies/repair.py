@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 
 from shardkit.copies.documents import mirror_documents
 from shardkit.copies.pacing import RateLimiter
-from shardkit.copies.parity_encoding import encode_set
-from shardkit.copies.records import BadCopy, Healed, Look, Lost, Records, Unchecked, merge_looks, read_looks
+from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.copies.survey import Survey, open_holders
 from shardkit.errors import (
     FormatError,
@@ -25,9 +24,11 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
+from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.copying import copy_object
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
+from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import read_record
 from shardkit.repository.location_table import LocationRecord
 from shardkit.stores.local import LocalStore
@@ -133,7 +134,7 @@ def repair(
     if level != "attested" and level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
     with Repairer(url, "repair", level, locations, pace, jobs, check_all, report) as work:
-        looks = merge_looks([read_looks(work.holders.root), *map(_run_looks, from_runs)])
+        looks = read_attestations([work.holders.root, *map(_run_store, from_runs)])
         bad = list(work.check_attested(looks))
         if level != "attested":
             known = {(one.location, one.name) for one in bad}
@@ -166,13 +167,13 @@ def repair_listed(
 _LARGE: Final = (".tar", ".tar.zst", ".arrow", ".parity")
 
 
-def _run_looks(run: str) -> dict[str, dict[str, Look]]:
-    """What the readers of a run attested."""
+def _run_store(run: str) -> Store:
+    """Where the readers of a run attested what they met."""
     if not os.path.isdir(run):
         raise NotFoundError(
             f"run directory {run} is not there; give the directory that the loader was given as run="
         )
-    return read_looks(LocalStore(run, read_only=True))
+    return LocalStore(run, read_only=True)
 
 
 class _Failed(Exception):
@@ -276,7 +277,7 @@ class Repairer:
                 self._report("checked", number, len(wanted))
         return bad
 
-    def check_attested(self, looks: dict[str, dict[str, Look]]) -> Iterator[BadCopy]:
+    def check_attested(self, looks: dict[str, dict[str, Attestation]]) -> Iterator[BadCopy]:
         """Copies that somebody found bad, and that are bad now."""
         holders = self.holders
         for location, names in sorted(looks.items()):

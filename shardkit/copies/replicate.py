@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from shardkit.copies.documents import mirror_documents, mirror_log
 from shardkit.copies.facts import Facts, Missing, look, open_all
 from shardkit.copies.pacing import RateLimiter
-from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import Needed, add_needed, find_needed, live_versions
 from shardkit.copies.records import Healed, Unchecked
 from shardkit.copies.repair import CheckAll, repair_listed
@@ -32,7 +32,6 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.copying import copy_object
-from shardkit.reading.inventory import walk_versions
 from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.location_table import LocationTable, read_table
@@ -412,45 +411,3 @@ def copy_log(repository: Repository, table: LocationTable) -> None:
             with contextlib.suppress(ShardkitError):
                 mirror_documents(root, location.store)
                 mirror_log(root, location.store)
-
-
-def encode_parity(
-    repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
-) -> int:
-    """Encode what is not encoded yet of some versions; how many sets were.
-
-    A merged version has no sets of its own, its parts have; those of parts in other roots are their roots' business.
-
-    Raises:
-        StoreError: the root failed; or, once all that can be encoded is, sets are left without parity: a member is
-            lost or did not come.
-        KeyboardInterrupt: the pace was stopped.
-    """
-    if table.policy.parity is None:
-        return 0
-    encoded = 0
-    failed: dict[str, str] = {}
-    for inventory in walk_versions(repository, versions, optional=True):
-        if inventory.manifest.parts:
-            continue
-        version = inventory.manifest.id
-        try:
-            done = encode_sets(
-                repository,
-                version,
-                k=table.policy.parity.members,
-                pace=pace.take,
-                stopped=lambda: pace.is_stopped,
-            )
-        except (NotFoundError, IntegrityError) as error:  # without its size nobody knows how the rest is cut
-            failed[version] = str(error)
-            continue
-        encoded += done.encoded
-        failed |= done.failed
-    if failed:
-        name, why = next(iter(failed.items()))
-        raise StoreError(
-            f"{len(failed)} parity sets of {repository.url} could not be encoded, among them {name}: {why}; "
-            f"run: shardkit repair {repository.url}"
-        )
-    return encoded

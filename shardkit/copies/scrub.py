@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.copies.pacing import RateLimiter
-from shardkit.copies.records import BadCopy, Look, Unchecked, read_looks
+from shardkit.copies.records import BadCopy, Unchecked
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.manifest.json_fields import utc_text
+from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.repository.location_table import LocationRecord
 from shardkit.stores.objects import CheckResult, Depth
 
@@ -148,7 +149,7 @@ def scrub(
             if not only or one.location in only or one.location in holders.locations
         ]
         done.lost = {one.name: one.why for one in (*fixed.lost, *holders.documents.lost)}
-        due = _due(work, read_looks(holders.root), only, older_than_s, done)
+        due = _due(work, read_attestations([holders.root]), only, older_than_s, done)
         until = None if time_box_s is None else started + time_box_s
         bad: list[BadCopy] = []
         number = 0
@@ -174,7 +175,7 @@ def scrub(
 
 def _due(
     work: Repairer,
-    looks: dict[str, dict[str, Look]],
+    looks: dict[str, dict[str, Attestation]],
     only: Sequence[str],
     older_than_s: int | None,
     done: Scrub,

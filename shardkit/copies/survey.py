@@ -17,6 +17,7 @@ from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, take_inventory, walk_versions
 from shardkit.reading.located_store import LocatedStore, root_store
 from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.sets import (
     ParitySet,
     SetRecord,
@@ -29,7 +30,6 @@ from shardkit.reading.parity.sets import (
     sets_of,
     version_record_name,
 )
-from shardkit.reading.parity.streaming import restore
 from shardkit.repository.location_table import (
     LocationRecord,
     LocationTable,
@@ -273,4 +273,4 @@ class Survey:
                 pace=self._pace.take,
                 without=without,
             )
-        return made[0].descriptor.size
+        return made[position].size

@@ -30,7 +30,6 @@ from typing import Literal
 
 import numpy as np
 
-from shardkit.copies.records import read_looks
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import ShardIndex, read_block, verify_block
@@ -39,6 +38,7 @@ from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.manifest.json_fields import utc_text
 from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import Inventory, side_objects, take_inventory
 from shardkit.reading.located_store import root_store
 from shardkit.repository.location_table import read_table
@@ -325,7 +325,7 @@ def _check_shards(
 def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
     """What nobody has checked within the policy's age, and what was bad when somebody did."""
     store = root_store(repository.store)
-    looks = read_looks(store).get(own_name(store), {})
+    looks = read_attestations([store]).get(own_name(store), {})
     if not looks:
         got = "none: no scrub has been recorded here"
         action = f"run: shardkit scrub {repository.url}"

@@ -26,7 +26,7 @@ from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.located_store import LocatedStore, find_checked
 from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.reading.parity.degraded import ParityReads
+from shardkit.reading.parity.rebuilding import ParityReads
 from shardkit.reading.parity.sets import version_record_name
 from shardkit.stores.file_operations import explained
 from shardkit.stores.objects import OpenedRoot

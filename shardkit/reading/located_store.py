@@ -17,7 +17,8 @@ from shardkit.errors import (
     ShardkitError,
     StoreError,
 )
-from shardkit.reading.healing import Attestation, Healer
+from shardkit.reading.attestations import Attestation
+from shardkit.reading.healing import Healer
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings

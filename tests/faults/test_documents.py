@@ -16,14 +16,13 @@ import pytest
 import shardkit
 from shardkit.audit.checkpoint_records import read_checkpoints
 from shardkit.audit.run_record import load_run
-from shardkit.copies.records import read_looks
 from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest import Manifest
 from shardkit.manifest.json_fields import sealed
 from shardkit.reading.adopted import location_name, read_tar_place
-from shardkit.reading.healing import Attestation
+from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.location_table import LocationTable
@@ -208,7 +207,7 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
         "attestation": (attested, lambda data: Attestation.from_bytes(data, "here")),
         "attestations": (
             attested,
-            lambda data: read_looks(_in_memory("attest/root/2026-01-01/a.json", data)),
+            lambda data: read_attestations([_in_memory("attest/root/2026-01-01/a.json", data)]),
         ),
         "garbage": (garbage, lambda data: read_list(_renamed_list(data), _digest(data))),
         "unreferenced": (seen, lambda data: list(list_seen(_in_memory(f"gc/seen/{'0' * 32}.json", data)))),

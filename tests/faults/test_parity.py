@@ -21,14 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_set, encode_sets
+from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.repair import repair
 from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.reading.inventory import take_inventory
-from shardkit.reading.parity.degraded import rebuild_range
 from shardkit.reading.parity.galois import recover, sums
+from shardkit.reading.parity.rebuilding import encode_set, rebuild_range, restore
 from shardkit.reading.parity.sets import (
     ParitySet,
     SetRecord,
@@ -37,7 +37,6 @@ from shardkit.reading.parity.sets import (
     parity_names,
     parse_header,
 )
-from shardkit.reading.parity.streaming import restore
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.store import Descriptor, object_name
 from shardkit.testing.memory_store import MemoryStore
@@ -149,7 +148,7 @@ def test_any_two_of_a_set_are_made_again(kind: str) -> None:
             for i in lost:
                 store.delete(objects[i].name)
             made = restore(one, objects, dict.fromkeys(lost, store), [store], pool=threads)
-            assert [(found.position, found.descriptor) for found in made] == [(i, objects[i]) for i in lost]
+            assert made == {i: objects[i] for i in lost}
             assert store.objects == whole
         for i in (0, 1, 2)[: one.k + 2]:
             store.delete(objects[i].name)
@@ -526,8 +525,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from shardkit.storage import LocalStore
 from shardkit.reading.parity.sets import find_records
-from shardkit.reading.parity.streaming import restore
-from shardkit.copies.parity_encoding import encode_set
+from shardkit.reading.parity.rebuilding import restore
+from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet
 from shardkit.stores.store import Descriptor
 

@@ -19,7 +19,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
-from shardkit.reading.healing import Attestation
+from shardkit.reading.attestations import Attestation
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings

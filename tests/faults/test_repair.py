@@ -19,7 +19,6 @@ import pytest
 
 import shardkit
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.records import Records, read_looks
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
 from shardkit.copies.verify import verify
@@ -27,7 +26,7 @@ from shardkit.dataset.removing import erase
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import utc_text
-from shardkit.reading.healing import Attestation
+from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
@@ -344,7 +343,7 @@ class TestScrub:
             if not done.remaining:
                 break
             assert done.locations["root"].oldest == "", "what was never looked at waits longest"
-            assert seen == sum(len(names) for names in read_looks(LocalStore(tmp_path)).values())
+            assert seen == sum(len(names) for names in read_attestations([LocalStore(tmp_path)]).values())
         assert calls > 3
         assert seen == total, "each once"
         assert scrub(str(tmp_path), older_than_s=3_600).locations["root"].checked == 0
@@ -475,7 +474,7 @@ class TestCommands:
         assert process.returncode == 130, told
         assert "goes on where it stood" in told
         assert "Traceback" not in told
-        looks = read_looks(LocalStore(tmp_path))
+        looks = read_attestations([LocalStore(tmp_path)])
         done = scrub(str(tmp_path), older_than_s=3_600)
         assert done.locations["root"].not_due == len(looks.get("root", {}))
         assert done.exit_code == 0

@@ -14,10 +14,10 @@ import pytest
 
 import shardkit
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.records import read_looks
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
 from shardkit.errors import FormatError
+from shardkit.reading.attestations import read_attestations
 from shardkit.reading.parity.sets import find_records
 from shardkit.storage import Repository, parse_object_name
 from tests.drills import drill_count
@@ -128,7 +128,7 @@ def test_kills_while_healing(work: str, tmp_path: Path, capsys: pytest.CaptureFi
         for _ in range(3):
             kills += killed(work, root, source.random())
             assert check_whole(root) <= bad
-            read_looks(repository.store)
+            read_attestations([repository.store])
             for path in root.rglob("attest/**/*.json"):
                 assert path.read_bytes().endswith(b"}"), "no document is torn"
         left = {name for name in bad if not (root / name).is_file()} | check_whole(root)

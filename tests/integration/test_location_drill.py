@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.copies.records import read_looks
+from shardkit.reading.attestations import read_attestations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import open_store
 from shardkit_tools.main import run
@@ -150,7 +150,7 @@ def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
     assert training.stats["remote_mismatches"] > 0
     assert training.stats["bytes_from_mirror"] > 0
 
-    looks = read_looks(open_store(str(tmp_path / "run")))["root"]
+    looks = read_attestations([open_store(str(tmp_path / "run"))])["root"]
     attested = {name for name, look in looks.items() if look.is_bad}
     met = attested & {*flipped, removed}
     assert met, "some of what is bad at rest was read before the location vanished"

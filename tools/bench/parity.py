@@ -19,11 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.copies.parity_encoding import encode_set
-from shardkit.reading.parity.degraded import rebuild_range
 from shardkit.reading.parity.galois import recover, sums
+from shardkit.reading.parity.rebuilding import encode_set, rebuild_range, restore
 from shardkit.reading.parity.sets import ParitySet
-from shardkit.reading.parity.streaming import restore
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import Descriptor
 

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
 from shardkit.copies.repair import CheckAll, CopyCheck
-from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, encode_parity, replicate
+from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.located_store import root_store

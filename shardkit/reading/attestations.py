@@ -1,0 +1,194 @@
+"""What was found of copies, by readers, scrubs and repairs: append-only in ``attest/<location>/<day>/`` of a root.
+
+An attestation says "this digest was good, bad or missing here then". It is soft state: nothing is believed because of
+it, and a copy that one calls bad is checked again. A reader writes one document for each bad copy that it meets, to its
+run directory where it has no right to write the root; checks of many copies write one for many results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import parse_digest
+from shardkit.manifest.json_fields import TIME, Fields, read_document, utc_text
+from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
+
+_ONE: Final = "shardkit-attestation/1"
+_MANY: Final = "shardkit-attestations/1"
+_MAX_ONE_BYTES: Final = 16 * 2**10
+_MAX_RESULTS: Final = 4_096
+_MAX_BYTES: Final = 2**20
+_FLUSH_S: Final = 10.0
+_WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
+_RESULT: Final = re.compile(r"good|wrong|missing|healed")
+_LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
+
+_WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
+"""Of two results of the same second the heavier one holds: a read that met bad bytes, then who healed them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attestation:
+    """One check of one copy.
+
+    Attributes:
+        location: name.
+        digest: ``sha256:<hex>`` of the object.
+        extension: of the object.
+        result: "good", "wrong", "missing" or "healed".
+        level: how closely it was checked: the levels of ``shardkit verify``, or "block" for one block of it.
+        by: what checked: "read", "scrub", "repair".
+        time: UTC, ``2026-11-20T19:00:00Z``.
+    """
+
+    location: str
+    digest: str
+    extension: str
+    result: str
+    level: str
+    by: str
+    time: str = dataclasses.field(default_factory=utc_text)
+
+    @property
+    def is_bad(self) -> bool:
+        return self.result in ("wrong", "missing")
+
+    def new_name(self) -> str:
+        """A name that no other document has."""
+        return _new_name(self.location, self.time)
+
+    def to_bytes(self) -> bytes:
+        return dumps({"format": _ONE, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Attestation:
+        """Read the document of one.
+
+        Raises:
+            FormatError: It is none.
+        """
+        names = [one.name for one in dataclasses.fields(cls)]
+        fields = read_document(data, where, _ONE, names, _MAX_ONE_BYTES)
+        return cls(
+            location=fields.text("location", pattern=_WORD),
+            digest=fields.digest("digest"),
+            extension=fields.text("extension", pattern=_WORD),
+            result=fields.text("result", pattern=_RESULT),
+            level=fields.text("level", pattern=_LEVEL),
+            time=fields.text("time", pattern=TIME),
+            by=fields.text("by", pattern=_WORD),
+        )
+
+
+def _new_name(location: str, when: str) -> str:
+    return f"attest/{location}/{when[:10]}/{uuid.uuid4().hex}.json"
+
+
+class Records:
+    """Collects results and appends them to a root, every few seconds and at the end.
+
+    A killed process loses what it found since it last wrote: it checks that again.
+
+    Args:
+        store: of the root; None: nothing is kept.
+        by: what checks: "scrub", "repair".
+    """
+
+    def __init__(self, store: Store | None, by: str) -> None:
+        self._store, self._by = store, by
+        self._waiting: dict[tuple[str, str], list[list[str]]] = {}
+        self._written_at = time.monotonic()
+
+    def add(self, location: str, name: str, result: str, level: str) -> None:
+        """Note what was found of an object just now.
+
+        Raises:
+            StoreError: the root cannot be written.
+        """
+        if self._store is None:
+            return
+        waiting = self._waiting.setdefault((location, level), [])
+        waiting.append([*parse_object_name(name), result, utc_text()])
+        if len(waiting) >= _MAX_RESULTS or time.monotonic() - self._written_at > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting, durably.
+
+        Raises:
+            StoreError: the root cannot be written.
+        """
+        for (location, level), results in sorted(self._waiting.items()):
+            assert self._store is not None
+            fields = {"format": _MANY, "location": location, "level": level, "by": self._by}
+            self._store.put_new(_new_name(location, utc_text()), dumps({**fields, "results": results}))
+        self._waiting.clear()
+        self._written_at = time.monotonic()
+
+
+def read_attestations(stores: Iterable[Store]) -> dict[str, dict[str, Attestation]]:
+    """Location → object name → the latest attestation, from all documents of some roots and run directories.
+
+    Documents that are damaged, or of something else, are passed over.
+
+    Raises:
+        StoreError: a store does not answer.
+    """
+    latest: dict[str, dict[str, Attestation]] = {}
+    for one in (one for store in stores for one in _read(store)):
+        held = latest.setdefault(one.location, {})
+        name = object_name(one.digest, one.extension)
+        if name not in held or _order(one) > _order(held[name]):
+            held[name] = one
+    return latest
+
+
+def _order(one: Attestation) -> tuple[str, int]:
+    return one.time, _WEIGHT[one.result]
+
+
+def _read(store: Store) -> Iterator[Attestation]:
+    for document in store.list_after("attest/"):
+        if document.endswith(".json"):
+            with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
+                yield from _parse(store.get(document, max_bytes=_MAX_BYTES), document)
+
+
+def _parse(data: bytes, where: str) -> Iterator[Attestation]:
+    if len(data) <= _MAX_ONE_BYTES:
+        with contextlib.suppress(FormatError):
+            one = Attestation.from_bytes(data, where)
+            if one.extension in EXTENSIONS:
+                yield one
+            return
+    fields = read_document(data, where, _MANY, ("location", "level", "by", "results"), _MAX_BYTES)
+    location = fields.text("location", pattern=_WORD)
+    level, by = fields.text("level", pattern=_LEVEL), fields.text("by", pattern=_WORD)
+    for item in fields.items("results", maximum=_MAX_RESULTS):
+        digest, extension, result, when = _row(fields, item)
+        yield Attestation(
+            location=location,
+            digest=digest,
+            extension=extension,
+            result=result,
+            level=level,
+            by=by,
+            time=when,
+        )
+
+
+def _row(fields: Fields, item: object) -> tuple[str, str, str, str]:
+    match item:
+        case [str(digest), str(extension), str(result), str(when)]:
+            if extension in EXTENSIONS and _RESULT.fullmatch(result) and TIME.fullmatch(when):
+                parse_digest(digest)
+                return digest, extension, result, when
+    return fields.refuse("has a result that is no [digest, extension, result, time]")
