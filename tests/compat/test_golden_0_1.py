@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import runpy
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from shardkit.audit import audit_run
 from shardkit.dataset import commit_parts
 from shardkit.storage import Repository
 from tests.command_line import call
+from tests.processors import kernels
 from tests.servers.fault_proxy import FaultProxy
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1"
@@ -270,11 +270,9 @@ def parameters(run: str) -> tuple[str, dict[str, float]]:
 
 
 def bits_are_comparable() -> bool:
-    """Whether torch is 0.1's: kernels are the same on every processor of its kind (`PORTABLE`)."""
-    import torch
-
+    """Whether torch and the maker of the processor are those of 0.1's record (`PORTABLE`)."""
     made = EXPECTED["made_with"]
-    return (torch.__version__, platform.machine()) == (made["torch"], made["machine"])
+    return kernels() == f"torch {made['torch']}, {made['machine']}, AuthenticAMD"
 
 
 @pytest.mark.slow

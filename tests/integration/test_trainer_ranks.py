@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration import forked
+from tests.processors import kernels
 
 SCRIPT = Path(__file__).with_name("trainer_ranks.py")
 
@@ -85,16 +85,14 @@ def test_exact_mode_gives_one_hash_on_any_number_of_ranks(ranks: Any) -> None:
 
 
 def test_exact_mode_gives_the_hash_of_the_record(tmp_path: Path) -> None:
-    """On every processor: libraries are told to leave out what some of them do not have, and then give one result."""
-    import torch
-
+    """On every processor of one maker: libraries are told to leave out what some of them do not have."""
     portable = json.loads((SCRIPT.parents[1] / "golden" / "portable_kernels.json").read_text())
     command = [sys.executable, str(SCRIPT), str(tmp_path / "found.json"), "exact_hashes"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **portable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["exact_hashes"]
-    key = f"torch {torch.__version__}, {platform.machine()}"
+    key = kernels()
     record = json.loads(SCRIPT.with_name("trainer_golden.json").read_text())
     if key not in record:
         pytest.skip(
