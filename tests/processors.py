@@ -11,8 +11,8 @@ __all__ = ["kernels"]
 def kernels() -> str:
     """The torch release, the architecture and the processor's maker.
 
-    With instruction sets switched off (tests/golden/portable_kernels.json) all processors of one maker compute alike. Those
-    of two do not: MKL promises equal bits among Intel's only.
+    With instruction sets switched off (tests/golden/portable_kernels.json) all processors of one maker compute alike.
+    Those of two do not: MKL promises equal bits among Intel's only.
     """
     import torch
 

@@ -32,6 +32,13 @@ _MEDIA: Final = {
     "arrow": "application/vnd.apache.arrow.file",
 }
 _TYPES: Final = {"str": "sc:Text", "json": "sc:Text", "bytes": "sc:Text", "bool": "sc:Boolean"}
+_LOGICAL_TYPES: Final = {
+    "date": "sc:Date",
+    "time": "sc:Time",
+    "timestamp": "sc:DateTime",
+    "duration": "sc:Duration",
+    "decimal": "sc:Number",
+}
 _NOT_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -262,6 +269,8 @@ def _value_field(
 
 
 def _data_type(kind: FieldType) -> str:
+    if kind.logical is not None:
+        return _LOGICAL_TYPES[kind.logical.kind]
     kind = kind.items or kind
     known = _TYPES.get(kind.kind) or _TYPES.get(kind.dtype)
     return known or ("sc:Float" if kind.dtype.startswith("float") else "sc:Integer")

@@ -15,6 +15,7 @@ from shardkit.dataset.layout import MAX_SHARD_BYTES
 from shardkit.dataset.splits import split_value
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
+from shardkit.formats.logical import logical_text
 
 CLASS_AXIS = "__class__"
 """Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""
@@ -186,6 +187,8 @@ class RowEncoder:
             text = str(value)
         elif kind.dtype == "bool":
             text = "true" if value else "false"
+        elif kind.logical is not None:
+            text = str(logical_text(kind.logical.value(kind.logical.number(value))))
         else:
             text = str(int(value))  # type: ignore[call-overload]  # encode has checked that it is a whole number
         if not text or len(text) > _MAX_STRATUM_TEXT:
@@ -351,6 +354,9 @@ def _texts_of(
     if isinstance(column, ExtentColumn):
         return None
     values, place = np.unique(column, return_inverse=True)
+    logical = None if axis == CLASS_AXIS else encoder.schema[axis].logical
+    if logical is not None:
+        return [str(logical_text(logical.value(number))) for number in values.tolist()], place
     if axis == CLASS_AXIS:
         if values[0] < 0 or values[-1] >= len(encoder.classes):
             return None

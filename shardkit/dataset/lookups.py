@@ -357,7 +357,7 @@ def _payload(field: str, kind: FieldType | None, text: str) -> bytes:
     if kind is None or kind.kind == "str":
         return text.encode("utf-8", "surrogatepass")
     try:
-        value = json.loads(text)
+        value = json.loads(text) if kind.logical is None else text
     except ValueError:
         raise UsageError(f"{field}={text[:80]!r} is not {kind}; expected it as JSON has it") from None
     (payload,) = Schema.parse({field: kind.required}).encode({field: value}, where=f"value {text[:80]!r}")

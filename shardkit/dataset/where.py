@@ -7,6 +7,7 @@ evaluated as code.
 from __future__ import annotations
 
 import ast
+import decimal
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
+from shardkit.formats.logical import Logical
 
 from .field_names import parse_expression
 
@@ -31,6 +33,21 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
+class _Numbers(ast.NodeTransformer):
+    """Literals beside a field of a `Logical` type as its numbers."""
+
+    def __init__(self, logical: Logical | None, text: str) -> None:
+        self._logical, self._text = logical, text
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:  # ast's name
+        assert self._logical is not None, "only such fields have literals to read"
+        value = decimal.Decimal(str(node.value)) if isinstance(node.value, float) else node.value
+        try:
+            return ast.Constant(self._logical.number(value))
+        except ValueError as error:
+            raise UsageError(f"where={self._text!r}: {node.value!r} is no {self._logical}: {error}") from None
+
+
 class Where:
     """A parsed condition.
 
@@ -43,7 +60,7 @@ class Where:
     """
 
     def __init__(self, text: str, schema: Schema) -> None:
-        self.text = text
+        self.text, self._schema = text, schema
         try:
             self._tree = parse_expression(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -85,7 +102,20 @@ class Where:
             return columns[node.id].astype(bool)
         raise self._unreadable(node)
 
+    def _literals(self, node: ast.Compare) -> ast.Compare:
+        """The comparison with texts beside a date, time or decimal as the numbers that are stored."""
+        parts = [node.left, *node.comparators]
+        names = [part.id for part in parts if isinstance(part, ast.Name)]
+        kinds = {self._schema[name].logical for name in names} - {None}
+        if not kinds:
+            return node
+        if len(kinds) > 1:
+            raise UsageError(f"where={self.text!r}: {' and '.join(names)} are of different types")
+        made: ast.Compare = _Numbers(kinds.pop(), self.text).visit(node)
+        return made
+
     def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
+        node = self._literals(node)
         left: Any = self._value(node.left, columns)
         result: Any = True
         for op, operand in zip(node.ops, node.comparators, strict=True):

@@ -34,7 +34,9 @@ def arrow_item_type(kind: FieldType) -> Any:
 
 
 def arrow_type(kind: FieldType) -> Any:
-    """The Arrow type of a field; no level inside of it is nullable."""
+    """The Arrow type of a field in a shard; no level inside of it is nullable."""
+    if kind.logical is not None and kind.logical.kind != "decimal":
+        return kind.logical.arrow_type
     if kind.is_opaque:
         return pa.large_string() if kind.kind in ("str", "json") else pa.large_binary()
     item = arrow_item_type(kind)
@@ -48,6 +50,8 @@ def arrow_type(kind: FieldType) -> Any:
 def table_type(kind: FieldType) -> Any:
     """The Arrow type of a field for whoever computes with it: what is packed in shards is nested lists."""
     items = kind.items
+    if kind.logical is not None:
+        return kind.logical.arrow_type
     if items is None:
         return arrow_type(kind)
     if kind.kind == "list":
@@ -223,7 +227,7 @@ def arrow_array(
     borders = _borders(payloads)
     if dtype.kind == "b":
         raw = np.packbits(np.frombuffer(raw, np.uint8), bitorder="little")
-    item = arrow_item_type(kind)
+    item = arrow_item_type(kind) if kind.logical is None else arrow_type(kind)
     count = int(borders[-1]) // dtype.itemsize
     inner = validity if kind.kind == "scalar" else _Validity()
     values = pa.Array.from_buffers(item, count, [inner.bits, pa.py_buffer(raw)], null_count=inner.nulls)
@@ -279,6 +283,17 @@ def _nested_array(kind: FieldType, payloads: PayloadColumn, name: str, presence:
     return array
 
 
+def _decimal_array(
+    kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None
+) -> Any:
+    """`arrow_array` of decimals, with the 16 bytes that Arrow gives each."""
+    numbers = arrow_array(replace(kind, logical=None), payloads, name, presence)
+    low = np.frombuffer(_joined(payloads), "<i8")
+    wide = np.stack([low, low >> 63], axis=1)
+    buffers = [numbers.buffers()[0], pa.py_buffer(wide)]
+    return pa.Array.from_buffers(table_type(kind), len(payloads), buffers, null_count=numbers.null_count)
+
+
 def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: Any) -> Any:
     """Some rows of a block, without their keys.
 
@@ -299,7 +314,8 @@ def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: A
     for name, kind in schema.items():
         try:
             presence = _payloads(block.column(presence_of(name)), which) if kind.optional else None
-            make = _nested_array if kind.is_packed else arrow_array
+            is_decimal = kind.logical is not None and kind.logical.kind == "decimal"
+            make = _nested_array if kind.is_packed else _decimal_array if is_decimal else arrow_array
             arrays.append(make(kind, _payloads(block.column(name), which), name, presence))
         except SampleError as error:
             raise FormatError(str(error)) from None

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 
+from .logical import Logical
 from .packed import check_bools, pack_array, pack_list, unpack_array, unpack_list
 
 MAX_FIELDS = 256
@@ -34,6 +35,7 @@ DTYPES = (
 _UNFIT = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|://")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}\Z")
 _NOT_PLAIN = frozenset({*RESERVED_NAMES, "weight"})
+_LIST = re.compile(r"\Alist\[(str|bytes)\]")
 _TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[((?:\*|[0-9]+)(?:,(?:\*|[0-9]+))*)\])?(\??)\Z")
 
 
@@ -50,28 +52,34 @@ class FieldType:
     shape: tuple[int, ...] = ()  # of a fixed array
     optional: bool = False  # a row may have no value: None
     items: FieldType | None = None  # of a list, or of a varying array: its free dimensions are 0
+    logical: Logical | None = None  # what the whole number of a scalar means, such as a date
 
     @classmethod
     def parse(cls, text: object) -> FieldType:
         """The type written as ``bytes``, ``int64``, ``uint8[32,32,3]``, ``int32[*]``, ``uint8[*,*,3]`` or ``str[*]``.
 
-        ``*`` is a dimension of any size in each row. With ``?`` behind it, a row may have no value.
+        ``*`` is a dimension of any size in each row. With ``?`` behind it, a row may have no value. Whole numbers may
+        mean a ``date``, ``time[us]``, ``timestamp[us]``, ``timestamp[us, UTC]``, ``duration[ms]`` or ``decimal[9,2]``.
 
         Raises:
             SchemaError: `text` is none of the types of shardkit, or its size is out of range.
         """
-        match = _TYPE.match(text) if isinstance(text, str) else None
+        logical = Logical.parse(text.removesuffix("?")) if isinstance(text, str) else None
+        if logical is not None:
+            return cls("scalar", logical.dtype, optional=text.endswith("?"), logical=logical)  # type: ignore[attr-defined]  # a str
+        match = _TYPE.match(_LIST.sub(r"\1[*]", text)) if isinstance(text, str) else None
         name, dimensions, mark = match.groups() if match else ("", None, "")
         optional = bool(mark)
         if name in OPAQUE and dimensions is None:
             return cls(name, optional=optional)
-        if name in ("bytes", "str") and dimensions == "*":
+        if name in ("bytes", "str") and dimensions == "*":  # also written list[str]
             return cls("list", optional=optional, items=cls(name))
         if name not in DTYPES:
             raise SchemaError(
                 f"field type {text!r} is unknown; expected bytes, str, json or one of {', '.join(DTYPES)}, "
-                "optionally with a shape such as int32[2048], int32[*] or uint8[*,*,3] (bytes and str: [*]), and ? "
-                "behind it where rows may have no value"
+                "optionally with a shape such as int32[2048], int32[*] or uint8[*,*,3] (bytes and str: [*]); or date, "
+                "time[us], timestamp[us], timestamp[us, UTC], duration[ms] or decimal[9,2] (units s, ms, us, ns; at "
+                "most 18 digits); and ? behind it where rows may have no value"
             )
         if dimensions is None:
             return cls("scalar", name, optional=optional)
@@ -95,7 +103,7 @@ class FieldType:
         if self.kind in OPAQUE:
             return self.kind + mark
         if self.kind == "scalar":
-            return self.dtype + mark
+            return str(self.logical or self.dtype) + mark
         if self.kind == "list":
             return f"{self.items}[*]{mark}"
         if self.items is not None:
@@ -348,7 +356,7 @@ def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes
             return _encode_json(value)
         if kind.kind == "list" and kind.items is not None:
             return pack_list([encode_value(kind.items, one, where, name) for one in _listed(value, kind)])
-        return _encode_numbers(kind, value)
+        return _encode_numbers(kind, value if kind.logical is None else _number(kind.logical, value))
     except _Unfit as error:
         why = str(error)
     try:
@@ -357,6 +365,13 @@ def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes
         shown = "nested too deep to show"
     shown = shown if len(shown) <= 80 else shown[:77] + "…"
     raise SampleError(f"{where}: field {name!r} ({kind}) cannot take {type(value).__name__} {shown}: {why}")
+
+
+def _number(logical: Logical, value: object) -> int:
+    try:
+        return logical.number(value)
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
 
 
 def _encode_text(value: object) -> bytes:
@@ -405,6 +420,8 @@ def _decode(kind: FieldType, payload: bytes | memoryview) -> object:
     array = np.frombuffer(payload, np.uint8)
     check_bools(array, dtype)
     values = array.view(dtype) if len(array) else np.empty(0, dtype)
+    if kind.logical is not None:
+        return kind.logical.value(values[0].item())
     return values[0].item() if kind.kind == "scalar" else values.reshape(kind.shape or -1).copy()
 
 

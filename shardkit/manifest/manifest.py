@@ -39,7 +39,10 @@ NAMES: Final = "names"
 """Feature of a manifest some of whose field names shardkit 0.1 did not take; it follows from the schema."""
 PACKED: Final = "packed"
 """Feature of a manifest some of whose fields are lists or arrays of varying shape; it follows from the schema."""
-_FEATURES: Final[tuple[str, ...]] = (ADOPTED, OPTIONAL, NAMES, PACKED)
+LOGICAL: Final = "logical"
+"""Feature of a manifest some of whose fields are dates, times or decimals; it follows from the schema."""
+_FROM_SCHEMA: Final = (OPTIONAL, NAMES, PACKED, LOGICAL)
+_FEATURES: Final[tuple[str, ...]] = (ADOPTED, *_FROM_SCHEMA)
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -163,7 +166,8 @@ class Manifest:
         needed = [OPTIONAL] if any(kind.optional for kind in self.schema.values()) else []
         needed += [] if self.schema.has_plain_names else [NAMES]
         needed += [PACKED] if any(kind.is_packed for kind in self.schema.values()) else []
-        others = [feature for feature in self.features if feature not in (OPTIONAL, NAMES, PACKED)]
+        needed += [LOGICAL] if any(kind.logical for kind in self.schema.values()) else []
+        others = [feature for feature in self.features if feature not in _FROM_SCHEMA]
         object.__setattr__(self, "features", (*others, *needed))
         _check_totals(self)
         _refuse_urls(self.build, "build")

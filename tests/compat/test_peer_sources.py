@@ -345,22 +345,22 @@ def test_nulls_cost_their_rows(tmp_path: Path) -> None:
 WHEN = dt.datetime(2026, 11, 20, 12, 30)  # noqa: DTZ001  Arrow's own time of day, of no zone
 SCALARS: list[tuple[pa.Array, str, object, dict[str, object]]] = [
     # column, its type, its value, and the values of other types that it can be given
-    (pa.array([WHEN.date()]), "str", "2026-11-20", {"int64": 20777}),
-    (pa.array([WHEN.date()], pa.date64()), "str", "2026-11-20", {"int64": 1795132800000}),
-    (pa.array([WHEN], pa.timestamp("s")), "str", "2026-11-20 12:30:00", {"int64": 1795177800}),
-    (pa.array([WHEN], pa.timestamp("ms")), "str", "2026-11-20 12:30:00.000", {"int64": 1795177800000}),
+    (pa.array([WHEN.date()]), "date", 20777, {"int64": 20777, "str": "2026-11-20"}),
+    (pa.array([WHEN.date()], pa.date64()), "date", 20777, {"int64": 1795132800000, "str": "2026-11-20"}),
+    (pa.array([WHEN], pa.timestamp("s")), "timestamp[s]", 1795177800, {"str": "2026-11-20 12:30:00"}),
+    (pa.array([WHEN], pa.timestamp("ms")), "timestamp[ms]", 1795177800000, {"str": "2026-11-20 12:30:00.000"}),
     (
         pa.array([WHEN], pa.timestamp("us", "Asia/Kolkata")),
-        "str", "2026-11-20 18:00:00.000000+0530", {"int64": 1795177800000000},
+        "timestamp[us, Asia/Kolkata]", 1795177800000000, {"str": "2026-11-20 18:00:00.000000+0530"},
     ),
     (
         pa.array([WHEN], pa.timestamp("ns", "UTC")),
-        "str", "2026-11-20 12:30:00.000000000Z", {"int64": 1795177800 * 10**9},
+        "timestamp[ns, UTC]", 1795177800 * 10**9, {"str": "2026-11-20 12:30:00.000000000Z"},
     ),
-    (pa.array([3723], pa.time32("s")), "str", "01:02:03", {"int64": 3723}),
-    (pa.array([dt.time(1, 2, 3)]), "str", "01:02:03.000000", {"int64": 3723000000}),
-    (pa.array([dt.timedelta(seconds=3)], pa.duration("ms")), "int64", 3000, {"str": "3000"}),
-    (pa.array([decimal.Decimal("1.20")]), "str", "1.20", {"float64": 1.2}),
+    (pa.array([3723], pa.time32("s")), "time[s]", 3723, {"int64": 3723, "str": "01:02:03"}),
+    (pa.array([dt.time(1, 2, 3)]), "time[us]", 3723000000, {"str": "01:02:03.000000"}),
+    (pa.array([dt.timedelta(seconds=3)], pa.duration("ms")), "duration[ms]", 3000, {"str": "3000", "int64": 3000}),
+    (pa.array([decimal.Decimal("1.20")]), "decimal[18,2]", decimal.Decimal("1.20"), {"float64": 1.2, "str": "1.20"}),
     (pa.array([decimal.Decimal("-7.5")], pa.decimal256(50, 3)), "str", "-7.500", {"float64": -7.5}),
     (pa.array(["a"]).dictionary_encode(), "str", "a", {"json": "a"}),
     (pa.array([1.5], pa.float16()), "float16", 1.5, {"float64": 1.5, "str": "1.5"}),

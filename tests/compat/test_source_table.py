@@ -418,7 +418,6 @@ def as_written(feature: str, value: Any) -> Any:
         return FEATURES[feature].back(value)
     if isinstance(value, (int, float)) and not isinstance(first, (int, float)):
         makers: dict[str, Callable[[Any], Any]] = {
-            "duration": lambda number: dt.timedelta(microseconds=number),
             "decimal": lambda number: decimal.Decimal(f"{number:.2f}"),
             "category": lambda number: FEATURES["category"].values[number],
         }

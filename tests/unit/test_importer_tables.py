@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import gzip
 import json
 import shutil
@@ -61,6 +62,8 @@ def test_types_that_no_field_has(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     WRITERS[suffix](path, pa.table({"d": pa.array([1], pa.decimal128(5, 2)), "x": [1]}))
     rows = read_all(open_source(str(path)))
+    assert [dict(row.sample) for row in rows] == [{"d": decimal.Decimal("1.00"), "x": 1}]
+    rows = read_all(open_source(str(path), options=ImportOptions(field_types={"d": "str"})))
     assert [dict(row.sample) for row in rows] == [{"d": "1.00", "x": 1}]
     rows = read_all(open_source(str(path), options=ImportOptions(field_types={"d": "float64"})))
     assert [dict(row.sample) for row in rows] == [{"d": 1.0, "x": 1}]

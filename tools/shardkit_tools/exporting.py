@@ -32,6 +32,7 @@ from shardkit.dataset.samples import all_numbers, read_runs
 from shardkit.errors import SampleError, SchemaError, StoreError
 from shardkit.formats import Block, FieldType, Schema, arrow_schema, record_batch
 from shardkit.formats.arrow_writing import KEY_FIELD
+from shardkit.formats.logical import logical_text
 from shardkit.formats.rows import Row, RowBlock, fit_key, max_key_bytes
 from shardkit.formats.tar_blocks import TarEncoder
 from shardkit.formats.tar_members import member_names, sniff_extension
@@ -228,7 +229,7 @@ class _JsonLines:
         for row, key in zip(run.rows.tolist(), run.keys, strict=True):
             sample = _sample(run.block, self._schema, row)
             plain = {
-                name: value.tolist() if isinstance(value, np.ndarray) else value
+                name: value.tolist() if isinstance(value, np.ndarray) else logical_text(value) or value
                 for name, value in sample.items()
                 if run.block.present(name)[row] or self._schema[name].kind != "json"
             }

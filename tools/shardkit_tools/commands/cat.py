@@ -14,6 +14,7 @@ import typer
 
 import shardkit
 from shardkit.errors import NotFoundError, UsageError
+from shardkit.formats.logical import logical_text
 from shardkit.formats.tar_members import sniff_extension
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
@@ -94,12 +95,13 @@ def _print_field(name: str, kind: str, value: Any, label: str | None) -> None:
         console.print_line(np.array2string(value, threshold=40, edgeitems=3, max_line_width=90, precision=6))
     elif isinstance(value, (dict, list)):
         console.print_heading(f"{name}: {kind}")
-        _print_text(json.dumps(value, indent=2, ensure_ascii=False))
+        _print_text(json.dumps(_plain(value), indent=2, ensure_ascii=False))
     elif value is None:
         console.print_heading(f"{name}: {kind}, no value")
     else:
         console.print_heading(f"{name}: {kind}")
-        console.print_line(f"{value} ({clean(label)})" if label is not None else str(value))
+        shown = logical_text(value) or str(value)
+        console.print_line(f"{shown} ({clean(label)})" if label is not None else shown)
 
 
 def _as_text(data: bytes) -> str | None:
@@ -131,7 +133,7 @@ def _print_dump(data: bytes, size: int) -> None:
 
 def _print_whole(value: Any) -> None:
     if not isinstance(value, (bytes, np.ndarray)):
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else _json(value)
         sys.stdout.write("\n".join(map(clean, text.split("\n"))) + "\n" if is_terminal() else text)
     elif is_terminal():
         what = value if isinstance(value, bytes) else value.tobytes()
@@ -150,13 +152,17 @@ def _payload(value: Any, *, npy: bool = False) -> bytes:
         return value
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    return value.encode() if isinstance(value, str) else json.dumps(value, ensure_ascii=False).encode()
+    return value.encode() if isinstance(value, str) else _json(value).encode()
 
 
 def _write(path: Path, data: bytes) -> None:
     with console.new_file(path) as stream, explained(f"write {path}", writing=True):
         stream.write(data)
     console.print_line(f"{path}: {bytes_text(len(data))}")
+
+
+def _json(value: Any) -> str:
+    return logical_text(value) or json.dumps(_plain(value), ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
@@ -169,7 +175,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         items = value.tolist() if value.size <= _JSON_ITEMS else None
         return {"dtype": value.dtype.name, "shape": list(value.shape), "items": items}
-    return value
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return logical_text(value) or value
 
 
 def _range(value: np.ndarray[Any, Any]) -> str:

@@ -5,7 +5,7 @@
     list of those → dtype[*,n]                   list of binary, of pictures → bytes[*]
     `Array2D` and its like, as Hugging Face describes them → dtype[*,n], dtype[m,n]
     struct, map, list of anything else → json    dictionary → what it encodes
-    date, time, timestamp, decimal → str         duration → int64, in its own unit
+    date, time, timestamp, duration → the same   decimal → the same, beyond 18 digits str
 
 Lists of lists are json where nobody says more, for rows of several lengths can be in them; ``--schema
 boxes=float32[*,*]`` and ``tags=str[*]`` make arrays and lists (`list_notes` tells it).
@@ -14,8 +14,8 @@ A text column ``__key__`` holds the samples' keys, as it does in shards of the a
 
 A struct of bytes and path, as Hugging Face keeps pictures and sounds, is its bytes.
 
-Text has all of a timestamp, its zone too, and every digit of a decimal; ``--schema when=int64`` is the number of units
-since 1970, ``price=float64`` a number to compute with. What is nested can be json, and str with the same text: bytes
+``--schema when=str`` has all of a timestamp as text, ``when=int64`` is the number of units since 1970,
+``price=float64`` a number to compute with. What is nested can be json, and str with the same text: bytes
 are base64 there, and maps whose keys are no text are lists of pairs.
 
 A column that holds nulls is optional (`null_columns`), and json holds them as they are; others are errors that name the
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType, presence_of
+from shardkit.formats.logical import Logical
 from shardkit_tools.importers.protocol import (
     MIXED,
     ImportOptions,
@@ -322,7 +323,11 @@ def batch_columns(
             columns[presence_of(name)] = column.is_valid().to_numpy(zero_copy_only=False)
             if column.null_count and kind.kind == "scalar" and _is_number(column.type):
                 column = pc.fill_null(column, pa.scalar(0).cast(column.type))
-        found = _fixed_array(column, kind) if _is_fixed(column.type) else None
+        found: NDArray[Any] | None = None
+        if kind.logical is not None and pa.types.is_temporal(column.type):
+            found = np.asarray(_values(column, kind, f"{where} from row {first_row} on, column {name!r}"))
+        elif _is_fixed(column.type):
+            found = _fixed_array(column, kind)
         if found is None:
             return None
         columns[name] = found
@@ -453,11 +458,24 @@ def _type_text(kind: Any) -> str | None:
         return f"{_number_name(item)}[{','.join(map(str, shape))}]"
     if _is_list(kind):
         return _list_text(kind)
-    if pa.types.is_duration(kind):
-        return "int64"
     if _is_text(kind):
-        return "str"
+        return _logical_text(kind) or "str"
     return "json" if _is_json(kind) else None
+
+
+def _logical_text(kind: Any) -> str | None:
+    """The field type of dates, times and decimals, where there is one."""
+    if pa.types.is_date(kind):
+        return "date"
+    if pa.types.is_decimal(kind):
+        # Writers such as pandas take the digits of the largest value: the next file may have more.
+        text = f"decimal[{max(kind.precision, 18)},{kind.scale}]"
+    else:
+        name = next(
+            name for name in ("timestamp", "duration", "time") if getattr(pa.types, f"is_{name}")(kind)
+        )
+        text = f"{name}[{kind.unit}{f', {kind.tz}' if name == 'timestamp' and kind.tz else ''}]"
+    return text if Logical.parse(text) is not None else None
 
 
 def _list_text(kind: Any) -> str | None:
@@ -594,10 +612,15 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
         return _lists(column, kind, where)
     if kind.kind == "str" and (pa.types.is_nested(column.type) or pa.types.is_interval(column.type)):
         return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
+    if kind.logical is not None and not pa.types.is_temporal(column.type):
+        plain: list[Any] = column.to_pylist()  # decimals and texts, which the schema reads
+        return plain
     target = {"str": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
     if target is None:
         target = pa.from_numpy_dtype(np.dtype(kind.dtype))
     try:
+        if kind.logical is not None:
+            column = column.cast(kind.logical.arrow_type)
         cast = column if column.type == target else _cast(column, target)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise SchemaError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats import Schema
+from shardkit.formats import FieldType, Schema
 from shardkit_tools.importers.line_ranges import cut_rows
 from shardkit_tools.importers.protocol import (
     ImportOptions,
@@ -182,7 +182,7 @@ def _value(cell: str, kind: str, name: str, where: str) -> object:
         if not cell:
             return None
         kind = kind.removesuffix("?")
-    if kind == "str":
+    if kind == "str" or FieldType.parse(kind).logical is not None:  # the schema reads its text
         return cell
     if kind == "bytes":
         return cell.encode()

@@ -10,6 +10,7 @@ A field that the source has too keeps its type where the values fit it.
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -111,12 +112,20 @@ def _type(name: str, value: object, where: str) -> str:
             return _list_type(value)
         case dict():
             return "json"
+        case dt.date() | dt.time() | dt.timedelta():
+            return _time_type(value)
     if hasattr(value, "__array__"):
         return _array_type(np.asarray(value))
     raise SchemaError(
         f"{where}: field {name!r} is a {type(value).__name__}, which has no field type; return numbers, text, "
         "bytes, lists, dicts, arrays, or None"
     )
+
+
+def _time_type(value: dt.date | dt.time | dt.timedelta) -> str:
+    if isinstance(value, dt.datetime):
+        return "timestamp[us, UTC]" if value.tzinfo else "timestamp[us]"
+    return {dt.date: "date", dt.time: "time[us]"}.get(type(value), "duration[us]")
 
 
 def _array_type(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
