@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,16 @@ SCHEMAS = {
     "formats-packed": Schema.parse(
         {"Größe": "uint8[*,*,3]", "left.eye": "float32[*,2]", "tags": "str[*]", "pages/%": "bytes[*]?"}
     ),
+    "formats-logical": Schema.parse(
+        {
+            "day": "date?",
+            "at": "time[ms]",
+            "fine": "time[us]",
+            "seen": "timestamp[us, Europe/Berlin]",
+            "took": "duration[ns]",
+            "price": "decimal[18,4]",
+        }
+    ),
 }
 
 
@@ -40,6 +52,8 @@ def samples(golden: str) -> list[dict[str, Any]]:
     """What the golden shards hold."""
     if golden == "formats-packed":
         return _packed_samples()
+    if golden == "formats-logical":
+        return _logical_samples()
     full = _full_samples()
     if golden == "formats-1":
         return full
@@ -76,6 +90,21 @@ def _packed_samples() -> list[dict[str, Any]]:
             "left.eye": np.full((3 - i % 3, 2), i / 2, np.float32),
             "tags": ["größe", "", "雪"][:i],
             **({"pages/%": [b"\x00" * i, b""]} if i % 2 else {}),
+        }
+        for i in range(5)
+    ]
+
+
+def _logical_samples() -> list[dict[str, Any]]:
+    start = dt.datetime(1969, 12, 31, 23, tzinfo=dt.UTC)
+    return [
+        {
+            **({"day": dt.date(1970, 1, 1) - dt.timedelta(days=i)} if i % 2 else {}),
+            "at": dt.time(23, 59, 59, 999_000 - i * 1000),
+            "fine": dt.time(i, 0, 0, i),
+            "seen": start + dt.timedelta(days=100 * i, microseconds=i),
+            "took": np.timedelta64(i - 2, "ns"),
+            "price": Decimal(i - 2) / 16,
         }
         for i in range(5)
     ]
