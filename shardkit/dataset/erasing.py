@@ -10,9 +10,8 @@ import os
 from collections.abc import Mapping
 from itertools import pairwise
 
-from shardkit.dataset.copies import find_copies
-from shardkit.dataset.erasing_copies import delete_from_copies
-from shardkit.dataset.erasing_parity import delete_parity
+from shardkit.dataset.equal_rows import find_equal_rows
+from shardkit.dataset.erasing_copies import delete_from_copies, delete_parity
 from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
 from shardkit.dataset.rewriting import Rewriter
 from shardkit.dataset.store_survey import StoreSurvey
@@ -74,9 +73,9 @@ def plan_erasure(
             f"version {version.manifest.id} has shards outside of this root ({ADOPTED}), "
             "which are never written: remove the samples here without erasing, and erase them where they lie"
         )
-    copies = find_copies(repository, version, rows)
-    notes = [*copies.notes, *_scratch(repository), *_ELSEWHERE]
-    return ErasurePlan(request, reason, author, copies.shards, tuple(notes), samples)
+    shards, notes = find_equal_rows(repository, version, rows)
+    notes += [*_scratch(repository), *_ELSEWHERE]
+    return ErasurePlan(request, reason, author, shards, tuple(notes), samples)
 
 
 def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
@@ -134,33 +133,30 @@ def _rewrite_all(
         except (NotFoundError, IntegrityError, FormatError) as error:
             _add(report.not_reached, f"version {identity} cannot be read ({error})"[:500])
     changed: dict[str, Manifest | None] = {}
-
-    def settle(identity: str) -> None:
-        """Parents first, so that the new versions name each other as the old ones did."""
-        chain = [identity]
-        while (parent := touched[chain[-1]].parent) in touched and parent not in changed:
-            chain.append(str(parent))
-        for current in reversed(chain):
-            manifest = touched[current]
-            parent_id = manifest.parent
-            if parent_id in changed:
-                after = changed[parent_id]
-                parent_id = after.id if after is not None else None
-            elif parent_id in report.versions:
-                parent_id = report.versions[parent_id] or None
-            try:
-                changed[current] = rewriter.rewrite(survey, manifest, parent_id)
-            except NotFoundError as error:
-                _add(
-                    report.not_reached,
-                    f"version {current} was committed while rows were erased: {error}"[:500],
-                )
-
-    for identity in sorted(touched):
-        if identity not in changed:
-            settle(identity)
+    for identity in _parents_first(touched):
+        parent = touched[identity].parent
+        if parent in changed:  # new versions name each other as the old ones did
+            after = changed[parent]
+            parent = after.id if after is not None else None
+        elif parent in report.versions:
+            parent = report.versions[parent] or None
+        try:
+            changed[identity] = rewriter.rewrite(survey, touched[identity], parent)
+        except NotFoundError as error:
+            note = f"version {identity} was committed while rows were erased: {error}"
+            _add(report.not_reached, note[:500])
     changed |= _merge_again(repository, survey, changed, report)
     return changed
+
+
+def _parents_first(touched: Mapping[str, Manifest]) -> list[str]:
+    order: dict[str, None] = {}
+    for identity in sorted(touched):
+        chain = [identity]
+        while (parent := touched[chain[-1]].parent) in touched and parent not in order:
+            chain.append(str(parent))
+        order |= dict.fromkeys(reversed(chain))
+    return list(order)
 
 
 def _merge_again(

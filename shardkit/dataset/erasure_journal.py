@@ -22,22 +22,16 @@ _FORMAT: Final = "shardkit-erasure/1"
 
 @dataclass(frozen=True, slots=True)
 class ErasurePlan:
-    """Which rows go.
+    """Which rows go."""
 
-    Attributes:
-        request: digest of what was asked for, by which a second call of the same kind knows it again.
-        reason, author: for the log.
-        shards: (hex of the shard, hex of its index) → rows, ascending.
-        notes: what was found that cannot be erased from here.
-        samples: how many were asked for.
-    """
-
-    request: str
-    reason: str
+    request: str  # digest of what was asked for, by which a second call of the same kind knows it again
+    reason: str  # for the log, as the author
     author: str
-    shards: Mapping[tuple[str, str], tuple[int, ...]]
-    notes: tuple[str, ...]
-    samples: int
+    shards: Mapping[
+        tuple[str, str], tuple[int, ...]
+    ]  # (hex of the shard, hex of its index) → rows, ascending
+    notes: tuple[str, ...]  # what was found that cannot be erased from here
+    samples: int  # how many were asked for
 
     @property
     def id(self) -> str:
@@ -94,35 +88,25 @@ class NewShard:
 
 @dataclass(slots=True)
 class ErasureReport:
-    """What an erasure did.
+    """What an erasure did."""
 
-    Attributes:
-        id: of the erasure.
-        reason: that was given.
-        samples: that were asked for.
-        rows: erased from shards, copies in other shards counted.
-        versions: old manifest id → new one, "" where nothing was left of it.
-        refs: ref → its new manifest id, "" where it was dropped.
-        tags: withdrawn tag → the manifest id that it named.
-        commits: numbers of the log entries.
-        rewritten, dropped: shards that were replaced, and that had no row left.
-        objects: names of what was deleted. bytes: how many bytes that were.
-        not_reached: what this command cannot erase, and what to do about it.
-    """
-
-    id: str = ""
+    id: str = ""  # of the erasure
     reason: str = ""
-    samples: int = 0
-    rows: int = 0
-    versions: dict[str, str] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
-    commits: list[int] = field(default_factory=list)
-    rewritten: int = 0
-    dropped: int = 0
-    objects: list[str] = field(default_factory=list)
-    bytes: int = 0
-    not_reached: list[str] = field(default_factory=list)
+    samples: int = 0  # that were asked for
+    rows: int = 0  # erased from shards, equal rows in other shards counted
+    versions: dict[str, str] = field(
+        default_factory=dict
+    )  # old manifest id → new one, "" where nothing was left
+    refs: dict[str, str] = field(default_factory=dict)  # ref → its new manifest id, "" where it was dropped
+    tags: dict[str, str] = field(default_factory=dict)  # withdrawn tag → the manifest id that it named
+    commits: list[int] = field(default_factory=list)  # numbers of the log entries
+    rewritten: int = 0  # shards that were replaced
+    dropped: int = 0  # shards that had no row left
+    objects: list[str] = field(default_factory=list)  # names of what was deleted
+    bytes: int = 0  # how many bytes that were
+    not_reached: list[str] = field(
+        default_factory=list
+    )  # what cannot be erased from here, and what to do about it
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept and printed."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +16,9 @@ from numpy.typing import NDArray
 from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.erasure_journal import ErasurePlan, NewShard
 from shardkit.dataset.lookups import Entries
+from shardkit.dataset.shard_writing import publish_shard
 from shardkit.dataset.store_survey import StoreSurvey
-from shardkit.formats import Row, ShardIndex, ShardWriter, block_starts, extension
+from shardkit.formats import Row, ShardIndex, block_starts
 from shardkit.manifest import (
     CostPiece,
     Lookup,
@@ -34,13 +37,15 @@ from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_selection, put_manifest, put_selection
 
+P = TypeVar("P", LookupPiece, CostPiece)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loss:
-    """What a manifest loses in one shard: own strata of the rows that go, and which of them it had selected."""
+    """What a manifest loses in one shard."""
 
-    stratum: NDArray[np.int32] | None
-    selected: NDArray[np.bool_]
+    stratum: NDArray[np.int32] | None  # own strata of the rows that go
+    selected: NDArray[np.bool_]  # which of them it had selected
 
 
 class Rewriter:
@@ -60,12 +65,14 @@ class Rewriter:
         self.shards = dict(shards)
         self.empty_strata: set[str] = set()
 
+    def lost_rows(self, table: ShardTable, shard: int) -> tuple[int, ...]:
+        """Rows of a shard that go, ascending."""
+        return self._plan.shards.get(shard_pair(table, shard), ())
+
     def touches(self, table: ShardTable) -> NDArray[np.bool_]:
         """(shards,) which shards of a table lose rows."""
-        pairs = zip(table.digest, table.index_digest, strict=True)
-        return np.array(
-            [(a.tobytes().hex(), b.tobytes().hex()) in self._plan.shards for a, b in pairs], dtype=np.bool_
-        )
+        lost = [bool(self.lost_rows(table, shard)) for shard in range(len(table))]
+        return np.array(lost, dtype=np.bool_)
 
     def rewrite(self, survey: StoreSurvey, manifest: Manifest, parent: str | None) -> Manifest | None:
         """Put the manifest that replaces one of the plan's, with all that it needs; None where no sample is left.
@@ -77,37 +84,50 @@ class Rewriter:
         """
         losses: list[_Loss] = []
         pages = [self._page(manifest, page, losses) for page in survey.pages(manifest)]
-        kept = [page for page in pages if page is not None and len(page)]
+        kept = [page for page in pages if len(page)]
         table = ShardTable.concatenate(kept)
         if not table.selected.any():
             return None
         references = [(ref, data) for page in kept for ref, data in paginate(page)]
-        erased = int(manifest.build.get("erased", 0)) + manifest.rows - int(table.rows.sum())
+        rows, before = int(table.rows.sum()), survey.table(manifest)
         strata = _recount(manifest, table, losses)
         # They keep their numbers, which other shards and indexes use; so their names stay.
         self.empty_strata |= {
             new.name for new, old in zip(strata, manifest.strata, strict=True) if old.rows and not new.rows
         }
+        erased = int(manifest.build.get("erased", 0)) + manifest.rows - rows
         new = dataclasses.replace(
             manifest,
             strata=strata,
             shards=len(table),
-            rows=int(table.rows.sum()),
+            rows=rows,
             selected=int(table.selected.sum()),
             raw_bytes=sum(table.raw_bytes.tolist()),
             stored_bytes=sum(table.size.tolist()),
             pages=tuple(ref for ref, _ in references),
             parent=parent,
             build={**manifest.build, "erased": erased},
-            lookups=self._lookups(manifest, survey.table(manifest)),
-            costs=self._costs(manifest, survey.table(manifest)),
+            lookups=tuple(
+                Lookup(
+                    one.field, self._pieces(one.pieces, before, functools.partial(self._lookup, one.field))
+                )
+                for one in manifest.lookups
+            ),
+            costs=tuple(
+                RowCosts(
+                    one.expression,
+                    self._pieces(one.pieces, before, functools.partial(self._cost, one.expression)),
+                )
+                for one in manifest.costs
+                if covers(one, before.rows)
+            ),
         )
         Manifest.from_bytes(new.to_bytes())
         check_against(new, table)
         put_manifest(self.repository, new, [data for _, data in references])
         return new
 
-    def _page(self, manifest: Manifest, page: ShardTable, losses: list[_Loss]) -> ShardTable | None:
+    def _page(self, manifest: Manifest, page: ShardTable, losses: list[_Loss]) -> ShardTable:
         """A page without the rows; the page itself where it loses none, so that its digest stays."""
         touched = self.touches(page)
         if not touched.any():
@@ -116,11 +136,9 @@ class Rewriter:
         for shard, is_touched in enumerate(touched.tolist()):
             if not is_touched:
                 tables.append(page.take([shard]))
-                continue
-            record = self._record(manifest, page, shard, losses)
-            if record is not None:
+            elif (record := self._record(manifest, page, shard, losses)) is not None:
                 tables.append(ShardTable.from_records([record]))
-        return ShardTable.concatenate(tables) if tables else None
+        return ShardTable.concatenate(tables) if tables else page.take([])
 
     def _record(
         self, manifest: Manifest, page: ShardTable, shard: int, losses: list[_Loss]
@@ -130,15 +148,24 @@ class Rewriter:
         segment_rows = page.segment_rows[segments]
         rows = int(page.rows[shard])
         keep = np.ones(rows, dtype=np.bool_)
-        keep[list(self._rows(page, shard))] = False
+        keep[list(self.lost_rows(page, shard))] = False
         mask = np.ones(rows, dtype=np.bool_)
         digest = page.selection_digest_text(shard)
         if digest is not None:
             mask = load_selection(self.repository, digest, rows).mask()
         starts = np.cumsum(segment_rows) - segment_rows
         new_rows = np.add.reduceat(keep.astype(np.int64), starts)
-        index = _Lazy(self.repository, page, shard)
-        losses.append(_Loss(self._own_strata(manifest, index, ~keep), mask[~keep]))
+
+        @functools.cache  # read when it is needed: after a kill it may be gone, and not needed any more
+        def index() -> ShardIndex:
+            size = int(page.index_size[shard])
+            return ShardIndex.from_bytes(
+                self.repository.get_object(page.index_digest_text(shard), "index", size)
+            )
+
+        pooled = any(stratum.in_pool for stratum in manifest.strata)
+        own = index().row_stratum if pooled else None
+        losses.append(_Loss(None if own is None else own[~keep], mask[~keep]))
         new = self._shard(manifest, page, shard, index, keep, new_rows)
         if not new.digest:
             return None
@@ -158,61 +185,73 @@ class Rewriter:
             selection_digest=None if left.count == left.rows else put_selection(self.repository, left).digest,
         )
 
-    def _own_strata(
-        self, manifest: Manifest, index: _Lazy, lost: NDArray[np.bool_]
-    ) -> NDArray[np.int32] | None:
-        if not any(stratum.in_pool for stratum in manifest.strata):
-            return None
-        strata = index.load().row_stratum
-        return None if strata is None else strata[lost]
-
     def _shard(
         self,
         manifest: Manifest,
         page: ShardTable,
         shard: int,
-        index: _Lazy,
+        index: Callable[[], ShardIndex],
         keep: NDArray[np.bool_],
         segment_rows: NDArray[np.int64],
     ) -> NewShard:
+        """The shard without the rows: order, payloads, keys and sources of the others stay to the last byte."""
+        block_rows = int(page.block_rows[shard])
         # The same bytes may be cut into other segments by another manifest: its blocks then lie otherwise.
         cut = hashlib.sha256(np.ascontiguousarray(page.digest[shard]).tobytes())
         cut.update(np.ascontiguousarray(page.index_digest[shard]).tobytes())
-        cut.update(np.array([page.block_rows[shard], *segment_rows], dtype="<i8").tobytes())
+        cut.update(np.array([block_rows, *segment_rows], dtype="<i8").tobytes())
         key = cut.hexdigest()
+        if key not in self.shards and not keep.any():
+            self.shards[key] = NewShard("", 0, "", 0, 0, 0)
         if key not in self.shards:
-            self.shards[key] = (
-                _write(self.repository, manifest, page, shard, index.load(), keep, segment_rows)
-                if keep.any()
-                else NewShard("", 0, "", 0, 0, 0)
+            rows = _kept_rows(version_reader(self.repository, manifest, page), shard, index(), keep)
+            borders = block_starts([n for n in segment_rows.tolist() if n], block_rows).tolist()
+            placed, sidecar, written = publish_shard(
+                self.repository,
+                (list(islice(rows, stop - start)) for start, stop in pairwise(borders)),
+                format=manifest.format,
+                compression=manifest.compression,
+                schema=manifest.schema,
+                block_rows=block_rows,
+                is_small=True,
+            )
+            raw = written.block_raw_size
+            self.shards[key] = NewShard(
+                placed.digest, placed.size, sidecar.digest, sidecar.size, int(raw.max()), int(raw.sum())
             )
         return self.shards[key]
 
-    def _rows(self, table: ShardTable, shard: int) -> tuple[int, ...]:
-        pair = (table.digest[shard].tobytes().hex(), table.index_digest[shard].tobytes().hex())
-        return self._plan.shards.get(pair, ())
+    def _pieces(
+        self,
+        pieces: Sequence[P],
+        table: ShardTable,
+        rewrite: Callable[[P, NDArray[np.int64], NDArray[np.bool_]], P | None],
+    ) -> tuple[P, ...]:
+        """Pieces of a sidecar; those over shards that lose no row stay, the others are rewritten or go.
 
-    def _lookups(self, manifest: Manifest, table: ShardTable) -> tuple[Lookup, ...]:
-        """The sidecars without the rows; pieces over shards that lose none stay as they are."""
-        touched = self.touches(table)
-        lookups = []
-        for lookup in manifest.lookups:
-            pieces = []
-            first = 0
-            for piece in lookup.pieces:
-                shards = range(first, first + piece.shards)
-                first += piece.shards
-                new = piece if not touched[shards].any() else self._piece(lookup.field, piece, table, shards)
-                pieces += [new] if new is not None else []
-            lookups.append(Lookup(lookup.field, tuple(pieces)))
-        return tuple(lookups)
+        `rewrite` gets a piece, the rows of its shards, and which of all these rows stay.
+        """
+        touched, found, first = self.touches(table), list[P](), 0
+        for piece in pieces:
+            last = first + piece.shards
+            new: P | None = piece
+            if touched[first:last].any():
+                rows = table.rows[first:last]
+                before, keep = np.cumsum(rows) - rows, np.ones(int(rows.sum()), dtype=np.bool_)
+                for place in range(first, last):
+                    lost = np.array(self.lost_rows(table, place), dtype=np.int64)
+                    keep[before[place - first] + lost] = False
+                new = rewrite(piece, rows, keep)
+            found += [new] if new is not None else []
+            first = last
+        return tuple(found)
 
-    def _piece(self, field: str, piece: LookupPiece, table: ShardTable, shards: range) -> LookupPiece | None:
+    def _lookup(
+        self, field: str, piece: LookupPiece, rows: NDArray[np.int64], keep: NDArray[np.bool_]
+    ) -> LookupPiece | None:
         data = self.repository.get_object(piece.digest, "lookup", piece.size)
-        rows = table.rows[shards.start : shards.stop]
         entries = Entries.from_bytes(data, field, rows)
         before = np.cumsum(rows) - rows
-        keep = self._kept(table, shards)
         left = np.add.reduceat(keep.astype(np.int64), before)
         inside = before[entries.shard] + entries.row  # of each entry in the rows of the piece
         rank: NDArray[np.int64] = np.cumsum(keep) - keep
@@ -225,93 +264,25 @@ class Rewriter:
         placed = self.repository.put_object(kept.to_bytes(field, count), "lookup")
         return LookupPiece(placed.digest, placed.size, count, len(kept))
 
-    def _costs(self, manifest: Manifest, table: ShardTable) -> tuple[RowCosts, ...]:
-        """What rows cost without those that go; pieces over shards that lose none stay as they are."""
-        touched = self.touches(table)
-        found = []
-        for costs in manifest.costs:
-            if not covers(costs, table.rows):
-                continue
-            pieces: list[CostPiece] = []
-            first = 0
-            for piece in costs.pieces:
-                shards = range(first, first + piece.shards)
-                first += piece.shards
-                if not touched[shards].any():
-                    pieces.append(piece)
-                    continue
-                keep = self._kept(table, shards)
-                codes = read_piece(self.repository, costs.expression, piece)[keep]
-                starts = np.cumsum(table.rows[shards]) - table.rows[shards]
-                left = int(np.logical_or.reduceat(keep, starts).sum())
-                if left:
-                    data = write_piece(costs.expression, left, codes)
-                    placed = self.repository.put_object(data, "cost")
-                    pieces.append(CostPiece(placed.digest, placed.size, left, len(codes)))
-            found.append(RowCosts(costs.expression, tuple(pieces)))
-        return tuple(found)
-
-    def _kept(self, table: ShardTable, shards: range) -> NDArray[np.bool_]:
-        """bool[rows of some shards]: which stay."""
-        rows = table.rows[shards.start : shards.stop]
-        before, keep = np.cumsum(rows) - rows, np.ones(int(rows.sum()), dtype=np.bool_)
-        for place, shard in enumerate(shards):
-            keep[before[place] + np.array(self._rows(table, shard), dtype=np.int64)] = False
-        return keep
+    def _cost(
+        self, expression: str, piece: CostPiece, rows: NDArray[np.int64], keep: NDArray[np.bool_]
+    ) -> CostPiece | None:
+        codes = read_piece(self.repository, expression, piece)[keep]
+        left = int(np.logical_or.reduceat(keep, np.cumsum(rows) - rows).sum())
+        if not left:
+            return None
+        placed = self.repository.put_object(write_piece(expression, left, codes), "cost")
+        return CostPiece(placed.digest, placed.size, left, len(codes))
 
 
-class _Lazy:
-    """The index of a shard, read when it is needed: after a kill it may be gone, and not needed any more."""
-
-    def __init__(self, repository: Repository, page: ShardTable, shard: int) -> None:
-        self._repository = repository
-        self._digest = page.index_digest_text(shard)
-        self._size = int(page.index_size[shard])
-        self._index: ShardIndex | None = None
-
-    def load(self) -> ShardIndex:
-        """The verified index."""
-        if self._index is None:
-            data = self._repository.get_object(self._digest, "index", self._size)
-            self._index = ShardIndex.from_bytes(data)
-        return self._index
+def shard_pair(table: ShardTable, shard: int) -> tuple[str, str]:
+    """(hex of the shard, hex of its index): by which an erasure knows a shard."""
+    return bytes(table.digest[shard]).hex(), bytes(table.index_digest[shard]).hex()
 
 
-def _write(
-    repository: Repository,
-    manifest: Manifest,
-    page: ShardTable,
-    shard: int,
-    index: ShardIndex,
-    keep: NDArray[np.bool_],
-    segment_rows: NDArray[np.int64],
-) -> NewShard:
-    """Write a shard without some rows, block by block; payloads, keys and sources stay to the last byte."""
-    reader = BlockReader(page, [repository], [0], [(manifest.format, manifest.compression)], "strong")
-    rows = _kept_rows(reader, shard, index, keep)
-    block_rows = int(page.block_rows[shard])
-    borders = block_starts([n for n in segment_rows.tolist() if n], block_rows)
-    with repository.stage_object(extension(manifest.format, manifest.compression)) as staged:
-        writer = ShardWriter(
-            staged,
-            format=manifest.format,
-            compression=manifest.compression,
-            schema=manifest.schema,
-            block_rows=block_rows,
-        )
-        for start, stop in pairwise(borders.tolist()):
-            writer.write_block([next(rows) for _ in range(stop - start)])
-        written = writer.finish()
-        placed = staged.finish()
-    sidecar = repository.put_object(written.to_bytes(), "index")
-    return NewShard(
-        placed.digest,
-        placed.size,
-        sidecar.digest,
-        sidecar.size,
-        int(written.block_raw_size.max()),
-        int(written.block_raw_size.sum()),
-    )
+def version_reader(repository: Repository, manifest: Manifest, table: ShardTable) -> BlockReader:
+    """A reader of the shards of a version, or of one of its pages, that trusts SHA-256 alone."""
+    return BlockReader(table, [repository], [0], [(manifest.format, manifest.compression)], "strong")
 
 
 def _kept_rows(reader: BlockReader, shard: int, index: ShardIndex, keep: NDArray[np.bool_]) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +17,7 @@ from shardkit.dataset.row_table import ShardRows
 from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_settings import NewVersion
-from shardkit.formats import RowBlock, ShardWriter, Sink, block_starts, extension
+from shardkit.formats import Row, RowBlock, Schema, ShardIndex, ShardWriter, Sink, block_starts, extension
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 
@@ -59,8 +59,6 @@ def write_shard(
 ) -> WrittenShard:
     """Write and publish one shard and its index; what is published already is left as it is.
 
-    A block is hashed and written by other threads while the next one is read and encoded.
-
     Args:
         repository: where to.
         reader: of the scratch that the rows are in.
@@ -73,32 +71,26 @@ def write_shard(
         StoreError: the store or the scratch disk fails; nothing torn is published.
         IntegrityError: a scratch record changed.
     """
-    with (
-        repository.stage_object(extension(version.format, version.compression)) as staged,
-        WriteBehind(staged, staged.sync, is_small=rows.raw_bytes < _SMALL_BYTES) as behind,
-    ):
-        writer = ShardWriter(
-            behind,
-            format=version.format,
-            compression=version.compression,
-            schema=version.schema,
-            block_rows=rows.block_rows,
-            executor=behind.hashing,
-        )
+
+    def blocks() -> Iterator[RowBlock]:
         for block, size in _blocks(reader, rows, gather_bytes):
-            writer.write_block(block)
+            yield block
             if on_block is not None:
                 on_block(len(block), size)
-        index = writer.finish()
-        behind.flush()
-        # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
-        put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
-        shard = staged.finish()
-        index_descriptor = put_index()
+
+    shard, sidecar, index = publish_shard(
+        repository,
+        blocks(),
+        format=version.format,
+        compression=version.compression,
+        schema=version.schema,
+        block_rows=rows.block_rows,
+        is_small=rows.raw_bytes < _SMALL_BYTES,
+    )
     return WrittenShard(
         number=rows.number,
         shard=shard,
-        index=index_descriptor,
+        index=sidecar,
         rows=len(rows.ordinal),
         block_rows=rows.block_rows,
         largest_block=int(index.block_raw_size.max()),
@@ -106,6 +98,46 @@ def write_shard(
         segment_stratum=rows.segment_stratum,
         segment_rows=rows.segment_rows,
     )
+
+
+def publish_shard(
+    repository: Repository,
+    blocks: Iterable[RowBlock | Sequence[Row]],
+    *,
+    format: str,
+    compression: str,
+    schema: Schema,
+    block_rows: int,
+    is_small: bool = False,
+) -> tuple[Descriptor, Descriptor, ShardIndex]:
+    """Publish blocks of rows as a shard and its index; what is published already is left as it is.
+
+    A block is hashed and written by other threads while the next one is read and encoded, unless there is so little to
+    come that threads would not pay (`is_small`).
+
+    Raises:
+        StoreError: the store fails; nothing torn is published.
+    """
+    with (
+        repository.stage_object(extension(format, compression)) as staged,
+        WriteBehind(staged, staged.sync, is_small=is_small) as behind,
+    ):
+        writer = ShardWriter(
+            behind,
+            format=format,
+            compression=compression,
+            schema=schema,
+            block_rows=block_rows,
+            executor=behind.hashing,
+        )
+        for block in blocks:
+            writer.write_block(block)
+        index = writer.finish()
+        behind.flush()
+        # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
+        put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
+        shard = staged.finish()
+        return shard, put_index(), index
 
 
 def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterator[tuple[RowBlock, int]]:
