@@ -236,7 +236,9 @@ def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None =
     """
     where = f"page {sha256_digest(data)}"
     try:
-        columns = unpack_columns(data, _KIND, max_raw_bytes=_raw_limit(ref))
+        most = (SHARDS_PER_PAGE if ref is None else ref.shards) * _SHARD_BYTES
+        most += MAX_SEGMENTS_PER_PAGE * _SEGMENT_BYTES
+        columns = unpack_columns(data, _KIND, max_raw_bytes=most)
         arrays = dict(columns.arrays)
         shards = len(arrays.get("segments", ()))
         for name, dtype in _STORED.items():
@@ -278,8 +280,3 @@ def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
         data = pack_page(piece)
         pages.append((PageRef(sha256_digest(data), len(data), len(piece), int(piece.rows.sum())), data))
     return pages
-
-
-def _raw_limit(ref: PageRef | None) -> int:
-    shards = SHARDS_PER_PAGE if ref is None else ref.shards
-    return shards * _SHARD_BYTES + MAX_SEGMENTS_PER_PAGE * _SEGMENT_BYTES

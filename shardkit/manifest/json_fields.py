@@ -12,7 +12,7 @@ import datetime as dt
 import itertools
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NoReturn
 
 from shardkit.errors import FormatError, IntegrityError
@@ -72,7 +72,7 @@ class Fields:
         return self.text(key, pattern=DIGEST)
 
     def optional_digest(self, key: str) -> str | None:
-        """``sha256:<64 hex>`` or null."""
+        """A digest, or null."""
         return None if self._values[key] is None else self.digest(key)
 
     def integer(self, key: str, *, maximum: int = MAX_INTEGER, minimum: int = 0) -> int:
@@ -95,14 +95,18 @@ class Fields:
             self.refuse(f"field {key!r}: expected a list of at most {maximum} items")
         return value
 
+    def objects(self, key: str, keys: Collection[str], what: str, *, maximum: int) -> Iterator[Fields]:
+        """The JSON objects of a list, each with exactly these keys; `what` is how messages call one."""
+        for number, item in enumerate(self.items(key, maximum=maximum)):
+            yield Fields(item, f"{self.where}, {what} {number},", keys)
+
     def texts(self, key: str, *, maximum: int, longest: int = 1_000) -> tuple[str, ...]:
         """A list of at most `maximum` strings of at most `longest` characters."""
-        values: list[str] = []
-        for value in self.items(key, maximum=maximum):
-            if not isinstance(value, str) or len(value) > longest:
-                self.refuse(f"field {key!r}: expected strings of at most {longest} characters")
-            values.append(value)
-        return tuple(values)
+        values = self.items(key, maximum=maximum)
+        texts = tuple(value for value in values if isinstance(value, str) and len(value) <= longest)
+        if len(texts) < len(values):
+            self.refuse(f"field {key!r}: expected strings of at most {longest} characters")
+        return texts
 
     def table(self, key: str, *, maximum: int) -> dict[str, object]:
         """A JSON object of any keys, at most `maximum` of them."""
@@ -118,12 +122,12 @@ class Fields:
             FormatError: A feature is not in `known`: an older shardkit must not guess.
         """
         features = self.texts("features", maximum=100, longest=100)
-        for feature in features:
-            if feature not in known:
-                raise FormatError(
-                    f"{self.where} needs the feature {feature!r}, which this shardkit does not know: "
-                    "install a newer shardkit"
-                )
+        unknown = next((feature for feature in features if feature not in known), None)
+        if unknown is not None:
+            raise FormatError(
+                f"{self.where} needs the feature {unknown!r}, which this shardkit does not know: "
+                "install a newer shardkit"
+            )
         return features
 
 

@@ -47,20 +47,10 @@ _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PLAIN: Final = (
-    *(
-        "axes",
-        "classes",
-        "compression",
-        "features",
-        "parent",
-        "parts",
-        "raw_bytes",
-        "rows",
-        "selected",
-        "shards",
-    ),
-    *("sources", "stored_bytes"),
-)  # as the attributes are
+    "axes", "classes", "compression", "features", "parent", "parts", "raw_bytes", "rows", "selected", "shards",
+    "sources", "stored_bytes",
+)  # fmt: skip
+"""Keys that are as the attributes are."""
 _KEYS: Final = (*_PLAIN, "build", "pages", "schema", "shard_format", "strata")
 _STRATUM_KEYS: Final = ("values", "rows", "selected", "pooled", "in_pool")
 _PAGE_KEYS: Final = ("digest", "size", "shards", "rows")
@@ -245,55 +235,50 @@ def _as_json(item: object, names: Iterable[str]) -> dict[str, object]:
 
 
 def _strata(fields: Fields) -> tuple[Stratum, ...]:
-    strata: list[Stratum] = []
-    for item in fields.items("strata", maximum=_MAX_STRATA):
-        stratum = Fields(item, f"{fields.where}, stratum {len(strata)},", _STRATUM_KEYS)
-        strata.append(
-            Stratum(
-                values=stratum.texts("values", maximum=32),
-                rows=stratum.integer("rows"),
-                selected=stratum.integer("selected"),
-                pooled=stratum.boolean("pooled"),
-                in_pool=stratum.boolean("in_pool"),
-            )
+    return tuple(
+        Stratum(
+            values=one.texts("values", maximum=32),
+            rows=one.integer("rows"),
+            selected=one.integer("selected"),
+            pooled=one.boolean("pooled"),
+            in_pool=one.boolean("in_pool"),
         )
-    return tuple(strata)
+        for one in fields.objects("strata", _STRATUM_KEYS, "stratum", maximum=_MAX_STRATA)
+    )
 
 
 def _pages(fields: Fields) -> tuple[PageRef, ...]:
-    pages: list[PageRef] = []
-    for item in fields.items("pages", maximum=MAX_SHARDS):
-        page = Fields(item, f"{fields.where}, page {len(pages)},", _PAGE_KEYS)
-        pages.append(
-            PageRef(
-                digest=page.digest("digest"),
-                size=page.integer("size", minimum=1, maximum=2**32),
-                shards=page.integer("shards", minimum=1, maximum=SHARDS_PER_PAGE),
-                rows=page.integer("rows"),
-            )
+    return tuple(
+        PageRef(
+            digest=one.digest("digest"),
+            size=one.integer("size", minimum=1, maximum=2**32),
+            shards=one.integer("shards", minimum=1, maximum=SHARDS_PER_PAGE),
+            rows=one.integer("rows"),
         )
-    return tuple(pages)
+        for one in fields.objects("pages", _PAGE_KEYS, "page", maximum=MAX_SHARDS)
+    )
 
 
 def _lookups(fields: Fields) -> tuple[Lookup, ...]:
-    lookups: list[Lookup] = []
-    for item in fields.items("lookups", maximum=_MAX_LOOKUPS):
-        lookup = Fields(item, f"{fields.where}, lookup {len(lookups)},", _LOOKUP_KEYS)
-        pieces: list[LookupPiece] = []
-        for held in lookup.items("pieces", maximum=MAX_SHARDS):
-            piece = Fields(held, f"{lookup.where} piece {len(pieces)},", _PIECE_KEYS)
-            pieces.append(
-                LookupPiece(
-                    digest=piece.digest("digest"),
-                    size=piece.integer("size", minimum=1, maximum=2**32),
-                    shards=piece.integer("shards", minimum=1, maximum=MAX_SHARDS),
-                    entries=piece.integer("entries", maximum=2**32),
-                )
-            )
-        lookups.append(Lookup(lookup.text("field", maximum=MAX_FIELD_NAME), tuple(pieces)))
+    lookups = tuple(
+        Lookup(one.text("field", maximum=MAX_FIELD_NAME), _pieces(one))
+        for one in fields.objects("lookups", _LOOKUP_KEYS, "lookup", maximum=_MAX_LOOKUPS)
+    )
     if not lookups:
         fields.refuse("lists no lookups; expected no such list then")
-    return tuple(lookups)
+    return lookups
+
+
+def _pieces(lookup: Fields) -> tuple[LookupPiece, ...]:
+    return tuple(
+        LookupPiece(
+            digest=one.digest("digest"),
+            size=one.integer("size", minimum=1, maximum=2**32),
+            shards=one.integer("shards", minimum=1, maximum=MAX_SHARDS),
+            entries=one.integer("entries", maximum=2**32),
+        )
+        for one in lookup.objects("pieces", _PIECE_KEYS, "piece", maximum=MAX_SHARDS)
+    )
 
 
 def _parts(fields: Fields) -> tuple[tuple[str, str], ...]:
@@ -334,33 +319,27 @@ def _check_totals(manifest: Manifest) -> None:
     if manifest.parts:
         _check_parts(manifest)
         return
-    if sum(page.shards for page in manifest.pages) != manifest.shards:
-        _refuse(
-            f"its pages hold {sum(page.shards for page in manifest.pages)} shards, the root {manifest.shards}"
-        )
-    if sum(page.rows for page in manifest.pages) != manifest.rows:
-        _refuse(f"its pages hold {sum(page.rows for page in manifest.pages)} rows, the root {manifest.rows}")
+    for total in ("shards", "rows"):
+        held = sum(getattr(page, total) for page in manifest.pages)
+        if held != getattr(manifest, total):
+            _refuse(f"its pages hold {held} {total}, the root {getattr(manifest, total)}")
 
 
 def _check_strata(manifest: Manifest) -> None:
     own = [stratum for stratum in manifest.strata if not stratum.in_pool]
+    inside = [stratum for stratum in manifest.strata if stratum.in_pool]
+    pools = [stratum for stratum in manifest.strata if stratum.pooled]
     if len({stratum.values for stratum in manifest.strata}) != len(manifest.strata):
         _refuse("a stratum appears twice")
     for stratum in manifest.strata:
         _check_stratum(manifest, stratum)
-    if sum(stratum.rows for stratum in own) != manifest.rows:
-        _refuse(f"its strata hold {sum(stratum.rows for stratum in own)} rows, the root {manifest.rows}")
-    if sum(stratum.selected for stratum in own) != manifest.selected:
-        _refuse(
-            f"{sum(stratum.selected for stratum in own)} rows of its strata are selected, {manifest.selected} in all"
-        )
-    # Every pooled row is in a pool, and the other way round.
-    inside = [stratum for stratum in manifest.strata if stratum.in_pool]
-    pools = [stratum for stratum in manifest.strata if stratum.pooled]
-    if sum(s.rows for s in inside) != sum(s.rows for s in pools):
-        _refuse("the strata in the pool do not add up to the pool")
-    if sum(s.selected for s in inside) != sum(s.selected for s in pools):
-        _refuse("the selected rows of the strata in the pool do not add up to the pool's")
+    for total, rows in (("rows", "rows"), ("selected", "selected rows")):
+        held = sum(getattr(stratum, total) for stratum in own)
+        if held != getattr(manifest, total):
+            _refuse(f"its strata hold {held} {rows}, the root {getattr(manifest, total)}")
+        # Every pooled row is in a pool, and the other way round.
+        if sum(getattr(s, total) for s in inside) != sum(getattr(s, total) for s in pools):
+            _refuse(f"the {rows} of the strata in the pool do not add up to the pool's")
 
 
 def _check_stratum(manifest: Manifest, stratum: Stratum) -> None:

@@ -215,6 +215,11 @@ def _joined(lists: Sequence[Sequence[int] | NDArray[Any]], dtype: type[Any]) -> 
 MAX_VALUE: Final = 2**42
 """Largest size or count of one shard (4 TiB, 4·10¹² rows): sums over `MAX_SHARDS` shards stay below 2⁶³ only
 where callers add in Python integers; sums over one page always do."""
+_LEAST: Final = {
+    "size": 1, "index_size": 1, "rows": 1, "selected": 0, "block_rows": 1, "largest_block": 0, "raw_bytes": 0,
+    "segment_rows": 1, "segment_selected": 0, "segment_stratum": 0,
+}  # fmt: skip
+"""Smallest value of each column."""
 
 
 def _check_table(table: ShardTable) -> None:
@@ -223,30 +228,24 @@ def _check_table(table: ShardTable) -> None:
     Raises:
         FormatError: The first contradiction found, with the number of the shard where there is one.
     """
-    _check_shapes(table)
-    for name, least in (
-        ("size", 1), ("index_size", 1), ("rows", 1), ("selected", 0), ("block_rows", 1), ("largest_block", 0),
-        ("raw_bytes", 0), ("segment_rows", 1), ("segment_selected", 0), ("segment_stratum", 0),
-    ):  # fmt: skip
-        _check_range(name, getattr(table, name), least)
+    shards, segments = len(table.rows), len(table.segment_rows)
+    shapes = {name: (shards, 32) if kind is np.uint8 else (shards,) for name, kind in SHARD_COLUMNS.items()}
+    for name, shape in (shapes | dict.fromkeys(SEGMENT_COLUMNS, (segments,))).items():
+        if getattr(table, name).shape != shape:
+            _refuse(f"column {name} has shape {getattr(table, name).shape}, expected {shape}")
+    for name, least in _LEAST.items():
+        column = getattr(table, name)
+        if len(column) and (int(column.min()) < least or int(column.max()) > MAX_VALUE):
+            _refuse(
+                f"column {name} holds {int(column.min())} … {int(column.max())}, expected {least} … {MAX_VALUE}"
+            )
     _check_segments(table)
     _first(table.selected > table.rows, "has more selected rows than rows")
-    partial = table.selected < table.rows
     _first(
-        partial != table.selection_digest.any(axis=1),
+        (table.selected < table.rows) != table.has_selection,
         "has a selection though all rows are selected, or none though not",
     )
     _first(table.largest_block > table.raw_bytes, "has a block larger than itself")
-
-
-def _check_shapes(table: ShardTable) -> None:
-    shards, segments = len(table.rows), len(table.segment_rows)
-    for name in ("size", "index_size", "selected", "block_rows", "largest_block", "raw_bytes", "rows"):
-        _check_shape(name, getattr(table, name), (shards,))
-    for name in ("digest", "index_digest", "selection_digest"):
-        _check_shape(name, getattr(table, name), (shards, 32))
-    for name in ("segment_shard", "segment_stratum", "segment_selected", "segment_rows"):
-        _check_shape(name, getattr(table, name), (segments,))
 
 
 def _check_segments(table: ShardTable) -> None:
@@ -263,18 +262,6 @@ def _check_segments(table: ShardTable) -> None:
     wrong = np.flatnonzero(table.segment_selected > table.segment_rows)
     if len(wrong):
         _refuse(f"shard {int(shard[wrong[0]])} has a segment with more selected rows than rows")
-
-
-def _check_shape(name: str, column: NDArray[Any], shape: tuple[int, ...]) -> None:
-    if column.shape != shape:
-        _refuse(f"column {name} has shape {column.shape}, expected {shape}")
-
-
-def _check_range(name: str, column: NDArray[Any], least: int) -> None:
-    if len(column) and (int(column.min()) < least or int(column.max()) > MAX_VALUE):
-        _refuse(
-            f"column {name} holds {int(column.min())} … {int(column.max())}, expected {least} … {MAX_VALUE}"
-        )
 
 
 def _first(wrong: NDArray[np.bool_], what: str) -> None:

@@ -174,10 +174,9 @@ class Policy:
             FormatError, ConfigurationError: it did not.
         """
         fields = Fields(value, f"policy of {where}", _JSON)
-        critical = [
-            Fields(one, f"critical stratum of {where}", ("stratum", "copies"))
-            for one in fields.items("critical", maximum=_MAX_CRITICAL)
-        ]
+        critical = fields.objects(
+            "critical", ("stratum", "copies"), "critical stratum", maximum=_MAX_CRITICAL
+        )
         return cls(
             copies=fields.integer("copies", minimum=1, maximum=MAX_COPIES),
             critical=tuple(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, StoreReadOnlyError
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import Stage, check_name
 
@@ -26,10 +26,8 @@ class CacheClient:
         self._open()
 
     def _open(self) -> None:
-        self._idle: tuple[int, list[http.client.HTTPConnection]] = (
-            os.getpid(),
-            [],
-        )  # kept open between requests
+        # kept open between requests
+        self._idle: tuple[int, list[http.client.HTTPConnection]] = (os.getpid(), [])
         weakref.finalize(self, _close_all, self._idle[1])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,7 +45,7 @@ class CacheClient:
         check_name(name)
         try:
             return self._request(name, max_bytes)
-        except (StoreError, IntegrityError, NotFoundError):
+        except ShardkitError:
             raise
         except (http.client.HTTPException, OSError):
             told = StoreError(

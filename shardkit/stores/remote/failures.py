@@ -86,7 +86,12 @@ def classify(error: BaseException) -> Failure:
     """What a client's exception means. Drop the exception itself: its text may hold credentials."""
     text = str(error)
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
-    status = int(next(filter(None, status_match.groups()))) if status_match else _status_of(error)
+    answer = getattr(
+        error, "response", None
+    )  # botocore keeps it beside the text; a HEAD has no body, and so no code
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    if status_match:
+        status = int(next(filter(None, status_match.groups())))
     code = next(filter(None, code_match.groups())) if code_match else ""
     if status is None and _PAST_THE_END in text:
         return Failure("range", "past the end")
@@ -94,19 +99,8 @@ def classify(error: BaseException) -> Failure:
     return Failure(_kind(type(error).__name__, status, code), reason)
 
 
-def _status_of(error: BaseException) -> int | None:
-    """What botocore keeps beside the text; a HEAD has no body, and so no code."""
-    answer = getattr(error, "response", None)
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-    return status if isinstance(status, int) else None
-
-
 def told(request: Callable[[], _Result]) -> _Result:
-    """The answer to a request; whatever the client raises instead is classified.
-
-    Raises:
-        Failure: it failed.
-    """
+    """The answer to a request; whatever the client raises instead becomes a `Failure`."""
     try:
         return request()
     except Exception as error:  # noqa: BLE001 (whatever the client raises)

@@ -22,17 +22,14 @@ ROUNDS: Final = 5
 
 
 class ProbeResult(NamedTuple):
-    """What a race showed.
-
-    Attributes:
-        winners: per round, how many writers were told that they created the object.
-        kept: per round, whether what lies there afterwards is a winner's.
-        overwritten: a later put on an existing name was told that it created it.
-    """
+    """What a race showed."""
 
     winners: tuple[int, ...]
+    """Per round, how many writers were told that they created the object."""
     kept: tuple[bool, ...]
+    """Per round, whether what lies there afterwards is a winner's."""
     overwritten: bool
+    """A later put on an existing name was told that it created it."""
 
     @property
     def holds(self) -> bool:
@@ -78,23 +75,18 @@ def check_writers(store: Store) -> None:
     Raises:
         StoreError: Its put-if-absent admitted more than one winner.
     """
-    told = _flaw(store)
-    if told is not None:
-        raise StoreError(
-            f"{store.url}: put-if-absent does not hold here ({told}), so that commits of several writers would get "
-            "lost; use a store that keeps If-None-Match, or promise one writer at a time: single_writer=True "
-            "(shardkit build --single-writer)"
-        )
-
-
-def _flaw(store: Store) -> str | None:
-    """What is wrong with the store's put-if-absent, None where it holds."""
-    if isinstance(store, FsspecStore):
-        return "fsspec looks first and writes then"  # a race might be won by luck
-    found = probe(store)
-    if found.holds:
-        return None
-    most = max(found.winners)
-    if most > 1:
-        return f"{most} of {WRITERS} racing writers were told that they created the same object"
-    return "an object that existed was reported as created, or none was"
+    if isinstance(store, FsspecStore):  # a race might be won by luck
+        flaw = "fsspec looks first and writes then"
+    else:
+        found = probe(store)
+        if found.holds:
+            return
+        most = max(found.winners)
+        flaw = "an object that existed was reported as created, or none was"
+        if most > 1:
+            flaw = f"{most} of {WRITERS} racing writers were told that they created the same object"
+    raise StoreError(
+        f"{store.url}: put-if-absent does not hold here ({flaw}), so that commits of several writers would get "
+        "lost; use a store that keeps If-None-Match, or promise one writer at a time: single_writer=True "
+        "(shardkit build --single-writer)"
+    )

@@ -69,8 +69,6 @@ def pauses(retry: RetryPolicy) -> Iterator[float]:
         bound = min(retry.longest_pause_s, bound * 2)
 
 
-_FIRST_S: Final = 5.0
-_EVERY_S: Final = 10.0
 _LOOK_S: Final = 0.5
 _LOG: Final = logging.getLogger("shardkit.storage")
 
@@ -108,8 +106,8 @@ class Waits:
     def __init__(
         self,
         *,
-        first_s: float = _FIRST_S,
-        every_s: float = _EVERY_S,
+        first_s: float = 5.0,
+        every_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = _LOG.warning,
         is_watched: bool = True,
@@ -147,10 +145,6 @@ class Waits:
 
     def tell_due(self) -> None:
         """Say what is due to be said."""
-        for line in self._due():
-            self._tell(line)
-
-    def _due(self) -> list[str]:
         lines: list[str] = []
         with self._lock:
             now = self._clock()
@@ -163,19 +157,12 @@ class Waits:
                 if passed < self._first_s or now - self._told.get(where, -self._every_s) < self._every_s:
                     continue
                 self._told[where] = now
+                ends = math.isfinite(wait.deadline_s)
+                limit = f"at most {wait.deadline_s:.0f} s" if ends else "as long as its client waits"
                 last = f"; last: {wait.problem}" if wait.problem else ""
-                lines.append(
-                    f"still waiting for {where} to {wait.doing}: {passed:.0f} s, {self._limit(wait)}{last}"
-                )
-        return lines
-
-    @staticmethod
-    def _limit(wait: Wait) -> str:
-        return (
-            "as long as its client waits"
-            if math.isinf(wait.deadline_s)
-            else f"at most {wait.deadline_s:.0f} s"
-        )
+                lines.append(f"still waiting for {where} to {wait.doing}: {passed:.0f} s, {limit}{last}")
+        for line in lines:
+            self._tell(line)
 
     def _watch(self) -> None:
         while True:
