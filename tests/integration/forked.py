@@ -122,9 +122,7 @@ def launch_forked(
 
     environment = {**environment, OUTPUT: str(output)}
     files = [output.with_name(f"{output.name}.{kind}") for kind in ("out", "err")]
-    if nproc == 1:
-        code = Forked(train_alone, overrides, environment=environment).wait()
-    elif "parallel.recovery=in-process" in overrides:
+    if "parallel.recovery=in-process" in overrides:
         supervised = patch.object(supervisor, "subprocess", SimpleNamespace(Popen=ForkedRank))
         with (
             supervised,
@@ -133,6 +131,8 @@ def launch_forked(
             redirect_stderr(told),
         ):
             code = launch(None, overrides, nproc=nproc, restarts=restarts)
+    elif nproc == 1:
+        code = Forked(train_alone, overrides, environment=environment).wait() or 0
     else:
         assert not restarts, "torchrun restarts ranks"
         code = max(code or 0 for code in side_by_side(nproc, become_rank, overrides, environment=environment))

@@ -234,7 +234,7 @@ def test_what_a_replica_has_learned_alone_is_not_passed_over(tmp_path: Path, tak
     assert groups(run) == [3, 2, 3]
     events = read_documents(run / "events.jsonl")
     assert [(e["step"], e["reached"]) for e in events if e["event"] == "rewind"] == [(3, 5)]
-    assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 9]
+    assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 10]
 
 
 @pytest.mark.drill

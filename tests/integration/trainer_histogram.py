@@ -5,8 +5,8 @@ differs from step to step, its final value is −Σ rate(step) / batch over the 
 or misplaced sample changes it.
 
 Faults are scripted by the environment: ``SHARDKIT_TEST_FAULT=kill:1:7`` kills rank 1 when it prepares step 7;
-``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``join`` waits
-until the supervisor has announced a third group. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
+``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``group2`` waits
+until the supervisor has announced group 2. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
 object, in publishing, and in pruning a checkpoint. For `straggler`: ``slow:3:12`` makes a cell of rank 3 cost 12 ms at
 least, those of other ranks 6 ms. ``flip:0:4`` changes bytes of every shard of the store at SHARDKIT_TEST_STORE, and
 ``vanish`` removes them.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit_trainer.configuration import ModelConfig
-from shardkit_trainer.distributed import Membership
+from shardkit_trainer.membership import Membership
 from shardkit_trainer.tasks import ClassifierTask, Inputs
 
 
@@ -63,8 +63,8 @@ class HistogramTask:
                     os.kill(os.getpid(), numbers[kind])
                 elif kind in {"flip", "vanish"}:
                     spoil(kind)
-                elif kind == "join":
-                    wait_for_generation(2)
+                elif kind.startswith("group"):
+                    wait_for_generation(int(kind.removeprefix("group")))
                 elif kind == "nan":
                     return Inputs(
                         {"samples": torch.as_tensor(cell.samples), "nan": torch.ones(1)}, valid, valid

@@ -7,6 +7,6 @@ Importing this package does not import torch; `shardkit_trainer.training` does.
 """
 
 from .configuration import Configuration, load_configuration
-from .launch import launch
+from .launch import join, launch, leave
 
-__all__ = ["Configuration", "launch", "load_configuration"]
+__all__ = ["Configuration", "join", "launch", "leave", "load_configuration"]

@@ -8,6 +8,7 @@ expected and the nearest known key (typed_settings).
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -321,7 +322,7 @@ class Configuration:
 
 
 def load_configuration(path: str | Path | None, overrides: Iterable[str] = ()) -> Configuration:
-    """Settings from a TOML file, then ``section.key=value`` overrides (the value as TOML, else as text).
+    """Settings from a TOML file or a run's run.json, then ``section.key=value`` overrides (values as TOML, else text).
 
     Raises:
         ConfigurationError: a file that is no TOML, an unknown key, a wrong type, a value out of range.
@@ -329,10 +330,17 @@ def load_configuration(path: str | Path | None, overrides: Iterable[str] = ()) -
     raw: dict[str, Any] = {}
     if path is not None:
         try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            # run.json and job.json of a run directory hold the settings of their run
+            raw = json.loads(text)["configuration"] if Path(path).suffix == ".json" else tomllib.loads(text)
         except FileNotFoundError as error:
             raise ConfigurationError(f"configuration {path}: no such file") from error
-        except (ValueError, OSError) as error:  # also numbers that Python refuses to read
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            OSError,
+        ) as error:  # also numbers that Python refuses to read
             raise ConfigurationError(f"configuration {path}: {error}") from error
     for override in overrides:
         _apply(raw, override)

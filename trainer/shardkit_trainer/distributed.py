@@ -1,7 +1,6 @@
 """The process group, the small collectives of a step, and the name of the rank that everybody waits for.
 
-Under a supervisor (`parallel.recovery = "in-process"`) groups are numbered; a process joins the newest one that it is
-a member of.
+Under a supervisor (`parallel.recovery = "in-process"`) a process joins the newest group that it is a member of.
 """
 
 from __future__ import annotations
@@ -28,82 +27,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from shardkit.errors import RunError
 
 from .configuration import Configuration, expect
+from .membership import Membership
 
-__all__ = [
-    "ADDRESS", "NAME", "Membership", "World", "is_collective_failure", "join_world", "leave_world",
-    "publish",
-]  # fmt: skip
-
-ADDRESS = "SHARDKIT_SUPERVISOR"
-"""Environment variable: host:port of the supervisor's store."""
-
-NAME = "SHARDKIT_MEMBER"
-"""Environment variable: this process among those of the supervisor."""
-
-
-def publish(store: c10d.Store, generation: int, members: list[str]) -> None:
-    """Supervisor: make ``members`` the ranks; the number is set last."""
-    store.set(f"members/{generation}", json.dumps(members))
-    store.set("generation", str(generation))
-
-
-@dataclass
-class Membership:
-    """One process's view of the supervisor's store."""
-
-    store: c10d.Store
-    name: str
-    patience_s: float
-
-    @classmethod
-    def from_environment(cls, patience_s: float) -> Membership | None:
-        """The supervisor that started this process, None without one."""
-        if ADDRESS not in os.environ:
-            return None
-        host, _, port = os.environ[ADDRESS].rpartition(":")
-        timeout = timedelta(seconds=patience_s)
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        store.set(f"ready/{os.environ[NAME]}", "1")
-        return cls(store, os.environ[NAME], patience_s)
-
-    def newest(self) -> int:
-        """The newest generation.
-
-        Raises:
-            RunError: the supervisor does not answer.
-        """
-        try:
-            return int(self.store.get("generation"))
-        except dist.DistError as error:
-            raise RunError(
-                f"{self.name}: the supervisor does not answer any more; start the run again: it goes on from its"
-                f" newest checkpoint ({str(error).splitlines()[0]})"
-            ) from error
-
-    def accuse(self, generation: int, ranks: list[int]) -> None:
-        """Tell the supervisor which ranks of a group do not answer."""
-        members = json.loads(self.store.get(f"members/{generation}"))
-        self.store.set(f"accused/{generation}", " ".join(members[rank] for rank in ranks))
-
-    def wait_after(self, after: int) -> tuple[int, int, int]:
-        """(generation, rank, size) of the first newer generation that this process is a member of.
-
-        Raises:
-            RunError: none comes in time.
-        """
-        deadline = time.monotonic() + self.patience_s
-        while time.monotonic() < deadline:
-            generation = self.newest()
-            if generation > after:
-                members = json.loads(self.store.get(f"members/{generation}"))
-                if self.name in members:
-                    return generation, members.index(self.name), len(members)
-            time.sleep(0.005)
-        raise RunError(
-            f"process {self.name} waited {self.patience_s} s for a group of ranks after number {after}; the supervisor"
-            " has not formed one: look at its output, or restart the run: it goes on from its newest checkpoint"
-        )
-
+__all__ = ["World", "is_collective_failure", "join_world", "leave_world"]
 
 # the names since torch 2.13, which warns about the older ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -140,9 +66,9 @@ class World:
     _place: tuple[int, str] = (0, "start")
     _exchanges: int = 0
 
-    def group_has_changed(self) -> bool:
-        """Whether the supervisor has formed a newer group."""
-        return self.membership is not None and self.membership.newest() > self.generation
+    def change(self) -> int:
+        """Whether there is a newer group (`Membership.change_after`)."""
+        return self.membership.change_after(self.generation) if self.membership is not None else 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -185,7 +111,7 @@ class World:
 
     def __post_init__(self) -> None:
         # the others can look for this process when it does not answer
-        self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
+        self.store.set(f"process/{self.rank}", f"{os.getpid()} {_kernel()}")
 
     def describe_failure(self, error: BaseException) -> RunError:
         """Turn a failed collective into an error that names the ranks that died, froze or did not get so far."""
@@ -214,7 +140,7 @@ class World:
         """What the kernel of this machine says of a rank: "dead", "frozen", or nothing."""
         with suppress(RuntimeError, OSError, ValueError):
             pid, node = self._stored(f"process/{rank}").split(" ", 1)
-            if node == platform.node() and os.path.exists("/proc/self/stat"):
+            if node == _kernel() and os.path.exists("/proc/self/stat"):
                 if not os.path.exists(f"/proc/{pid}/stat"):
                     return "dead"
                 state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -230,6 +156,14 @@ class World:
     def _stored(self, key: str) -> str:
         """A key's value, nothing where nobody has set it: looking it up would wait for it."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def _kernel() -> str:
+    """Who numbers the processes here: names of hosts may be equal, and containers of one host number their own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return platform.node()
 
 
 def is_collective_failure(error: BaseException) -> bool:

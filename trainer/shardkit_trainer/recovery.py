@@ -192,10 +192,10 @@ class Kept:
     holdings: Holdings
 
     @classmethod
-    def of(cls, strategy: Strategy, progress: Progress) -> Kept:
-        """Nothing but how far it came, where the ranks have no state in common."""
+    def of(cls, strategy: Strategy, progress: Progress, *, held: bool) -> Kept:
+        """Nothing but how far it came, where the ranks have no state in common, or not ``held``."""
         strategy.abandon()
-        return cls(progress, Holdings(strategy.state() if strategy.whole() else {}))
+        return cls(progress, Holdings(strategy.state() if held and strategy.whole() else {}))
 
 
 def carry_over(world: World, kept: Kept | None, strategy: Strategy) -> Carried:

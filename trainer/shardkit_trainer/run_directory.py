@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError
+from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, RunError, StateError
 from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.store import Store
@@ -28,7 +28,10 @@ from shardkit.telemetry.records import read_documents
 
 from .configuration import Configuration, expect
 
-__all__ = ["Change", "RunDirectory", "check_changes", "read_steps", "record_changes"]
+__all__ = ["JOB", "Change", "RunDirectory", "check_changes", "read_steps", "record_changes", "running_job"]
+
+JOB = "job.json"
+"""In a run directory while ranks that others can join train in it: the address of their store, settings, software."""
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
@@ -36,6 +39,43 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     records = read_documents(run / "metrics" / "train.jsonl")
     last = {record["step"]: record for record in records if "step" in record}
     return [last[step] for step in sorted(last)]
+
+
+def running_job(run: Path) -> dict[str, Any]:
+    """job.json of a run.
+
+    Raises:
+        NotFoundError: this is no run directory.
+        RunError: there are no ranks that can be joined, and why.
+        StateError: it is damaged.
+    """
+    if not (run / "run.json").exists():
+        raise NotFoundError(
+            f"{run}: no run directory here; its machines share it, so name it as this one sees it"
+        )
+    try:
+        job = json.loads((run / JOB).read_bytes())
+        kinds = {"address": str, "configuration": dict, "software": dict}
+        if not all(isinstance(job[key], kind) for key, kind in kinds.items()):
+            raise ValueError(f"expected {', '.join(kinds)}")
+    except FileNotFoundError:
+        events = [event["event"] for event in read_documents(run / "events.jsonl")]
+        last = next((kind for kind in reversed(events) if kind in {"start", "stop", "end"}), "stop")
+        recovery = (_known_settings(run) or {}).get("parallel", {}).get("recovery")
+        reason = "nobody trains in it; start it with: shardkit train CONFIG"
+        if last == "end":
+            reason = "the run is finished: all of its steps are taken"
+        elif last == "start" and recovery != "in-process":
+            reason = (
+                f"it runs with parallel.recovery = {recovery!r}, whose ranks stay as many as they are; stop it, and"
+                " start it again with parallel.recovery=in-process"
+            )
+        raise RunError(f"{run}: {reason}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"{run / JOB} is damaged ({error}); start the run again: it writes a new one"
+        ) from error
+    return dict(job)
 
 
 class RunDirectory:
@@ -122,6 +162,10 @@ class RunDirectory:
                 f" this run has manifest {manifest}, plan {plan}; use another run.directory or the old settings"
             )
 
+    def invite(self, job: bytes) -> None:
+        """Write job.json, by which others find the ranks that train here."""
+        self.store.replace(JOB, job)
+
     def event(self, kind: str, **details: object) -> None:
         """Append an event; nothing where this rank does not lead."""
         self._events.record(kind, **details)
@@ -183,11 +227,7 @@ def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[
     before = _known_settings(Path(config.run.directory))
     if before is None:
         return []
-    # settings that a later version brought were what they are by default; those that went away say nothing
-    defaults = _as_stored(config, default=True)
-    merged = {section: {key: before.get(section, {}).get(key, defaults[section][key]) for key in values}
-              for section, values in now.items()}  # fmt: skip
-    found = [Change(key, old, new, key in guarded) for key, old, new in setting_differences(merged, now)]
+    found = setting_changes(before, config, guarded)
     if any(one.guarded and one.key not in allowed for one in found):
         keys = ",".join(one.key for one in found if one.guarded)
         raise ConfigurationError(
@@ -196,6 +236,17 @@ def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[
             f"go on with: --allow-changes {keys}"
         )
     return found
+
+
+def setting_changes(
+    before: Mapping[str, Any], config: Configuration, guarded: Collection[str] = ()
+) -> list[Change]:
+    """What differs from stored settings; ``guarded`` names the keys that change the data or the model."""
+    # settings that a later version brought were what they are by default; those that went away say nothing
+    now, defaults = _as_stored(config), _as_stored(config, default=True)
+    merged = {section: {key: before.get(section, {}).get(key, defaults[section][key]) for key in values}
+              for section, values in now.items()}  # fmt: skip
+    return [Change(key, old, new, key in guarded) for key, old, new in setting_differences(merged, now)]
 
 
 def record_changes(directory: RunDirectory, config: Configuration, changes: Sequence[Change]) -> None:

@@ -71,7 +71,11 @@ def _one_step(cells: list[Batch], cell_size: int, seed: int, strategy: Strategy)
 
 
 class Regroup(Exception):
-    """The step was not taken: the ranks shall form a new group first."""
+    """Between two steps: the ranks shall form a new group; ``leaving``, whether some of them were asked to leave."""
+
+    def __init__(self, *, leaving: bool):
+        super().__init__()
+        self.leaving = leaving
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class StepResult:
         norm: of the gradient, before clipping.
         rate: learning rate.
         stop: any rank was asked to stop.
+        change: there is a newer group; 2 where ranks of this one were asked to leave.
     """
 
     loss: float
@@ -94,6 +99,7 @@ class StepResult:
     norm: float
     rate: float
     stop: bool
+    change: int
 
 
 class Stepper:
@@ -122,10 +128,9 @@ class Stepper:
     ) -> StepResult:
         """Train on the cells of ``step`` of ``steps``; collective.
 
-        ``meanwhile`` is called before the first backward, unless a rank was asked to stop.
+        ``meanwhile`` is called before the first backward, unless this is the last step of this group.
 
         Raises:
-            Regroup: before anything was computed.
             RunError: the gradient is not finite once too often.
         """
         stage = partial(self._stage, step, timeline)
@@ -133,16 +138,14 @@ class Stepper:
             inputs = self._prepare(cells)
         with stage("exchange"):
             mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
-            flags = (int(self._stop.is_set()), int(self._world.group_has_changed()))
-            rows = self._world.gather_integers((*mine, *flags))
-        targets, samples, _, stop, changed = (sum(column) for column in zip(*rows, strict=True))
-        if changed:
-            raise Regroup
+            rows = self._world.gather_integers((*mine, int(self._stop.is_set()), self._world.change()))
+        targets, samples, _, stop, _ = (sum(column) for column in zip(*rows, strict=True))
+        change = max(row[-1] for row in rows)
         with stage("compute"):
             started = time.perf_counter()
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
             divisor = self._strategy.divisor(mine[0], targets)
-            results = self._compute(passes, divisor, None if stop else meanwhile)
+            results = self._compute(passes, divisor, None if stop or change else meanwhile)
             self.computed_s = timeline.seconds["prepare"] + self._strategy.computed_at() - started
         with stage("reduce"):
             norm = self._strategy.reduce() / self.loss_scale
@@ -156,7 +159,7 @@ class Stepper:
         with timeline.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
-        return StepResult(mean, right, targets, samples, norm, rate, bool(stop))
+        return StepResult(mean, right, targets, samples, norm, rate, bool(stop), change)
 
     @contextmanager
     def _stage(self, step: int, timeline: Timeline, name: str) -> Iterator[None]:

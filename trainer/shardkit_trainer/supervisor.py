@@ -1,155 +1,344 @@
-"""Ranks of one machine that go on when one of them dies: the parent of ``parallel.recovery = "in-process"``.
+"""Ranks that go on when one dies, joins or leaves: the parents of ``parallel.recovery = "in-process"`` (SPEC.md §5).
 
-torchrun stops all ranks when one dies. This supervisor tells the survivors to form a new group instead, and starts a
-new process in the dead one's place, which joins when it is ready: seconds of import do not hold the others up.
+torchrun stops all ranks when one dies. A `Supervisor` starts ranks on its machine, and new ones in the place of those
+that are killed; the first one of a job has the `Lead`, which decides who the ranks are. A new process joins when it is
+ready: seconds of import do not hold the others up.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
+from shardkit.errors import RunError
 from shardkit.exit_codes import ExitCode
 
 from .configuration import Configuration
-from .distributed import ADDRESS, NAME, publish
 from .ending import LIFELINE, on_stop_signals
+from .membership import ADDRESS, CONNECT_S, INTERFACE, NAME, connect, own_place, publish, serve_store, tell
 
-__all__ = ["supervise"]
+__all__ = ["join", "supervise"]
+
+BEAT_S, SILENCE_S = 0.5, 10.0  # between heartbeats of a supervisor; after which its machine counts as dead
+LOOK_S = 0.02
 
 
-class _Supervisor:
-    """Children by name, in rank order, and the store that tells them of each other."""
+class Supervisor:
+    """The ranks that one command has started.
 
-    def __init__(self, script: Sequence[str], config: Configuration, restarts: int):
-        self._script, self._config, self._restarts = script, config, restarts
-        timeout = timedelta(seconds=config.parallel.timeout_s)
-        served: Any = dist.TCPStore  # type: ignore[attr-defined]
-        self._store = served("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._generation, self._started = -1, 0
-        self._members: list[str] = []  # of the newest generation
-        self._formed: list[str] = []  # of the newest one whose process group stands
+    Args:
+        script: arguments of python for a rank.
+        store: of the job.
+        address: of the store, as the ranks reach it.
+        interface: that ranks reach each other by; empty: as gloo finds it.
+        lead: in the first supervisor of the job.
+    """
+
+    def __init__(self, script: Sequence[str], config: Configuration, store: Store, restarts: int, address: str,
+                 interface: str, lead: Lead | None = None):  # fmt: skip
+        self._script, self._config, self._store, self._restarts = script, config, store, restarts
+        self._environment = {ADDRESS: address, **({INTERFACE: interface} if interface else {})}
+        self._lead, self._host = lead, f"{os.getpid()}-{time.time_ns():x}"
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._joining: list[str] = []
+        self._places: dict[str, int] = {}  # LOCAL_RANK of each child
         self._stopping_since: float | None = None
         self._finished = False
+        self._beaten = 0.0
+        self._code = 0
         # its end tells the children that nobody looks after them any more: only this process holds the other one
         self._lifeline, self._held = os.pipe()
 
     def run(self, nproc: int) -> int:
-        failed = 0
-        with on_stop_signals(lambda _number, _frame: self._stop_all()):
+        """Until the ranks of this machine have ended, in the first supervisor those of all; returns the exit code.
+
+        Raises:
+            RunError: the job does not take so many ranks.
+        """
+        names = [self._new_name() for _ in range(nproc)]
+        with on_stop_signals(lambda _number, _frame: self._stop()):
             try:
-                self._members = [self._start() for _ in range(nproc)]
-                self._announce()
-                while self._children:
-                    if self._store.check([f"formed/{self._generation}"]):
-                        self._formed = list(self._members)
-                    ended = self._look_after_children()
-                    failed = failed or ended
-                    self._let_ready_ones_join()
-                    self._kill_accused()
-                    self._kill_late_ones()
-                    time.sleep(0.02)
+                if self._lead is None:
+                    self._ask_to_join(names)
+                for name in names:
+                    self._start(name)
+                if self._lead is not None:
+                    self._lead.begin(self._host, names)
+                while self._children or (self._lead is not None and self._lead.others_live()):
+                    self._beat()
+                    self._look_after_children()
+                    if self._lead is not None:
+                        self._lead.look()
+                    self._obey()
+                    time.sleep(LOOK_S)
+            except dist.DistError as error:
+                if self._children and not self._finished:
+                    _say(
+                        f"the job's first supervisor does not answer any more ({str(error).splitlines()[0]})"
+                    )
+                    return ExitCode.FAILED
             finally:
                 for child in self._children.values():
                     child.kill()
                     child.wait()
                 os.close(self._lifeline)
                 os.close(self._held)
-        return failed
+        return self._lead.failed if self._lead is not None else self._code
 
-    def _start(self) -> str:
-        name = f"process-{self._started}"
-        self._started += 1
-        told = {ADDRESS: f"127.0.0.1:{self._store.port}", NAME: name, LIFELINE: str(self._lifeline)}
-        command, environment = [sys.executable, *self._script], {**os.environ, **told}
+    def _ask_to_join(self, names: list[str]) -> None:
+        number = tell(self._store, {"kind": "join", "host": self._host, "names": names})
+        while not self._store.check([f"answer/{number}"]):
+            if self._stopping_since:
+                raise KeyboardInterrupt
+            self._beat()
+            time.sleep(LOOK_S)
+        if refusal := self._store.get(f"answer/{number}").decode():
+            raise RunError(refusal)
+        _say(f"{', '.join(names)} will join when ready")
+
+    def _new_name(self) -> str:
+        return f"process-{self._store.add('processes', 1) - 1}"
+
+    def _start(self, name: str) -> None:
+        self._places[name] = min({*range(len(self._places) + 1)} - {*self._places.values()})
+        told = {NAME: name, LIFELINE: str(self._lifeline), "LOCAL_RANK": str(self._places[name])}
+        command = [sys.executable, *self._script]
+        environment = {**os.environ, **self._environment, **told}
         self._children[name] = subprocess.Popen(command, env=environment, pass_fds=[self._lifeline])
-        return name
+
+    def _beat(self) -> None:
+        if self._lead is None and time.monotonic() - self._beaten >= BEAT_S:
+            self._beaten = time.monotonic()
+            self._store.set(f"host/{self._host}", str(self._beaten))
+
+    def _look_after_children(self) -> None:
+        """Tell the lead which have ended; start new ones in the place of those that were killed."""
+        for name, child in list(self._children.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            del self._children[name], self._places[name]
+            news: dict[str, Any] = {"kind": "ended", "host": self._host, "name": name, "code": code}
+            self._code = max(self._code, code)
+            if code < 0 and not self._finished:
+                _say(f"{name} was killed by signal {-code}")
+                if self._stopping_since is None and self._restarts:
+                    self._restarts -= 1
+                    news["replacement"] = self._new_name()
+                    self._start(news["replacement"])
+            tell(self._store, news)
+
+    def _obey(self) -> None:
+        """What the lead and the ranks ask of every supervisor."""
+        if not self._finished and self._store.check(["finished"]):
+            # the run has ended: processes that the ranks have not met any more need not begin
+            self._finished = True
+            last = json.loads(self._store.get("finished"))
+            self._kill([name for name in self._children if name not in last])
+        if self._stopping_since is None and self._store.check(["stopping"]):
+            self._stop()
+        if (
+            self._stopping_since
+            and time.monotonic() - self._stopping_since > self._config.parallel.shutdown_s
+        ):
+            self._kill(list(self._children))
+        key = f"accused/{self._store.get('generation').decode()}"
+        if self._store.check([key]):
+            # ranks that the others of the newest group have found frozen cannot be waited for
+            accused = [name for name in self._store.get(key).decode().split() if name in self._children]
+            for name in accused:
+                if self._children[name].poll() is None:
+                    _say(f"{name} does not answer and is killed")
+            self._kill(accused)
+
+    def _kill(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._children[name].kill()
+
+    def _stop(self) -> None:
+        """Ask every child to save and end; called by signals too, which may interrupt the use of the store."""
+        self._stopping_since = self._stopping_since or time.monotonic()
+        for child in list(self._children.values()):
+            child.send_signal(signal.SIGTERM)
+
+
+@dataclass
+class _Host:
+    """Another supervisor, as the lead knows it: its processes, its latest heartbeat, and when that came."""
+
+    names: set[str] = field(default_factory=set)
+    beat: bytes = b""
+    since: float = field(default_factory=time.monotonic)
+
+
+class Lead:
+    """Decides who the ranks are: publishes groups, from what supervisors and commands tell it.
+
+    Attributes:
+        failed: exit code of the run; 0 as long as nothing says otherwise.
+    """
+
+    def __init__(self, store: Store, timeout_s: float):
+        self._store = store
+        self._silence_s = min(SILENCE_S, timeout_s / 2)  # the others wait as long as that for a new group
+        self._generation, self._read = -1, 0
+        self._members: list[str] = []  # of the newest group
+        self._formed: list[str] = []  # of the newest one whose process group stands
+        self._stands = False  # whether that is the newest one
+        self._joining: list[str] = []
+        self._leaving: set[str] = set()
+        self._requests: list[tuple[int, dict[str, Any]]] = []
+        self._hosts: dict[str, _Host] = {}
+        self._own = ""
+        self._finished = False
+        self.failed = 0
+
+    def begin(self, host: str, names: list[str]) -> None:
+        """The first group."""
+        self._own, self._members = host, list(names)
+        self._hosts[host] = _Host({*names})
+        self._announce()
+
+    def others_live(self) -> bool:
+        """Whether ranks of other supervisors go on; the store is theirs too."""
+        return any(one.names for host, one in self._hosts.items() if host != self._own)
+
+    def look(self) -> None:
+        """Take in what has happened, and form a new group where that is needed."""
+        if self._store.check([f"formed/{self._generation}"]):
+            self._formed, self._stands = list(self._members), True
+        while self._store.check([f"news/{self._read + 1}"]):
+            self._read += 1
+            news = json.loads(self._store.get(f"news/{self._read}"))
+            if news["kind"] == "ended":
+                self._ended(**news)
+            else:
+                self._requests.append((self._read, news))
+        self._give_up_silent_hosts()
+        over = "the run has just ended" if self._finished or self.failed else ""
+        # a group that forms would wait for ranks that have seen a newer one
+        if over or (self._stands and self._store.check(["lanes"])):
+            for number, news in self._requests[:1]:
+                act = self._join if news.pop("kind") == "join" else self._leave
+                self._store.set(f"answer/{number}", over or act(**news))
+            if self._requests:
+                self._requests.pop(0)
+            elif (
+                self._joining
+                and not over
+                and all(self._store.check([f"ready/{name}"]) for name in self._joining)
+            ):
+                self._members, self._joining = self._members + self._joining, []
+                self._announce()
 
     def _announce(self) -> None:
-        self._generation += 1
+        self._generation, self._stands = self._generation + 1, False
         publish(self._store, self._generation, self._members)
 
-    def _look_after_children(self) -> int:
-        """Deal with those that have ended; the exit code where the run has failed."""
-        ended = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
-        if not ended:
-            return 0
-        for name in ended:
-            del self._children[name]
-        if 0 in ended.values() and not self._finished:
-            self._dismiss_late_comers()
-        gave_up = max(0, *ended.values())
-        if self._finished:
-            return gave_up
-        died = [name for name, code in ended.items() if code < 0]
-        if gave_up:
-            self._stop_all()  # a rank gave up and said why: so would the others
-            return gave_up
-        if not died:
-            return 0
-        for name in died:
-            _say(f"{name} was killed by signal {-ended[name]}")
-        changed = any(name in died for name in self._members)
-        self._members = [name for name in self._members if name not in died]
-        self._joining = [name for name in self._joining if name not in died]
-        if self._stopping_since is None and self._restarts >= len(died):
-            self._restarts -= len(died)
-            self._joining += [self._start() for _ in died]
+    def _ended(self, host: str, name: str, code: int, replacement: str = "", **_: Any) -> None:
+        processes = self._hosts.setdefault(host, _Host()).names
+        processes.discard(name)
+        if replacement:
+            processes.add(replacement)
+            self._joining.append(replacement)
+        if code == 0 and name not in self._leaving and not self._finished:
+            self._finished = True
+            self._store.set("finished", json.dumps(self._formed))
+        elif code > 0:
+            self.failed = self.failed or code
+            self._store.set("stopping", "1")  # a rank gave up and said why: so would the others
+        self._forget({name})
+
+    def _forget(self, names: set[str]) -> None:
+        """Processes are gone: the others go on."""
+        changed = not names.isdisjoint(self._members)
+        self._members = [name for name in self._members if name not in names]
+        self._joining = [name for name in self._joining if name not in names]
+        if self._finished or self.failed:
+            return
         if not self._members:
             # nobody is left to go on: those that join make the next group, from the newest checkpoint
             self._members, self._joining = self._joining, []
         if self._members and changed:
             self._announce()
-        return 0 if self._members else ExitCode.FAILED
+        elif not self._members:
+            self.failed = ExitCode.FAILED
 
-    def _dismiss_late_comers(self) -> None:
-        """The run has ended: processes that the ranks have not met any more need not begin."""
-        self._finished = True
-        for name, child in self._children.items():
-            if name not in self._formed:
-                child.kill()
+    def _give_up_silent_hosts(self) -> None:
+        for host, one in self._hosts.items():
+            if host == self._own or not one.names:
+                continue
+            key = f"host/{host}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            if beat != one.beat:
+                one.beat, one.since = beat, time.monotonic()
+            elif time.monotonic() - one.since > self._silence_s:
+                gone, one.names = one.names, set()
+                _say(f"the machine of {', '.join(sorted(gone))} does not answer: the others go on without it")
+                self._forget(gone)
 
-    def _kill_accused(self) -> None:
-        """Ranks that the others of the newest group have found frozen cannot be waited for."""
-        key = f"accused/{self._generation}"
-        if self._store.check([key]):
-            for name in self._store.get(key).decode().split():
-                if name in self._children and self._children[name].poll() is None:
-                    _say(f"{name} does not answer and is killed")
-                    self._children[name].kill()
+    # --- requests: they return why not, nothing where it is done -----------------------------------------------------
 
-    def _let_ready_ones_join(self) -> None:
-        if self._joining and all(self._store.check([f"ready/{name}"]) for name in self._joining):
-            self._members, self._joining = self._members + self._joining, []
-            self._announce()
+    def _join(self, host: str, names: list[str]) -> str:
+        there, lanes = len(self._members) + len(self._joining), int(self._store.get("lanes"))
+        if there + len(names) > lanes:
+            return (
+                f"{len(names)} more ranks than the {there} that are there or about to join: the plan has {lanes} lanes,"
+                f" and a rank needs one; join with at most --nproc {lanes - there}"
+            )
+        self._hosts[host] = _Host({*names})
+        self._joining += names
+        return ""
 
-    def _stop_all(self) -> None:
-        """Ask every child to save and end; those that join need not begin."""
-        self._stopping_since = self._stopping_since or time.monotonic()
-        for child in self._children.values():
-            child.send_signal(signal.SIGTERM)
-
-    def _kill_late_ones(self) -> None:
-        since = self._stopping_since
-        if since is not None and time.monotonic() - since > self._config.parallel.shutdown_s:
-            for child in self._children.values():
-                child.kill()
+    def _leave(self, rank: int) -> str:
+        if not 0 <= rank < len(self._members):
+            return f"rank {rank} is not there: expected 0 … {len(self._members) - 1}"
+        if len(self._members) == 1:
+            return "rank 0 is the only one; to stop the run, send SIGTERM to the command that started it"
+        name = self._members.pop(rank)
+        _say(f"{name} (rank {rank}) leaves: its lanes go to the other {len(self._members)}")
+        self._leaving.add(name)
+        self._store.set(f"leaving/{name}", "1")
+        self._announce()
+        return ""
 
 
 def _say(text: str) -> None:
     print(f"supervisor: {text}", file=sys.stderr, flush=True)
 
 
-def supervise(script: Sequence[str], config: Configuration, *, nproc: int, restarts: int) -> int:
-    """Run ``python *script`` as ``nproc`` ranks; returns the exit code."""
-    return _Supervisor(script, config, restarts).run(nproc)
+def supervise(
+    script: Sequence[str], config: Configuration, *, nproc: int, restarts: int, job: Any = None
+) -> int:
+    """Run ``python *script`` as the first ``nproc`` ranks of a job; returns the exit code.
+
+    ``job`` is what those that join shall know: rank 0 writes it to the run directory, with the address of the store.
+    """
+    store: Any = serve_store(config.parallel.timeout_s)
+    interface, address = own_place()
+    store.set("job", json.dumps({**(job or {}), "address": f"{address}:{store.port}"}))
+    lead = Lead(store, config.parallel.timeout_s)
+    own = f"127.0.0.1:{store.port}"
+    return Supervisor(script, config, store, restarts, own, interface, lead).run(nproc)
+
+
+def join(script: Sequence[str], config: Configuration, address: str, *, nproc: int, restarts: int) -> int:
+    """Run ``nproc`` further ranks of the job whose store is at ``address``; returns the exit code.
+
+    Raises:
+        RunError: the job does not answer, or does not take them.
+    """
+    store = connect(address, min(config.parallel.timeout_s, CONNECT_S))
+    store.set_timeout(timedelta(seconds=config.parallel.timeout_s))
+    interface, _ = own_place(address.rpartition(":")[0])
+    return Supervisor(script, config, store, restarts, address, interface).run(nproc)

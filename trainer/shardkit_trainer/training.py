@@ -22,6 +22,7 @@ from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .ending import on_stop_signals
+from .membership import Left
 from .reading import CellsAhead, RunData
 from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
@@ -79,23 +80,15 @@ def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summ
     with on_stop_signals(ask):
         world = join_world(config)
         try:
-            while True:
-                try:
-                    run.attach(world)
-                    return run.finish()
-                except Regroup:
-                    pass
-                except RuntimeError as error:
-                    if not is_collective_failure(error):
-                        raise
-                    failure = world.describe_failure(error)
-                    if world.membership is None:
-                        raise failure from error
+            while not run.taken_part_in(world):
                 # outside of the handlers: a live traceback would keep the old groups, and their sockets, open
                 world = _next_world(config, world, run)
+        except Left:
+            pass
         finally:
             run.close()
             leave_world(world)
+    return run.summary
 
 
 def _next_world(config: Configuration, world: World, run: _Run) -> World:
@@ -131,11 +124,29 @@ class _Run:
         self.summary = Summary(0, finished=False)
         self.data: RunData | None = None
         self.kept: Kept | None = None  # of the state, from the latest group that has come to take steps
-        self.attached = False
+        self.attached = self.handed_over = (
+            False  # the latter: the state is in a checkpoint, for a group without those that leave
+        )
         self.record: dict[str, Any] = {}
         self.checkpointer: Checkpointer | None = None
         self.parts = ExitStack()
         self.frozen = False
+
+    def taken_part_in(self, world: World) -> bool:
+        """Train with these ranks; whether that was to the end, or until the ranks have changed."""
+        try:
+            self.attach(world)
+            self.finish()
+            return True
+        except Regroup:
+            return False
+        except RuntimeError as error:
+            if not is_collective_failure(error):
+                raise
+            failure = world.describe_failure(error)
+            if world.membership is None:
+                raise failure from error
+            return False
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +161,9 @@ class _Run:
             changes = check_changes(config, self.allow_changes)
             directory.begin(config.to_json(), data.manifest, data.plans[0].digest, data.parts)
             record_changes(directory, config, changes)
+            if (membership := world.membership) is not None:
+                directory.invite(membership.store.get("job"))
+                membership.store.set("lanes", str(min(plan.lanes for plan in data.plans)))
         self.steps = data.steps
         self.task: Task = make_task(config.model, data.dataset, config.run.seed)
         # before the model is wrapped and sharded: one process can still run it alone
@@ -164,7 +178,7 @@ class _Run:
         self.meter = StageMeter(self.steps, lambda: world.stage)
         self._take_over(strategy)
         self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl", self.paid_until)
-        self.strategy, self.attached = strategy, True
+        self.strategy, self.attached, self.handed_over = strategy, True, False
         self.kept = None
         ranks = {"ranks": world.size, "generation": world.generation}
         directory.event("start", step=self.step, steps=self.steps, **ranks)
@@ -200,7 +214,7 @@ class _Run:
         if self.attached:
             self.attached, stepper, updates = False, self.stepper, self.strategy.optimizer.updates
             progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped, self.record)
-            self.kept = Kept.of(self.strategy, progress)
+            self.kept = Kept.of(self.strategy, progress, held=not self.handed_over)
             del self.strategy, self.stepper, self.task, self.loader, self.cells, self.efficiency
 
     def _take_over(self, strategy: Strategy) -> None:
@@ -246,15 +260,20 @@ class _Run:
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def finish(self) -> Summary:
+    def finish(self) -> None:
         if self.step >= self.steps:
             self.reporter.say(f"nothing is left to do: the run has {self.steps} steps, all of them taken")
         try:
             self._end(self._take_steps())
-        except Regroup:
-            self.strategy.settle()  # all ranks of this group are here still
+        except Regroup as change:
+            # all ranks of this group are here still
+            self.strategy.settle()
+            if change.leaving:
+                self._save(wait=True)
+                self.handed_over = True
+            assert self.checkpointer is not None
+            self.checkpointer.wait()
             raise
-        return self.summary
 
     def _take_steps(self) -> bool:
         """Steps up to the end, or until any rank was asked to stop; True in that case."""
@@ -281,6 +300,8 @@ class _Run:
                 self._evaluate()
             if result.stop:
                 return self.step < self.steps
+            if result.change and more:
+                raise Regroup(leaving=result.change == 2)
         return False
 
     def _freeze(self) -> None:

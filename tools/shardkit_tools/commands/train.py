@@ -21,14 +21,15 @@ def _print_settings(asked: bool) -> None:
 
 
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file with the run's settings.")],
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="A TOML file with the run's settings, or a run's run.json."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]…", help="Settings over the file's: optimizer.lr=0.001"),
     ] = None,
-    nproc: Annotated[
-        int, typer.Option("--nproc", min=1, help="Ranks on this machine; more than 1 starts torchrun.")
-    ] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks on this machine.")] = 1,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="How often torchrun starts again after a rank has died.")
     ] = 0,
@@ -40,6 +41,20 @@ def train(
             help="Go on although these settings differ from the start before and change the data or the model.",
         ),
     ] = "",
+    join: Annotated[
+        str,
+        typer.Option(
+            "--join",
+            metavar="RUN",
+            help="Add --nproc ranks to those that train in RUN, here or on another machine.",
+        ),
+    ] = "",
+    leave: Annotated[
+        tuple[str, int] | None,
+        typer.Option(
+            "--leave", metavar="RUN RANK", help="Let one rank of RUN end: the others take over its lanes."
+        ),
+    ] = None,
     settings: Annotated[
         bool,
         typer.Option(
@@ -56,15 +71,31 @@ def train(
     with any --nproc, goes on from there. What differs from the start before is printed; what changes the data or the
     model is refused unless --allow-changes names it.
 
+    A run with parallel.recovery=in-process goes on when a rank dies, and takes in and lets go ranks between two steps:
+    shardkit train --join RUN --nproc 1, shardkit train --leave RUN 0.
+
     Example: shardkit train examples/stdlib_gpt.toml run.steps=200 --nproc 2
     """
-    from shardkit_trainer import launch
+    import shardkit_trainer as trainer
 
+    if leave is not None:
+        console.print_line(trainer.leave(*leave))
+        return
     given = list(overrides or [])
+    if join and config is not None and "=" in config:
+        given.insert(0, config)
+        config = None
+    if config is None and not join:
+        raise ConfigurationError(
+            "expected a configuration: shardkit train CONFIG [KEY=VALUE]…, or --join RUN"
+        )
     for setting in given:
         if "=" not in setting:
             raise ConfigurationError(f"{setting!r}: expected section.key=value after the configuration file")
     allowed = [key.strip() for key in allow_changes.split(",") if key.strip()]
-    code = launch(config, given, nproc=nproc, restarts=restarts, allow_changes=allowed)
+    if join:
+        code = trainer.join(config, join, given, nproc=nproc, restarts=restarts)
+    else:
+        code = trainer.launch(config, given, nproc=nproc, restarts=restarts, allow_changes=allowed)
     if code:
         raise typer.Exit(code)
