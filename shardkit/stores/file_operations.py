@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final
 
 from shardkit.errors import ShardkitError, StoreError, StoreFullError, StoreReadOnlyError
 
@@ -37,15 +37,15 @@ class Handle:
     path: str
 
     def child(self, name: str) -> str:
-        """The path of an entry of this directory, for messages."""
         return f"{self.path}/{name}"
 
 
 class FileOperations:
     """The calls themselves, thin over `os`: each raises `OSError` as the kernel reports it.
 
-    Entries are named relative to an open directory (``openat`` and its like), so that a directory which is
-    swapped for a symbolic link after it was looked at cannot lead out of the root.
+    Entries are named relative to an open directory (``openat`` and its like) and never through a symbolic link, so that
+    a directory which is swapped for a link after it was looked at cannot lead out of the root. The umask decides who
+    may use what is made.
     """
 
     def open_root(self, path: str) -> Handle:
@@ -53,15 +53,12 @@ class FileOperations:
         return Handle(os.open(path, _OPEN_DIRECTORY), path)
 
     def open_directory(self, parent: Handle, name: str) -> Handle:
-        """Open a directory inside `parent`, refusing symbolic links."""
         return Handle(os.open(name, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent.fd), parent.child(name))
 
     def open_file(self, parent: Handle, name: str) -> Handle:
-        """Open a file for reading, refusing symbolic links."""
         return Handle(os.open(name, _OPEN_READ, dir_fd=parent.fd), parent.child(name))
 
     def create_file(self, parent: Handle, name: str) -> Handle:
-        """Create a new file for writing; the umask decides who may read it."""
         return Handle(os.open(name, _OPEN_NEW, 0o666, dir_fd=parent.fd), parent.child(name))
 
     def open_shared(self, parent: Handle, name: str) -> Handle:
@@ -69,11 +66,9 @@ class FileOperations:
         return Handle(os.open(name, _OPEN_SHARED, 0o666, dir_fd=parent.fd), parent.child(name))
 
     def make_directory(self, parent: Handle, name: str) -> None:
-        """Create a directory; the umask decides who may use it."""
         os.mkdir(name, dir_fd=parent.fd)
 
     def make_root(self, path: str) -> None:
-        """Create the root directory or one above it."""
         os.mkdir(path)
 
     def write(self, file: Handle, data: memoryview) -> int:
@@ -93,11 +88,9 @@ class FileOperations:
         return os.preadv(file.fd, [buffer], offset)
 
     def fsync(self, file: Handle) -> None:
-        """Make the bytes of a file durable."""
         _fsync(file.fd)
 
     def fsync_directory(self, directory: Handle) -> None:
-        """Make the entries of a directory durable."""
         _fsync(directory.fd)
 
     def link(self, source: Handle, name: str, target: Handle, new_name: str) -> None:
@@ -109,7 +102,6 @@ class FileOperations:
         os.rename(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
 
     def unlink(self, directory: Handle, name: str) -> None:
-        """Remove a name."""
         os.unlink(name, dir_fd=directory.fd)
 
     def stat(self, directory: Handle, name: str) -> os.stat_result:
@@ -117,7 +109,6 @@ class FileOperations:
         return os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
 
     def stat_open(self, file: Handle) -> os.stat_result:
-        """What an open file is."""
         return os.fstat(file.fd)
 
     def names(self, directory: Handle) -> list[tuple[str, bool]]:
@@ -127,31 +118,29 @@ class FileOperations:
 
     def try_lock(self, file: Handle) -> bool:
         """Take the file's advisory lock unless another process holds it; the kernel drops it when we die."""
-        try:
-            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return _flocked(file, fcntl.LOCK_EX)
 
     def try_share(self, file: Handle) -> bool:
         """Take the file's advisory lock together with others, unless a process holds it alone."""
-        try:
-            fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return _flocked(file, fcntl.LOCK_SH)
 
     def lock(self, file: Handle) -> None:
         """Wait for the file's advisory lock; for locks that are held for moments."""
         fcntl.flock(file.fd, fcntl.LOCK_EX)
 
     def truncate(self, file: Handle, size: int) -> None:
-        """Cut a file."""
         os.ftruncate(file.fd, size)
 
     def close(self, handle: Handle) -> None:
-        """Close a file or directory."""
         os.close(handle.fd)
+
+
+def _flocked(file: Handle, kind: int) -> bool:
+    try:
+        fcntl.flock(file.fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _fsync(fd: int) -> None:
@@ -183,8 +172,7 @@ def substituted(operations: FileOperations) -> Iterator[None]:
 
 _FULL: Final = {
     errno.ENOSPC: "no room is left; make room, then run it again: what was published is kept",
-    errno.EDQUOT: "the quota is used up; make room or raise it, then run it again: what was published is "
-    "kept",
+    errno.EDQUOT: "the quota is used up; make room or raise it, then run it again: what was published is kept",
     errno.EFBIG: "the file would be larger than the limit of this process or file system; raise the limit "
     "(ulimit -f)",
 }
@@ -257,8 +245,13 @@ class Directories:
 
     @contextlib.contextmanager
     def opened(self, components: Sequence[str]) -> Iterator[Handle]:
-        """A folder of the root, open for the time of the block; FileNotFoundError where it does not exist."""
-        folder = self._open(components)
+        """A folder of the root, open for the time of the block; FileNotFoundError where it does not exist.
+
+        Opened step by step, so that no link inside the root is followed.
+        """
+        folder = active().open_root(self._root)
+        for component in components:
+            folder = _step(folder, component)
         try:
             yield folder
         finally:
@@ -272,13 +265,6 @@ class Directories:
             yield folder
         finally:
             active().close(folder)
-
-    def _open(self, components: Sequence[str]) -> Handle:
-        """Open a folder step by step, so that no link inside the root is followed."""
-        folder = active().open_root(self._root)
-        for component in components:
-            folder = _step(folder, component)
-        return folder
 
     def _make(self, components: Sequence[str]) -> Handle:
         """Open a folder, making what is missing; every entry on the way is durable when this returns.
@@ -330,18 +316,13 @@ def _step(folder: Handle, component: str) -> Handle:
     try:
         return active().open_directory(folder, component)
     except NotADirectoryError:
-        _refuse_entry(folder, component)
+        is_link = stat.S_ISLNK(active().stat(folder, component).st_mode)
+        raise StoreError(
+            f"{folder.child(component)} is {'a symbolic link' if is_link else 'not a directory'}: links inside a store "
+            "are not followed; put the directory itself there"
+        ) from None
     finally:
         active().close(folder)
-
-
-def _refuse_entry(folder: Handle, component: str) -> NoReturn:
-    path = folder.child(component)
-    found = active().stat(folder, component)
-    what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
-    raise StoreError(
-        f"{path} is {what}: links inside a store are not followed; put the directory itself there"
-    )
 
 
 def check_regular(found: os.stat_result, path: str) -> None:

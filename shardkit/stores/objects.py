@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, NoReturn, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.formats.digest import sha256_digest
@@ -43,37 +43,26 @@ class OpenedRoot(Protocol):
 
     def get_object(
         self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = ...
-    ) -> bytes:
-        """The bytes of an object, verified."""
+    ) -> bytes: ...
 
 
 class ObjectStage:
     """A large object being written; its name is known when it is finished."""
 
     def __init__(self, store: Store, stage: Stage, extension: str) -> None:
-        self._store = store
-        self._stage = stage
-        self._extension = extension
+        self._store, self._stage, self._extension = store, stage, extension
 
     @property
     def size(self) -> int:
         return self._stage.size
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; returns its length.
-
-        Raises:
-            UsageError: The object would be larger than any store takes in one piece.
-        """
+        """Append all of `data`; returns its length. UsageError: more than any store takes in one piece."""
         _check_size(self._stage.size + memoryview(data).nbytes)
         return self._stage.write(data)
 
     def sync(self) -> None:
-        """Make durable what was written so far, where the store can: `finish` has less to wait for then.
-
-        Raises:
-            StoreError: it cannot be written; the object must be dropped.
-        """
+        """Make durable what was written so far, where the store can: `finish` has less to wait for then."""
         if isinstance(self._stage, LocalStage):
             self._stage.sync()
 
@@ -105,29 +94,26 @@ def get_object(store: Store, digest: str, extension: str, size: int | None, max_
     if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
         raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
 
-    def refuse(what: str) -> NoReturn:
-        raise IntegrityError(
-            f"{name} in {store.url}: {what}; the bytes are not those that were written; "
-            f"run: shardkit repair {store.url}"
-        )
-
     def ask() -> bytes:
         data = store.get(name, max_bytes=max_bytes if size is None else size)
-        if size is not None and len(data) != size:
-            refuse(f"{len(data)} bytes, expected {size}")
         found = sha256_digest(data)
-        if found != digest:
-            refuse(f"SHA-256 mismatch (got {found})")
+        problem = "" if found == digest else f"SHA-256 mismatch (got {found})"
+        if size is not None and len(data) != size:
+            problem = f"{len(data)} bytes, expected {size}"
+        if problem:
+            raise IntegrityError(
+                f"{name} in {store.url}: {problem}; the bytes are not those that were written; "
+                f"run: shardkit repair {store.url}"
+            )
         return data
 
     return asked_twice(ask)
 
 
 def _is_good(store: Store, descriptor: Descriptor) -> bool:
-    """Whether the object that lies there has the bytes that its name promises.
+    """Whether the bytes that lie there are those of the name; what cannot be read is as bad as what is wrong.
 
-    Callers have the good bytes in hand, so this is the moment to find out, and to repair, bad ones. What cannot be
-    read is as bad as what is wrong.
+    Callers have the good bytes in hand, so this is the moment to repair bad ones.
     """
     return check_object(store, descriptor.name, descriptor.size, "stored").is_good
 
@@ -153,7 +139,6 @@ class CheckResult(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong."""
         return self.result == "good"
 
 

@@ -66,10 +66,6 @@ def writer_is_dead(operations: FileOperations, folder: Handle, name: str) -> boo
     boot, namespace, pid, start = match.group(1), match.group(2), int(match.group(3)), int(match.group(4))
     if (boot, namespace) == (_boot(), _pid_namespace()):
         return not _is_alive(pid, start)
-    return _is_abandoned(operations, folder, name)
-
-
-def _is_abandoned(operations: FileOperations, folder: Handle, name: str) -> bool:
     file = operations.open_file(folder, name)
     try:
         idle_s = time.time() - operations.stat_open(file).st_mtime
@@ -132,7 +128,6 @@ class StagedFile(abc.ABC):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what was written so far, as hex."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
