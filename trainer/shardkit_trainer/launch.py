@@ -72,18 +72,7 @@ def launch(
     allowed = [f"--allow-changes={','.join(allow_changes)}"] if allow_changes else []
     script = ["-m", "shardkit_trainer", *([path] if path else []), *overrides, *allowed]
     if in_process:
-        from .supervisor import supervise
-
-        os.environ.update(rank_environment())
-        job = {
-            "format": "shardkit-job",
-            "version": 1,
-            "configuration": config.to_json(),
-            "software": software(),
-        }
-        code = supervise(script, config, nproc=nproc, restarts=restarts, job=job)
-        (Path(config.run.directory) / JOB).unlink(missing_ok=True)
-        return _outcome(code, config)
+        return _supervise(script, config, nproc, restarts)
     torchrun = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}",
                 f"--shutdown-timeout={config.parallel.shutdown_s}"]  # fmt: skip
     command = [sys.executable, "-m", "shardkit_trainer.agent", *torchrun, *script]
@@ -96,9 +85,7 @@ def _supervise(script: Sequence[str], config: Configuration, nproc: int, restart
 
     os.environ.update(rank_environment())
     job = {"format": "shardkit-job", "version": 1, "configuration": config.to_json(), "software": software()}
-    code = supervise(script, config, nproc=nproc, restarts=restarts, job=job)
-    (Path(config.run.directory) / JOB).unlink(missing_ok=True)
-    return _outcome(code, config)
+    return _outcome(supervise(script, config, nproc=nproc, restarts=restarts, job=job), config)
 
 
 def join(path: str | None, run: str, overrides: Sequence[str], *, nproc: int, restarts: int = 0) -> int:

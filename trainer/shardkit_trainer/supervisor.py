@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from shardkit.exit_codes import ExitCode
 from .configuration import Configuration
 from .ending import LIFELINE, on_stop_signals
 from .membership import ADDRESS, CONNECT_S, INTERFACE, NAME, connect, own_place, publish, serve_store, tell
+from .run_directory import JOB
 
 __all__ = ["join", "supervise"]
 
@@ -329,7 +331,12 @@ def supervise(
     store.set("job", json.dumps({**(job or {}), "address": f"{address}:{store.port}"}))
     lead = Lead(store, config.parallel.timeout_s)
     own = f"127.0.0.1:{store.port}"
-    return Supervisor(script, config, store, restarts, own, interface, lead).run(nproc)
+    try:
+        return Supervisor(script, config, store, restarts, own, interface, lead).run(nproc)
+    finally:
+        path = Path(config.run.directory) / JOB
+        if path.exists() and path.read_bytes() == store.get("job"):  # another job may train there
+            path.unlink()
 
 
 def join(script: Sequence[str], config: Configuration, address: str, *, nproc: int, restarts: int) -> int:
