@@ -16,8 +16,8 @@ import shardkit
 from shardkit.errors import SchemaError, ShardkitError, UsageError
 from shardkit_tools import build
 from shardkit_tools.importers import ImportOptions, open_source
-from shardkit_tools.importers.conformance import check_importer
 from tests.command_line import call
+from tests.importer_conformance import check_importer
 
 pd: Any = pytest.importorskip("pandas")
 

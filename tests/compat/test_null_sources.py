@@ -20,7 +20,7 @@ import webdataset
 import shardkit
 import shardkit_tools
 from shardkit_tools.importers import open_source
-from shardkit_tools.importers.conformance import check_importer
+from tests.importer_conformance import check_importer
 
 pd: Any = pytest.importorskip("pandas")
 ROWS = 60

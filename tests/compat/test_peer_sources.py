@@ -23,7 +23,7 @@ from PIL import Image
 import shardkit
 from shardkit_tools.building import build
 from shardkit_tools.importers import Importer, ImportOptions, SourceFailure, open_source
-from shardkit_tools.importers.conformance import check_importer
+from tests.importer_conformance import check_importer
 
 MDS = Path(__file__).parent / "golden" / "mds"
 

@@ -411,8 +411,8 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3))), "b.npy": npy(np.ones((3, 2)))}),
         r"float64\[\*,\*\] cannot be read where it lies.*build",
     ),
-    "short npy": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3)))[:-8]}), "header asks for"),
-    "objects": (lambda p: write_tar(p, {"a.npy": npy(np.array([1j]))}), "cannot be stored"),
+    "short npy": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3)))[:-8]}), "header .* asks for"),
+    "objects": (lambda p: write_tar(p, {"a.npy": npy(np.array([1j]))}), "can be stored"),
     "gzip": (lambda p: hostile(p, b"\x1f\x8b\x08" + bytes(1000)), "compressed with gzip.*shardkit build"),
 }
 

@@ -23,7 +23,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
 )
 from shardkit.storage import Repository
-from shardkit_tools.building import Progress, build_run, passes
+from shardkit_tools.building import Progress, build_run
 from shardkit_tools.importers import source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_s
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sources are cut into many tasks, and worth many processes."""
     monkeypatch.setattr(source_files, "_TASK_BYTES", 15_000)
-    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
 
 
 def folder(root: Path, files: int = 90) -> str:
@@ -242,13 +242,13 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(
     source = folder(tmp_path / "source", 6)
     from shardkit_tools.importers.folder import FolderImporter
 
-    read = FolderImporter.read_files
+    read = FolderImporter.read_rows
 
-    def meddling(self: FolderImporter, task: Any, seen: Any, *, extents: bool) -> Any:
-        yield from read(self, task, seen, extents=extents)
+    def meddling(self: FolderImporter, task: Any, mode: Any) -> Any:
+        yield from read(self, task, mode)
         os.utime(task.files[2].path, ns=(1, 1))
 
-    monkeypatch.setattr(FolderImporter, "read_files", meddling)
+    monkeypatch.setattr(FolderImporter, "read_rows", meddling)
     with pytest.raises(SourceError, match="changed while it was read"):
         shardkit_tools.build(source, tmp_path / "root")
 

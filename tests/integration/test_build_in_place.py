@@ -15,7 +15,7 @@ import shardkit_tools
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
 from shardkit.storage import Repository
-from shardkit_tools.building import build_run, engines, outcome, passes, reading, source_digests
+from shardkit_tools.building import build_run, engines, outcome, reading, source_digests
 from shardkit_tools.building.outcome import fits_page_cache
 from shardkit_tools.importers import folder, numpy_rows, source_files
 from shardkit_tools.importers.protocol import SourceFile
@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numpy_rows, "_PIECE_BYTES", 9_000)
     monkeypatch.setattr(numpy_rows, "_MIN_EXTENT_BYTES", 512)
     monkeypatch.setattr(folder, "_MIN_EXTENT_BYTES", 512)
-    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
     monkeypatch.setattr(build_run, "_DIGESTED_BESIDE_BYTES", 0)
 
 
@@ -169,7 +169,7 @@ def test_a_source_that_changes_between_the_passes_is_noticed(
     """One bit, with the size and the time of before; what is built next is what is there then."""
     source = SOURCES[kind](tmp_path / "source")
     path = Path(source) / {"arrays": "tokens.npy", "files": "a/080.bin"}[kind]
-    real = passes.Passes.write
+    real = build_run.BuildRun._write
 
     def meddling(*arguments: Any) -> Any:
         before = path.stat().st_mtime_ns
@@ -180,7 +180,7 @@ def test_a_source_that_changes_between_the_passes_is_noticed(
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(passes.Passes, "write", meddling)
+        patch.setattr(build_run.BuildRun, "_write", meddling)
         with pytest.raises(SourceError, match=rf"{path.name}: changed.*nobody writes to"):
             shardkit_tools.build(source, tmp_path / "root", **SETTINGS)
     assert Repository.open(tmp_path / "root").head() is None
@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_hashed_stops_the_build(
 def test_no_process_is_started_for_what_threads_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, processes: int
 ) -> None:
-    monkeypatch.setattr(passes, "SMALL_BYTES", 100_000)
+    monkeypatch.setattr(build_run, "SMALL_BYTES", 100_000)
     monkeypatch.setattr(numpy_rows, "_TASK_BYTES", 1_000_000)
     np.save(tmp_path / "a.npy", np.zeros((1000, 1024), np.int32))
     started = []

@@ -22,14 +22,14 @@ SHARDKIT = [sys.executable, "-m", "shardkit_tools"]
 # A build whose source waits: it has seen where the ref stands, and goes on when the file `go` is there.
 WAITING = """
 import os, sys, time
-from shardkit_tools.building.passes import Passes
-read = Passes.read
+from shardkit_tools.building.build_run import BuildRun
+read = BuildRun._read
 def wait(self, *given, **settings):
     open(sys.argv[1], "x").close()
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.01)
     return read(self, *given, **settings)
-Passes.read = wait
+BuildRun._read = wait
 from shardkit_tools.main import run
 run(sys.argv[3:])
 """

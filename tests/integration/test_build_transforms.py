@@ -30,7 +30,7 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit_tools.building import passes
+from shardkit_tools.building import build_run
 from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
 from shardkit_tools.transforms import tokenizing
@@ -75,7 +75,7 @@ Module = Callable[[str], str]
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 500)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
 
 
 @pytest.fixture
@@ -270,16 +270,17 @@ def test_command_line(
 KILLED = """
 import os, signal, sys
 import shardkit_tools
-from shardkit_tools.building import reading
+from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 500, 100
-real, left = reading.write_record, [int(sys.argv[4])]
-def record(*arguments):
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    real(*arguments)
-reading.write_record = record
+real, left = LocalFolder.put_record, [int(sys.argv[4])]
+def record(folder, name, data):
+    if name.startswith("task-"):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+    real(folder, name, data)
+LocalFolder.put_record = record
 shardkit_tools.build(sys.argv[1], sys.argv[2], apply=sys.argv[3])
 """
 

@@ -101,14 +101,14 @@ class Machines(LocalEngine):
         self.temporary: list[Path] = []
 
     def _free(self) -> Any:
-        own = self._folder / f"machine-{len(self._running)}"  # if another process is started now
+        own = self._folder / f"machine-{len(self._processes)}"  # if another process is started now
         own.mkdir(exist_ok=True)
-        before, known = os.environ.get("TMPDIR"), len(self._running)
+        before, known = os.environ.get("TMPDIR"), len(self._processes)
         os.environ["TMPDIR"] = str(own)
         try:
             return super()._free()
         finally:
-            if len(self._running) > known:
+            if len(self._processes) > known:
                 self.temporary.append(own)
             os.environ.pop("TMPDIR")
             if before is not None:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import shardkit
 import shardkit_tools
 from shardkit.errors import ConfigurationError, SourceError
+from shardkit_tools.building import build_run
 from shardkit_tools.building import packing as packing_module
-from shardkit_tools.building import passes
 from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
 from shardkit_tools.transforms.best_fit import pack
@@ -63,7 +63,7 @@ def test_best_fit_takes_the_fullest_row_that_has_room() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 2_000)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 500)
-    monkeypatch.setattr(passes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
     monkeypatch.setattr(packing_module.cut_documents, "__defaults__", (3_000,))
 
 
@@ -174,16 +174,18 @@ KILLED = """
 import os, signal, sys
 import shardkit_tools
 from shardkit_tools.building import packing
+from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 2000, 500
 packing.cut_documents.__defaults__ = (3000,)
-real, left = packing.write_record, [int(sys.argv[3])]
-def record(*arguments):
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    real(*arguments)
-packing.write_record = record
+real, left = LocalFolder.put_record, [int(sys.argv[3])]
+def record(folder, name, data):
+    if name.startswith("packed-"):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+    real(folder, name, data)
+LocalFolder.put_record = record
 options = ImportOptions(field_types={"tokens": "int32[*]"})
 shardkit_tools.build(sys.argv[1], sys.argv[2], options=options, pack={"tokens": 64})
 """

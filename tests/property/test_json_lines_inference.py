@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import open_source
-from shardkit_tools.importers.conformance import check_importer
+from tests.importer_conformance import check_importer
 
 VALUES: dict[str, st.SearchStrategy[object]] = {
     "bool": st.booleans(),

@@ -22,8 +22,8 @@ import shardkit
 from shardkit.errors import SchemaError, UsageError
 from shardkit_tools import build
 from shardkit_tools.importers import ImportOptions, open_source
-from shardkit_tools.importers.conformance import check_importer
 from tests.command_line import call
+from tests.importer_conformance import check_importer
 
 ROWS: list[dict[str, Any]] = [
     {"First Name": f"n{n}", "age": n, "1st/note": f"note {n}", "left": "x" * n} for n in range(1, 30)
@@ -157,6 +157,21 @@ def test_arrays_and_class_folders(tmp_path: Path) -> None:
     assert list(ds.schema) == ["jpeg", "label"]
     assert ds.manifest.classes == ("cat", "dog")
     assert {sample["jpeg"] for sample in ds} == {b"\xff\xd8\xffcat", b"\xff\xd8\xffdog"}
+
+
+def test_what_is_beside_a_file_and_its_class_are_left_out(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for n in range(2):
+            (tmp_path / "images" / label / f"{n}.jpg").write_bytes(b"\xff\xd8\xff" + bytes([n]))
+            (tmp_path / "images" / label / f"{n}.json").write_text(f'{{"n": {n}}}')
+    fields = {"image": "bytes", "label": "int64", "meta": "json"}
+    for dropped in fields:
+        importer = open_source(str(tmp_path / "images"), options=ImportOptions(drop=(dropped,)))
+        assert {name: str(kind) for name, kind in importer.schema.items()} == {
+            name: kind for name, kind in fields.items() if name != dropped
+        }
+        assert len(check_importer(importer)) == 4
 
 
 def test_the_command(tmp_path: Path) -> None:

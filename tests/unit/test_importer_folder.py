@@ -7,8 +7,8 @@ import pytest
 
 from shardkit.errors import NotFoundError, ShardkitError, SourceError
 from shardkit_tools.importers import ImportOptions, detect, open_source
-from shardkit_tools.importers.conformance import check_importer, read_all
 from shardkit_tools.importers.source_files import list_source
+from tests.importer_conformance import check_importer, read_all
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 JPEG = b"\xff\xd8\xff\xe0" + b"pixels"

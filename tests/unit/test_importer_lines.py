@@ -10,7 +10,7 @@ import zstandard
 import shardkit_tools.importers.line_ranges as line_ranges
 from shardkit.errors import SchemaError, SourceError, UsageError
 from shardkit_tools.importers import ImportOptions, SourceFailure, open_source, parse_field_types
-from shardkit_tools.importers.conformance import check_importer, read_all
+from tests.importer_conformance import check_importer, read_all
 
 
 def json_lines(path: Path, rows: list[object]) -> str:

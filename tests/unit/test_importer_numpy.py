@@ -11,8 +11,8 @@ import shardkit_tools.importers.numpy_archives as numpy_archives
 import shardkit_tools.importers.numpy_rows as numpy_rows
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import open_source
-from shardkit_tools.importers.conformance import check_importer, read_all
-from shardkit_tools.importers.protocol import ImportOptions
+from shardkit_tools.importers.options import ImportOptions
+from tests.importer_conformance import check_importer, read_all
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

@@ -15,8 +15,9 @@ import pytest
 import shardkit_tools
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, arrow, line_ranges, open_source, parquet
-from shardkit_tools.importers.conformance import check_importer
-from shardkit_tools.importers.protocol import ColumnImporter, SampleColumns, SourceFailure
+from shardkit_tools.importers.file_importer import FileImporter
+from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SourceFailure
+from tests.importer_conformance import check_importer
 
 
 def table(rows: int) -> pa.Table:
@@ -74,14 +75,14 @@ def test_whole_batches_make_the_version_that_single_rows_make(
     else:
         np.save(path, np.arange(360, dtype=np.int32).reshape(60, 6))
     source = open_source(str(path))
-    assert isinstance(source, ColumnImporter)
-    assert all(isinstance(found, SampleColumns) for found in source.read_columns(source.tasks()[0]))
+    assert isinstance(source, FileImporter)
+    assert all(isinstance(found, SampleColumns) for found in source.read_rows(source.tasks()[0], ReadMode()))
     named: dict[str, Any] = {
         "stratify": [] if kind == "npy" else ["good"],
         "shard_size": 1024,
         "block_size": 200,
     }
-    singly: Any = types.SimpleNamespace()  # an importer without `read_columns`
+    singly: Any = types.SimpleNamespace()  # an importer without `read_rows`
     for name in ("schema", "classes", "files", "tasks", "read", "describe"):
         setattr(singly, name, getattr(source, name))
     by_batch = shardkit_tools.build(source, tmp_path / "batches", **named)

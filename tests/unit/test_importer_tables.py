@@ -17,8 +17,8 @@ import zstandard
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
-from shardkit_tools.importers.conformance import check_importer, read_all
 from shardkit_tools.importers.source_files import list_source
+from tests.importer_conformance import check_importer, read_all
 
 MDS = Path(__file__).parents[1] / "compat" / "golden" / "mds"
 

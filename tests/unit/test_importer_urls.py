@@ -14,7 +14,7 @@ import shardkit
 from shardkit.errors import NotFoundError, ShardkitError, SourceError, UsageError
 from shardkit_tools.building import build
 from shardkit_tools.importers import open_source
-from shardkit_tools.importers.conformance import check_importer, read_all
+from tests.importer_conformance import check_importer, read_all
 
 
 @pytest.fixture

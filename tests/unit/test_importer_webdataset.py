@@ -13,8 +13,8 @@ import webdataset
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, open_source
-from shardkit_tools.importers.conformance import check_importer, read_all
 from shardkit_tools.importers.tar_members import read_members
+from tests.importer_conformance import check_importer, read_all
 
 
 def npy(array: object) -> bytes:
@@ -165,8 +165,8 @@ def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
         ({"1.json": b"{"}, r"'1' \.json: not valid JSON"),
         ({"1.txt": b"\xff"}, r"'1' \.txt: not UTF-8"),
         ({"1.npy": b"\x93NUMPY"}, r"'1' \.npy: not a readable"),
-        ({"1.npy": npy(np.arange(9))[:-1]}, r"'1' \.npy: 199 bytes, but the array's header asks for 200"),
-        ({"1.npy": npy(["text"])}, "cannot be stored"),
+        ({"1.npy": npy(np.arange(9))[:-1]}, r"'1' \.npy: 199 bytes, but its header .* asks for 200"),
+        ({"1.npy": npy(["text"])}, "floats up to 64 bits can be stored"),
         ({"1.msgpack": b""}, "MessagePack members are not read"),
         ({}, "holds no samples"),
     ],

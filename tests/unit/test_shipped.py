@@ -19,7 +19,6 @@ STARTS = (
         "shardkit.testing.store_conformance",
         "shardkit.testing.memory_store",
     ),
-    "shardkit_tools.importers.conformance",
 )
 RUN_BY_PATH = ROOT / "tools" / "shardkit_tools" / "benchmarks"
 """Programs of `shardkit bench` that other interpreters run."""

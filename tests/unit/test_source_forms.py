@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers import Importer, ImportOptions, open_source
-from shardkit_tools.importers.conformance import check_importer
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_plain
 from shardkit_tools.importers.strict_json import read_array
+from tests.importer_conformance import check_importer
 
 ROWS = [{"n": n, "text": f"row {n} é"} for n in range(50)]
 PACKERS: dict[str, Callable[[bytes], bytes]] = {

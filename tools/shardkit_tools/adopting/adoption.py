@@ -22,7 +22,8 @@ from shardkit_tools.building.engine import Engine
 from shardkit_tools.building.engines import open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
-from shardkit_tools.importers.protocol import ImportOptions, SourceFile
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import Source
 from shardkit_tools.importers.webdataset import open_webdataset
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,10 @@ from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_
 from shardkit.formats.schema import decode_json
 from shardkit.formats.tar_blocks import tar_column
 from shardkit_tools.adopting.tar_places import BUILD_INSTEAD, look_at
-from shardkit_tools.importers.member_values import field_of
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
-from shardkit_tools.importers.tar_members import read_members
-from shardkit_tools.importers.webdataset import check_fields, split_name
+from shardkit_tools.importers.tar_members import Member, TarSample, read_members, tar_samples
+from shardkit_tools.importers.webdataset import check_fields
 
 _LARGEST = 64  # a block of so many times the target is too uneven: the tar is cut into smaller ones
 _MAX_GAP_BYTES = (5 << 30) + (
@@ -55,14 +54,13 @@ class ScannedTar:
     etag: str = ""
 
 
-@dataclass(slots=True)
-class _TarRow:
-    """One sample: where it begins, and (offset, size) of each field's payload or member in the tar."""
+class _TarRow(NamedTuple):
+    """One sample: where it begins, (offset, size) of each field's payload or member in the tar, and its labels."""
 
     key: str
     start: int
-    fields: dict[str, tuple[int, int]] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, tuple[int, int]]
+    labels: tuple[str, ...]
 
 
 class _TooUneven(Exception):
@@ -111,10 +109,10 @@ class _HeldStream:
 def scan_tar(
     file: SourceFile, schema: Schema, axes: Sequence[str], block_bytes: int, report: Report
 ) -> ScannedTar:
-    """Read a tar once and describe it.
+    """Read an uncompressed tar once and describe it.
 
     Args:
-        file: the tar, uncompressed.
+        file: the tar.
         schema: of every sample.
         axes: fields by whose values rows are told apart.
         block_bytes: target size of a block.
@@ -154,7 +152,7 @@ class _Scan:
         self.position = 0
         self._sha256 = hashlib.sha256()
         self._is_payload: dict[str, bool] = {}
-        self._keys: dict[str, None] = {}
+        self._keys: list[str] = []
         self._waiting: list[_TarRow] = []  # rows before the number of rows per block is known
         self._block: list[_TarRow] = []  # rows of the block that is being filled
         self._runs: list[tuple[tuple[str, ...], int]] = []
@@ -194,60 +192,47 @@ class _Scan:
 
     def _read_rows(self) -> int:
         """Read to the end; where the last sample ends."""
-        row: _TarRow | None = None
-        end = 0  # of the last member
-        last = 0  # of the last member that belongs to a sample
-        for member in read_members(self._stream, self._file.path, one_name=True):  # type: ignore[arg-type]
-            start, end = end, self._stream.position
-            self._stream.met_member()
-            where = f"{self._file.path} member {member.name!r}"
-            named = split_name(member.name, where)
-            if named is None:
-                continue
-            key, extension = named
-            if row is None or row.key != key:
-                if row is not None:
-                    self._finish(row)
-                if key in self._keys:
-                    raise SourceError(
-                        f"{where}: the sample {key!r} appears twice in the tar; rename one of them"
-                    )
-                self._keys[key] = None
-                row = _TarRow(key, start)
-            self._add_member(row, extension, member.data, end - _padded(len(member.data)), where)
-            last = end
-        if row is not None:
-            self._finish(row)
+        end = 0
+        for sample in tar_samples(self._members(), self._file.path):
+            members = [member for _, member in sample.members.values()]
+            row = self._row(sample, members[0].start)
+            end = members[-1].end
+            if not self._chosen and row.start >= self._block_bytes:
+                self._choose_block_rows()
+            if self._chosen:
+                self._place(row)
+            else:
+                self._waiting.append(row)
         self._choose_block_rows()
-        return last
+        return end
 
-    def _add_member(self, row: _TarRow, extension: str, data: bytes, offset: int, where: str) -> None:
-        name = field_of(extension, where)
-        if name in row.fields:
-            raise SourceError(
-                f"{where}: a second member for the field {name!r} of one sample; {BUILD_INSTEAD}, renamed"
-            )
-        kind = self._schema.get(name)
-        if kind is None:
-            raise SourceError(
-                f"{where}: has the field {name!r}, which the first samples do not have; every sample must have "
-                f"the fields {', '.join(self._schema)}: remove it, or add it to all"
-            )
-        skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], data, where)
-        if self._is_payload.setdefault(name, is_payload) != is_payload:
-            raise SourceError(f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}")
-        row.fields[name] = (offset + skipped, size)
-        if name in self._axes:
-            row.labels[name] = _label(kind, data[skipped : skipped + size], is_payload, where)
+    def _members(self) -> Iterator[Member]:
+        for member in read_members(self._stream, self._file.path, one_name=True):
+            self._stream.met_member()
+            yield member
 
-    def _finish(self, row: _TarRow) -> None:
-        check_fields(row.fields, self._schema, f"{self._file.path} sample {row.key!r}")
-        if not self._chosen and row.start >= self._block_bytes:
-            self._choose_block_rows()
-        if self._chosen:
-            self._place(row)
-        else:
-            self._waiting.append(row)
+    def _row(self, sample: TarSample, start: int) -> _TarRow:
+        fields: dict[str, tuple[int, int]] = {}
+        labels = {}
+        for name, (extension, member) in sample.members.items():
+            where = f"{self._file.path} member {member.name!r}"
+            kind = self._schema.get(name)
+            if kind is None:
+                raise SourceError(
+                    f"{where}: has the field {name!r}, which the first samples do not have; every sample must have "
+                    f"the fields {', '.join(self._schema)}: remove it, or add it to all"
+                )
+            skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], member.data, where)
+            if self._is_payload.setdefault(name, is_payload) != is_payload:
+                raise SourceError(
+                    f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}"
+                )
+            fields[name] = (member.offset + skipped, size)
+            if name in self._axes:
+                labels[name] = _label(kind, member.data[skipped : skipped + size], is_payload, where)
+        check_fields(fields, self._schema, f"{self._file.path} sample {sample.key!r}")
+        self._keys.append(sample.key)
+        return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self._axes))
 
     def _choose_block_rows(self) -> None:
         """As many rows as the first `block_bytes` of the tar hold; a function of the tar alone."""
@@ -259,15 +244,14 @@ class _Scan:
             self._place(row)
 
     def _place(self, row: _TarRow) -> None:
-        labels = tuple(row.labels[axis] for axis in self._axes)
-        is_new_run = not self._runs or self._runs[-1][0] != labels
+        is_new_run = not self._runs or self._runs[-1][0] != row.labels
         if self._block and (is_new_run or len(self._block) == self.block_rows):
             self._cut(row.start)
         if len(self._block) > 1 and row.start - self._block_start > _LARGEST * self._block_bytes:
             raise _TooUneven
         if is_new_run:
-            self._runs.append((labels, 0))
-        self._runs[-1] = (labels, self._runs[-1][1] + 1)
+            self._runs.append((row.labels, 0))
+        self._runs[-1] = (row.labels, self._runs[-1][1] + 1)
         self._block.append(row)
         self.rows += 1
         self._report(1, 0)
@@ -332,16 +316,15 @@ class _Scan:
             )
 
     def _index(self, tail: bytes) -> ShardIndex:
-        originals = list(self._keys)
-        keys = [fit_key(original) for original in originals]
-        rewritten = [row for row, key in enumerate(keys) if key != originals[row]]
+        keys = [fit_key(original) for original in self._keys]
+        rewritten = [row for row, key in enumerate(keys) if key != self._keys[row]]
         spans = np.array(self._spans, np.uint64).reshape(-1, 2)
         table = np.array(self._fields, np.uint64).reshape(self.rows, len(self._schema), 2)
         changed: dict[str, Any] = {}
         if rewritten:
             changed = {
                 "original_rows": np.array(rewritten, np.int64),
-                "original_texts": Texts.pack([originals[row] for row in rewritten]),
+                "original_texts": Texts.pack([self._keys[row] for row in rewritten]),
             }
         return ShardIndex(
             format="tar",
@@ -411,7 +394,3 @@ def _label(kind: FieldType, data: bytes, is_payload: bool, where: str) -> str:
     if not text or len(text) > _MAX_LABEL:
         raise SourceError(f"{where}: {len(text)} characters; a field to stratify by needs 1 to {_MAX_LABEL}")
     return text
-
-
-def _padded(size: int) -> int:
-    return -(-size // 512) * 512

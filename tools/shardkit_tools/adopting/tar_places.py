@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote.foreign import split_url
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.remote_files import foreign_store, is_url, stat_file
-from shardkit_tools.importers.source_files import list_source, open_file
+from shardkit_tools.importers.remote_files import foreign_store, stat_file
+from shardkit_tools.importers.source_files import is_url, list_source, open_file
 
 BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
 """What to do with a tar that cannot be adopted."""

@@ -15,7 +15,7 @@ from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
 from shardkit_tools.adopting.tar_places import place_of
 from shardkit_tools.building.engine import Report
-from shardkit_tools.building.job import Job, JobFolder, write_record
+from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.importers.protocol import SourceFile
 
 _MAX_RECORD_BYTES = 64 << 20
@@ -116,7 +116,7 @@ class AdoptWorker:
             put_adopted(self._repository, scanned.digest, place_of(item.file), scanned.etag)
         adopted = _facts(item, scanned, index)
         if self._repository is not None:
-            write_record(self._folder, _record_name(item), _packed(item, adopted, scanned.etag))
+            self._folder.put_record(_record_name(item), _packed(item, adopted, scanned.etag))
         return adopted
 
 

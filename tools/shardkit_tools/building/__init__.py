@@ -7,9 +7,7 @@ and settings alone.
 
 from __future__ import annotations
 
-from shardkit_tools.building.outcome import BuildResult, Progress, ProgressCallback
-from shardkit_tools.building.packing import PackReport
-from shardkit_tools.building.reading import SkippedRow
+from shardkit_tools.building.outcome import BuildResult, PackReport, Progress, ProgressCallback, SkippedRow
 from shardkit_tools.building.recipe import build
 
 __all__ = ["BuildResult", "PackReport", "Progress", "ProgressCallback", "SkippedRow", "build"]

@@ -1,15 +1,17 @@
-"""The two passes of a build, and the commit."""
+"""One build: the two passes, packing between them, and the commit."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,70 +20,129 @@ from shardkit.dataset.committing import Destination, MadeVersion, commit_version
 from shardkit.dataset.creating import scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.ref_moves import NOT_MOVED, Moved
-from shardkit.dataset.row_table import Rows, describe_row, join_parts
+from shardkit.dataset.row_table import Rows, ShardRows, describe_row, join_parts
+from shardkit.dataset.scratch import RUN_BYTES, sized_run
 from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.shard_writing import WrittenShard
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
-from shardkit.dataset.version_plan import plan_version
+from shardkit.dataset.splits import split_of
+from shardkit.dataset.version_plan import VersionPlan, plan_version
 from shardkit.dataset.version_settings import NewVersion
-from shardkit.errors import NotFoundError, SourceError
+from shardkit.errors import IntegrityError, NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
 from shardkit_tools.building.engine import Engine
-from shardkit_tools.building.job import NO_FOLDER, Job, clear_temporaries, open_job
+from shardkit_tools.building.engines import LocalEngine
+from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import (
     BuildResult,
-    BuildSettings,
-    ProgressCallback,
+    PackReport,
     ProgressMeter,
+    SkippedRow,
     check_space,
     fits_page_cache,
     least_bytes,
     space_needs,
 )
-from shardkit_tools.building.passes import BuildPlan, Passes
-from shardkit_tools.building.reading import SkippedRow, TaskFacts, TaskRows, finished_tasks
-from shardkit_tools.building.row_marks import first_of_equals
+from shardkit_tools.building.packing import Documents, PackSettings, PackWorker, cut_documents
+from shardkit_tools.building.reading import (
+    ITEMS,
+    ReadTask,
+    ReadWorker,
+    RowMarks,
+    TaskFacts,
+    TaskRows,
+    finished_rows,
+    finished_tasks,
+    first_of_equals,
+)
+from shardkit_tools.building.settings import BuildSettings
 from shardkit_tools.building.source_digests import SourceDigests, digest_file, shared_files
-from shardkit_tools.importers.protocol import ExtentImporter, Importer, SourceFile, WholeFileImporter
+from shardkit_tools.building.writing import WriteWorker, check_watched, finished_shard
+from shardkit_tools.importers.file_importer import FileImporter
+from shardkit_tools.importers.protocol import Importer, SourceFile
+
+SMALL_BYTES = 8 * 2**20
+"""Below this a process costs more to start than it saves."""
+
+# Copying and hashing is done by threads that do not wait for the interpreter: one process keeps some two processors
+# busy with it, and has done so many times as much before another one has started.
+_LIGHT = 64
+_FEW_PROCESSORS = 4
+_LIGHT_ROW_BYTES = 4096
 
 # Smaller files are hashed by the task that reads them: what is about them would cost more than the hash.
 _DIGESTED_BESIDE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildInput:
+    """What a build reads, and what it makes of it.
+
+    Attributes:
+        importer: of the source, transforms included. encoder: of its rows.
+        version: what is to be made.
+        packing: how documents become rows, or None.
+        marks: what pass 1 notes of every row, for leaving out equal ones and for packing.
+        counts: class folder → its samples. notes: what is unusual about the source.
+    """
+
+    importer: Importer
+    encoder: RowEncoder
+    version: NewVersion
+    packing: PackSettings | None
+    marks: RowMarks
+    counts: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Laid:
+    """What is to be written, and from where.
+
+    Attributes:
+        plan: of the version.
+        parts: what the ``part`` of its rows indexes.
+        duplicates: rows left out because an earlier one has the same value.
+        packed: what packing did, or None.
+    """
+
+    plan: VersionPlan
+    parts: Sequence[TaskFacts]
+    duplicates: int
+    packed: PackReport | None
 
 
 class BuildRun:
     """One build; made by `shardkit_tools.build`.
 
     Args:
-        importer: of the source.
-        encoder: of the rows.
-        version: what is to be made.
-        settings: see `BuildSettings`.
+        settings: where to, and how.
+        given: what is read and made.
         engine: does the work; entered and left by this build.
-        progress: callback, or None.
     """
 
-    def __init__(
-        self,
-        importer: Importer,
-        encoder: RowEncoder,
-        version: NewVersion,
-        settings: BuildSettings,
-        engine: Engine,
-        progress: ProgressCallback | None,
-    ) -> None:
-        self._importer = importer
-        self._encoder = encoder
-        self._version = version
-        self._settings = settings
-        self._meter = ProgressMeter(progress)
-        self._tasks = list(importer.tasks())
+    def __init__(self, settings: BuildSettings, given: BuildInput, engine: Engine) -> None:
+        self._settings, self._given, self._engine = settings, given, engine
+        self._version = given.version
+        self._root = os.fspath(settings.root)
+        self._meter = ProgressMeter(settings.progress)
+        self._tasks = list(given.importer.tasks())
+        self._source_bytes = sum(task.size for task in self._tasks)
         self._started = time.monotonic()
-        self._engine = engine
-        self._passes = Passes(engine, self._meter, version, settings)
-        self._is_cached = not engine.is_remote and fits_page_cache(importer.files())
+        self._is_cached = not engine.is_remote and fits_page_cache(given.importer.files())
         self._in_place = self._bytes_in_place()
+        layout = self._version.settings
+        self._seed = layout.seed if layout.shuffle else None
+
+    def _bytes_in_place(self) -> int:
+        """Bytes of the source that pass 2 reads from there instead of from scratch."""
+        importer, given = self._given.importer, self._given
+        if not self._is_cached or given.marks.names or not isinstance(importer, FileImporter):
+            return 0
+        return sum(map(importer.bytes_in_place, self._tasks))
 
     def count(self) -> BuildResult:
         """The dry run: everything but writing.
@@ -93,35 +154,18 @@ class BuildRun:
         with contextlib.ExitStack() as missing:
             if not self._settings.append:
                 missing.enter_context(contextlib.suppress(NotFoundError))  # a root that is to be made
-            base = self._begin(Repository.open(self._settings.root, read_only=True)).base
+            base = self._begin(Repository.open(self._root, read_only=True)).base
         with self._engine:
-            every = {file.name for file in self._importer.files()}  # nobody asks for digests
-            found, columns = self._passes.read(self._importer, self._encoder, NO_FOLDER, {}, digested=every)
-            plan = self._plan(found, columns, base, None)
-        result = self._result(found, plan, None, NOT_MOVED, None, 0, 0)
-        root = None if "://" in self._settings.root else self._settings.root
+            every = {file.name for file in self._given.importer.files()}  # nobody asks for digests
+            found, columns = self._read(NO_FOLDER, {}, in_place=0, digested=every)
+            laid = self._lay_out(found, columns, base, None)
+        result = self._result(found, laid)
+        root = None if "://" in self._root else self._root
         # Remote roots: in a folder of this machine, which is only made when it is needed.
         scratch = self._settings.scratch or root or tempfile.gettempdir()
-        return dataclasses.replace(
-            result,
-            space=tuple(
-                space_needs(
-                    scratch,
-                    max(0, result.raw_bytes - self._in_place),
-                    root,
-                    self._shard_bytes(result.raw_bytes),
-                )
-            ),
-        )
-
-    def _bytes_in_place(self) -> int:
-        """Bytes of the source that pass 2 reads from there instead of from scratch."""
-        importer, settings = self._importer, self._settings
-        if not self._is_cached or settings.pack is not None or settings.marks.names:
-            return 0
-        if not isinstance(importer, ExtentImporter | WholeFileImporter):
-            return 0
-        return sum(map(importer.bytes_in_place, self._tasks))
+        scratch_bytes = max(0, result.raw_bytes - self._in_place)
+        needs = space_needs(os.fspath(scratch), scratch_bytes, root, self._shard_bytes(result.raw_bytes))
+        return dataclasses.replace(result, space=needs)
 
     def build(self) -> BuildResult:
         """Both passes and the commit.
@@ -131,7 +175,7 @@ class BuildRun:
             KeyboardInterrupt: with a text that says how to go on.
         """
         open_or_make = Repository.open if self._settings.append else Repository.create
-        repository = open_or_make(self._settings.root)
+        repository = open_or_make(self._root)
         to = self._begin(repository)
         parent = scratch_folder(repository, self._settings.scratch)
         job = open_job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
@@ -139,83 +183,6 @@ class BuildRun:
             result = self._build(to, parent, job)
         clear_temporaries(repository)
         return result
-
-    def _build(self, to: Destination, parent: str, job: Job) -> BuildResult:
-        reused = finished_tasks(job, self._tasks, self._importer.files())
-        self._check_space(to.repository, parent, job, reused)
-        beside = self._digested_beside(reused)
-        with SourceDigests(beside, job, self._settings.hash_threads) as digests:
-            return self._both_passes(to, parent, job, reused, digests)
-
-    def _digested_beside(self, reused: Mapping[int, TaskRows]) -> list[SourceFile]:
-        """The files that no task makes the digest of, because it would have to wait for that."""
-        files = shared_files(self._tasks)
-        if self._is_cached and not isinstance(self._importer, WholeFileImporter):
-            shared = {file.name for file in files}
-            files = [
-                file
-                for file in self._importer.files()
-                if file.name in shared or file.size >= _DIGESTED_BESIDE_BYTES
-            ]
-        known = {file.name for rows in reused.values() for file in rows.facts.files}
-        return [file for file in files if file.name not in known]
-
-    def _both_passes(
-        self,
-        to: Destination,
-        parent: str,
-        job: Job,
-        reused: dict[int, TaskRows],
-        digests: SourceDigests,
-    ) -> BuildResult:
-        reused_tasks = len(reused)
-        found, columns = self._passes.read(
-            self._importer,
-            self._encoder,
-            job.folder,
-            reused,
-            in_place=self._in_place,
-            digested={file.name for file in digests.files},
-        )
-        digests.check()
-        skipped = _skipped(found)
-        base = to.base
-        sources = self._sources(found, skipped, digests) if base is not None else None
-        if base is not None and sources is not None and self._is_appended(base, sources):
-            made = MadeVersion(base.manifest, {name: split.manifest for name, split in base.splits.items()})
-            plan = self._plan(
-                found, columns, None, job
-            )  # its rows are these rows: they are counted by themselves
-            return self._result(found, plan, made, NOT_MOVED, None, reused_tasks, 0)
-        plan = self._plan(found, columns, base, job)
-        final = digests.beside(
-            lambda: self._final_version(to, sources or self._sources(found, skipped, digests))
-        )
-        shards, reused_shards = self._passes.write(to.repository, job, plan, self._tasks)
-        self._meter.begin("commit")
-        made = make_manifest(to.repository, dataclasses.replace(plan.plan, version=final()), shards)
-        listed = self._list_skipped(parent, skipped)
-        moved = commit_version(to, made)
-        self._meter.end()
-        return self._result(found, plan, made, moved, listed, reused_tasks, reused_shards)
-
-    def _check_space(
-        self, repository: Repository, parent: str, job: Job, reused: Mapping[int, TaskRows]
-    ) -> None:
-        """That what is left to do fits on the disks."""
-        left = sum(task.size for number, task in enumerate(self._tasks) if number not in reused)
-        left = max(0, left - self._in_place)
-        rows = least_bytes(self._version, sum(task.size for task in self._tasks))
-        store = repository.store
-        # Shards of an earlier run are there already, and how large they are is not worth finding out.
-        is_begun = any(name.endswith(".done") for name in job.folder.names())
-        root = store.url if isinstance(store, LocalStore) and not is_begun else None
-        here = parent if job.is_local else None
-        check_space(space_needs(here, least_bytes(self._version, left), root, self._shard_bytes(rows)))
-
-    def _shard_bytes(self, raw_bytes: int) -> int:
-        """What the shards of so many bytes at least take: nobody knows how well they compress."""
-        return raw_bytes if self._version.compression == "none" else 0
 
     def _begin(self, repository: Repository) -> Destination:
         """Where the refs stand now is where the commit must find them."""
@@ -230,38 +197,99 @@ class BuildRun:
             author=settings.author,
         )
 
-    def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
-        """Whether the base was itself made by appending these very files in this very way.
+    def _build(self, to: Destination, parent: str, job: Job) -> BuildResult:
+        read = finished_tasks(job, self._tasks, self._given.importer.files())
+        reused = len(read)
+        self._check_space(to.repository, parent, job, read)
+        beside = self._digested_beside(read)
+        threads = self._settings.jobs or os.cpu_count() or 1
+        with SourceDigests(beside, job, threads) as digests:
+            digested = {file.name for file in beside}
+            found, columns = self._read(job.folder, read, in_place=self._in_place, digested=digested)
+            digests.check()
+            base = to.base
+            sources = self._sources(found, digests) if base is not None else None
+            if base is not None and sources is not None and self._is_appended(base, sources):
+                splits = {name: split.manifest for name, split in base.splits.items()}
+                laid = self._lay_out(
+                    found, columns, None, job
+                )  # its rows are these: they are counted by themselves
+                return self._result(found, laid, MadeVersion(base.manifest, splits), reused_tasks=reused)
+            laid = self._lay_out(found, columns, base, job)
+            final = digests.beside(lambda: self._final_version(to, sources or self._sources(found, digests)))
+            shards, reused_shards = self._write(to.repository, job, laid)
+            self._meter.begin("commit")
+            made = make_manifest(to.repository, dataclasses.replace(laid.plan, version=final()), shards)
+            listed = self._list_skipped(parent, _skipped(found))
+            moved = commit_version(to, made)
+            self._meter.end()
+        result = self._result(found, laid, made, moved, reused_tasks=reused, reused_shards=reused_shards)
+        return dataclasses.replace(result, skipped_file=listed)
 
-        So a build that is killed between its commit and its end does not append twice.
+    # ---- The passes: work lists for the engine, results in the order of the source or of the shards
+
+    def _read(
+        self, folder: JobFolder, found: dict[int, TaskRows], *, in_place: int, digested: Collection[str]
+    ) -> tuple[list[TaskFacts], list[Rows]]:
+        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order.
+
+        Args:
+            folder: of the job.
+            found: tasks that were read before; taken out of it.
+            in_place: bytes that stay in the source instead of going to scratch; 0 for none.
+            digested: names of the files whose digests others make.
         """
-        last = dict(base.manifest.build.get("append", {}))
-        last.pop("rows", None)
-        return last == {**self._version.build_settings(), "sources": sha256_digest(pack_sources(sources))}
+        todo = [
+            ReadTask(number, task, not any(file.name in digested for file in task.files))
+            for number, task in enumerate(self._tasks)
+            if number not in found
+        ]
+        total, left = self._source_bytes, sum(item.task.size for item in todo)
+        self._meter.begin(
+            "read",
+            total_bytes=total,
+            done_rows=sum(len(rows.columns) for rows in found.values()),
+            done_bytes=total - left,
+            reused=len(found),
+            scratch_bytes=total - in_place if folder is not NO_FOLDER else 0,
+        )
+        make = functools.partial(
+            ReadWorker,
+            self._given.importer,
+            self._given.encoder,
+            seed=self._seed,
+            folder=folder,
+            skip=self._settings.skips,
+            run_bytes=sized_run(total, self._version.settings.shard_size),
+            marks=self._given.marks,
+            in_place=in_place > 0,
+        )
+        here = self._is_small(left, is_light=in_place > total // 2)
+        for rows in self._engine.run(make, todo, self._meter.add, here=here):
+            found[rows.facts.number] = rows
+        self._meter.end()
+        read = [found.pop(number) for number in range(len(self._tasks))]
+        return [task.facts for task in read], [task.columns for task in read]
 
-    def _plan(
-        self,
-        found: Sequence[TaskFacts],
-        columns: list[Rows],
-        base: Base | None,
-        job: Job | None,
-    ) -> BuildPlan:
+    def _lay_out(
+        self, found: Sequence[TaskFacts], columns: list[Rows], base: Base | None, job: Job | None
+    ) -> _Laid:
         rows = join_parts(columns)
         columns.clear()  # copied: two row tables of 10⁸ rows do not fit where one does
         if not len(rows):
             skipped = len(_skipped(found))
             raise SourceError(
-                f"{self._settings.source or 'the source'}: no samples in it"
+                f"{self._source or 'the source'}: no samples in it"
                 + (f" ({skipped} rows were skipped)" if skipped else "")
                 + "; give a source with at least one"
             )
         read = len(rows)
-        if self._settings.marks.unique is not None:
+        if self._given.marks.unique is not None:
             rows = rows.take(first_of_equals(rows.marks))
         duplicates = read - len(rows)
         parts, packed = found, None
-        if self._settings.pack is not None:
-            rows, parts, packed = self._passes.pack(self._settings.pack, rows, found, job)
+        if self._given.packing is not None:
+            rows, parts, packed = self._pack(self._given.packing, rows, found, job)
         # Rows that were counted only have no names.
         files = (job.folder if job else NO_FOLDER).parts([part.part for part in parts])
         with contextlib.closing(files):
@@ -272,20 +300,121 @@ class BuildRun:
                 base,
                 lambda place, first: describe_row(rows, reader, place, first) if job else f"row {place}",
             )
-        return BuildPlan(plan, parts, duplicates, packed)
+        return _Laid(plan, parts, duplicates, packed)
 
-    def _sources(
-        self, found: Sequence[TaskFacts], skipped: Sequence[SkippedRow], digests: SourceDigests
-    ) -> SourcesObject:
+    def _pack(
+        self, packing: PackSettings, documents: Rows, found: Sequence[TaskFacts], job: Job | None
+    ) -> tuple[Rows, list[TaskFacts], PackReport]:
+        """Documents → rows of a fixed length, in new parts of the scratch."""
+        split = self._version.split
+        by = split_of(split, documents.identity, documents.split) if split and split.is_noted else None
+        total = int(documents.raw_bytes.sum())
+        self._meter.begin("pack", total_bytes=total)
+        made: dict[int, TaskRows] = {}
+
+        def unfinished() -> Iterator[Documents]:
+            for item in cut_documents(documents, by):
+                rows = finished_rows(job, item.number, item.record_name) if job is not None else None
+                if rows is None:
+                    yield item
+                else:
+                    made[item.number] = rows
+                    self._meter.add(len(rows.columns), item.raw_bytes)
+
+        make = functools.partial(
+            PackWorker,
+            packing,
+            seed=self._seed,
+            folder=job.folder if job is not None else NO_FOLDER,
+            parts=[task.part for task in found],
+            run_bytes=RUN_BYTES,
+        )
+        for rows in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
+            made[rows.facts.number] = rows
+        self._meter.end()
+        packed = join_parts([made[number].columns for number in range(len(made))])
+        if not len(packed):
+            raise SourceError(f"field {packing.field!r} is empty in every sample; there is nothing to pack")
+        tokens = int(documents.marks[ITEMS].sum())
+        report = PackReport(len(documents), tokens, len(packed), len(packed) * packing.length - tokens)
+        return packed, [made[number].facts for number in range(len(made))], report
+
+    def _write(self, repository: Repository, job: Job, laid: _Laid) -> tuple[list[WrittenShard], int]:
+        """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
+        total = int(laid.plan.rows.raw_bytes.sum())
+        self._meter.begin("write", total_bytes=total)
+        written: dict[int, WrittenShard] = {}
+        reused = 0
+
+        def unfinished() -> Iterator[ShardRows]:
+            nonlocal reused
+            for item in laid.plan.shards():
+                shard = finished_shard(job, repository, item)
+                if shard is None:
+                    yield item
+                else:
+                    reused += 1
+                    written[item.number] = shard
+                    self._meter.add(len(item.ordinal), item.raw_bytes)
+
+        in_source = {
+            number: [file.path for file in self._tasks[part.number].files]
+            for number, part in enumerate(laid.parts)
+            if part.extents
+        }
+        parts = [task.part for task in laid.parts]
+        make = functools.partial(WriteWorker, repository, self._version, job.folder, parts, in_source)
+        is_light = self._version.compression == "none" and total >= _LIGHT_ROW_BYTES * len(laid.plan.rows)
+        here = self._is_small(total, is_light=is_light)
+        try:
+            for shard in self._engine.run(make, unfinished(), self._meter.add, here=here):
+                written[shard.number] = shard
+            check_watched(laid.parts, self._tasks)
+        except (IntegrityError, SourceError):
+            job.discard()  # damaged scratch, or what was noted of a source that has changed, must not be used again
+            raise
+        self._meter.end()
+        return [written[number] for number in range(laid.plan.layout.shards)], reused
+
+    def _is_small(self, size: int, *, is_light: bool) -> bool:
+        """Whether work is done sooner in this process than when others are started for it."""
+        if not is_light or not isinstance(self._engine, LocalEngine):
+            return size < SMALL_BYTES
+        return size < SMALL_BYTES * _LIGHT or (SMALL_BYTES > 0 and _processors() < _FEW_PROCESSORS)
+
+    # ---- Sources
+
+    def _digested_beside(self, reused: Mapping[int, TaskRows]) -> list[SourceFile]:
+        """The files that no task makes the digest of, because it would have to wait for that."""
+        importer = self._given.importer
+        files = shared_files(self._tasks)
+        reads_whole = isinstance(importer, FileImporter) and importer.reads_whole_files
+        if self._is_cached and not reads_whole:
+            shared = {file.name for file in files}
+            least = _DIGESTED_BESIDE_BYTES
+            files = [file for file in importer.files() if file.name in shared or file.size >= least]
+        known = {file.name for rows in reused.values() for file in rows.facts.files}
+        return [file for file in files if file.name not in known]
+
+    def _sources(self, found: Sequence[TaskFacts], digests: SourceDigests) -> SourcesObject:
         known: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
         known |= {file.name: file for file in digests.results()}
-        for file in self._importer.files():
+        for file in self._given.importer.files():
             if file.name not in known:  # a file that no task begins with, such as a list of classes
                 known[file.name] = digest_file(file)
         return SourcesObject(
             tuple(known[name] for name in sorted(known)),
-            tuple((row.source_name, row.source_row, row.kind) for row in skipped),
+            tuple((row.source_name, row.source_row, row.kind) for row in _skipped(found)),
         )
+
+    def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
+        """Whether the base was itself made by appending these very files in this very way.
+
+        So a build that is killed between its commit and its end does not append twice.
+        """
+        last = dict(base.manifest.build.get("append", {}))
+        last.pop("rows", None)
+        return last == {**self._version.build_settings(), "sources": sha256_digest(pack_sources(sources))}
 
     def _final_version(self, to: Destination, sources: SourcesObject) -> NewVersion:
         version = self._version
@@ -299,48 +428,75 @@ class BuildRun:
         descriptor = to.repository.put_object(pack_sources(sources), "sources")
         return dataclasses.replace(version, sources=descriptor.digest)
 
-    def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
-        if not skipped:
-            return None
-        path = self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl"
-        lines = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped]
-        with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
-            stream.writelines(lines)
-        return path
+    @property
+    def _source(self) -> str:
+        """Absolute path of the source, so that builds of different sources do not share scratch."""
+        source = self._settings.source
+        return os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else ""
 
     def _digest(self) -> str:
         """What must be equal for the work of an earlier run to be of use."""
         version = self._version
+        files = self._given.importer.files()
         recipe = {
             "release": 1,
-            "source": self._settings.source or os.path.commonpath([f.path for f in self._importer.files()]),
+            "source": self._source or os.path.commonpath([file.path for file in files]),
             "schema": version.schema.to_json(),
             "format": version.format,
             "compression": version.compression,
             "axes": list(version.axes),
             "classes": list(version.classes),
             "split_by": version.split.by if version.split else None,
-            "skip": self._settings.skip,
+            "skip": self._settings.skips,
             "build": version.build_settings(),
         }
         return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
 
+    # ---- Room, and results
+
+    def _check_space(
+        self, repository: Repository, parent: str, job: Job, read: Mapping[int, TaskRows]
+    ) -> None:
+        """That what is left to do fits on the disks."""
+        left = sum(task.size for number, task in enumerate(self._tasks) if number not in read)
+        left = max(0, left - self._in_place)
+        rows = least_bytes(self._version, self._source_bytes)
+        store = repository.store
+        # Shards of an earlier run are there already, and how large they are is not worth finding out.
+        is_begun = any(name.endswith(".done") for name in job.folder.names())
+        root = store.url if isinstance(store, LocalStore) and not is_begun else None
+        here = parent if job.is_local else None
+        check_space(space_needs(here, least_bytes(self._version, left), root, self._shard_bytes(rows)))
+
+    def _shard_bytes(self, raw_bytes: int) -> int:
+        """What the shards of so many bytes at least take: nobody knows how well they compress."""
+        return raw_bytes if self._version.compression == "none" else 0
+
+    def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
+        if not skipped:
+            return None
+        path = os.fspath(self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl")
+        lines = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped]
+        with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
+            stream.writelines(lines)
+        return path
+
     def _result(
         self,
         found: Sequence[TaskFacts],
-        plan: BuildPlan,
-        made: MadeVersion | None,
-        moved: Moved,
-        listed: str | None,
-        reused_tasks: int,
-        reused_shards: int,
+        laid: _Laid,
+        made: MadeVersion | None = None,
+        moved: Moved = NOT_MOVED,
+        *,
+        reused_tasks: int = 0,
+        reused_shards: int = 0,
     ) -> BuildResult:
-        rows, layout = plan.plan.rows, plan.plan.layout
+        rows, layout = laid.plan.rows, laid.plan.layout
         counts = np.bincount(rows.stratum, minlength=len(rows.strata)).tolist()
         return BuildResult(
             manifest=made.manifest if made else None,
             splits=dict(made.splits) if made else {},
-            split_rows=plan.plan.split_rows(),
+            split_rows=laid.plan.split_rows(),
             commit=moved.entry,
             moved=moved.refs,
             rows=len(rows),
@@ -348,14 +504,13 @@ class BuildRun:
             shards=layout.shards,
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
             pooled=int(layout.pooled.sum()),
-            classes=self._settings.classes,
-            notes=self._settings.notes,
-            source_bytes=sum(task.size for task in self._tasks),
-            scratch_bytes=sum(task.part_bytes for task in {*found, *plan.parts}),
+            classes=self._given.counts,
+            notes=self._given.notes,
+            source_bytes=self._source_bytes,
+            scratch_bytes=sum(task.part_bytes for task in {*found, *laid.parts}),
             skipped=tuple(_skipped(found)),
-            skipped_file=listed,
-            duplicates=plan.duplicates,
-            packed=plan.packed,
+            duplicates=laid.duplicates,
+            packed=laid.packed,
             reused_tasks=reused_tasks,
             reused_shards=reused_shards,
             seconds=time.monotonic() - self._started,
@@ -364,3 +519,10 @@ class BuildRun:
 
 def _skipped(found: Sequence[TaskFacts]) -> list[SkippedRow]:
     return [row for task in found for row in task.skipped]
+
+
+def _processors() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

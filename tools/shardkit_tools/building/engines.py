@@ -57,15 +57,51 @@ def open_engine(engine: str | Engine, jobs: int | None, address: str | None = No
 
 
 @dataclass(slots=True)
-class _Running:
+class _Process:
+    """A process, and the item that it works on."""
+
     process: SpawnProcess
     connection: Connection
     make: Callable[[], Worker] | None = None
     item: Any = None
 
+    def give(self, make: Callable[[], Worker], item: Any) -> None:
+        self.item = item
+        try:
+            if self.make is not make:
+                self.make = make
+                self.connection.send(("make", make))
+            self.connection.send(("work", item))
+        except OSError:
+            raise self._died() from None
+
+    def take(self, report: Report) -> Iterator[Any]:
+        """What it has to say; the result, if it is one."""
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if kind == "report":
+            report(*value)
+        elif kind == "failed":
+            raise value
+        else:
+            self.item = None
+            yield value
+
+    def _died(self) -> RunError:
+        self.process.join(5)
+        code = self.process.exitcode
+        is_signal = code is not None and code < 0
+        how = f"was killed by signal {-code}" if is_signal else f"ended with exit code {code}"  # type: ignore[operator]  # not None
+        return RunError(
+            f"a build process {how} while it worked on {self.item}; if memory ran out, use fewer --jobs. Finished "
+            "work is kept: run the same command again to go on"
+        )
+
 
 class LocalEngine:
-    """Up to ``jobs`` processes, started when there is work for them and kept for the next list; a context manager.
+    """Up to ``jobs`` processes, started when there is work for them and kept for the next list.
 
     Results are durable or worthless, so that leaving simply kills what is still at work.
     """
@@ -74,19 +110,18 @@ class LocalEngine:
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
-        self._context = multiprocessing.get_context("spawn")
-        self._running: list[_Running] = []
+        self._processes: list[_Process] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._running:
+        for one in self._processes:
             one.process.kill()
-        for one in self._running:
+        for one in self._processes:
             one.process.join()
             one.connection.close()
-        self._running = []
+        self._processes = []
 
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
@@ -98,68 +133,32 @@ class LocalEngine:
         pending = iter(items)
         drawn = True
         while True:
-            while drawn and self._has_free():
+            while drawn and (
+                len(self._processes) < self._jobs or any(one.item is None for one in self._processes)
+            ):
                 item = next(pending, None)
                 drawn = item is not None
                 if drawn:
-                    _give(self._free(), make, item)
-            busy = {one.connection: one for one in self._running if one.item is not None}
+                    self._free().give(make, item)
+            busy = {one.connection: one for one in self._processes if one.item is not None}
             if not busy:
                 return
             for ready in wait(list(busy)):
-                yield from _take(busy[ready], report)  # type: ignore[index]
+                yield from busy[ready].take(report)  # type: ignore[index]  # only connections are waited for
 
-    def _has_free(self) -> bool:
-        return len(self._running) < self._jobs or any(one.item is None for one in self._running)
-
-    def _free(self) -> _Running:
-        for one in self._running:
+    def _free(self) -> _Process:
+        for one in self._processes:
             if one.item is None:
                 return one
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_serve, args=(theirs,), name=f"build-{len(self._running)}", daemon=True
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs,), name=f"build-{len(self._processes)}", daemon=True
         )
         process.start()
         theirs.close()
-        self._running.append(_Running(process, ours))
-        return self._running[-1]
-
-
-def _give(one: _Running, make: Callable[[], Worker], item: Any) -> None:
-    one.item = item
-    try:
-        if one.make is not make:
-            one.make = make
-            one.connection.send(("make", make))
-        one.connection.send(("work", item))
-    except OSError:
-        raise _died(one) from None
-
-
-def _take(one: _Running, report: Report) -> Iterator[Any]:
-    """What a process has to say; the result, if it is one."""
-    try:
-        kind, value = one.connection.recv()
-    except (EOFError, OSError):
-        raise _died(one) from None
-    if kind == "report":
-        report(*value)
-    elif kind == "failed":
-        raise value
-    else:
-        one.item = None
-        yield value
-
-
-def _died(one: _Running) -> RunError:
-    one.process.join(5)
-    code = one.process.exitcode
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-    return RunError(
-        f"a build process {how} while it worked on {one.item}; if memory ran out, use fewer --jobs. Finished "
-        "work is kept: run the same command again to go on"
-    )
+        self._processes.append(_Process(process, ours))
+        return self._processes[-1]
 
 
 def _die_with_parent() -> None:

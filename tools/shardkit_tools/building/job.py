@@ -19,7 +19,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import xxhash
 
@@ -44,10 +44,9 @@ _JOB = re.compile(rf"{_SCRATCH}/build-[0-9a-f]{{32}}/")
 
 
 class ClosableParts(Parts, Protocol):
-    """Parts that hold files."""
+    """Parts that hold files until they are closed."""
 
-    def close(self) -> None:
-        """Let go of them."""
+    def close(self) -> None: ...
 
 
 class JobFolder(Protocol):
@@ -220,23 +219,20 @@ class StoreFolder:
 
 
 class _StoreParts:
-    """Parts in a store, read by range."""
+    """Parts in a store, read by range; nothing is held open."""
 
     def __init__(self, store: Store, names: Sequence[str]) -> None:
-        self._store = store
-        self._names = names
+        self._store, self._names = store, names
 
     def __getitem__(self, number: int, /) -> Part:
         return _StorePart(self._store, self._names[number])
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
-class _StorePart:
-    def __init__(self, store: Store, name: str) -> None:
-        self._store = store
-        self._name = name
+class _StorePart(NamedTuple):
+    store: Store
+    name: str
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Bytes of the part.
@@ -246,10 +242,9 @@ class _StorePart:
             IntegrityError: the part is shorter.
         """
         if len(buffer):
-            buffer[:] = self._store.get_range(self._name, offset, len(buffer))
+            buffer[:] = self.store.get_range(self.name, offset, len(buffer))
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class Job:
@@ -380,12 +375,11 @@ def open_job(
     Args:
         repository: that is built into.
         scratch: folder that the user named; all workers see it then.
-        digest: of the recipe and the source.
+        digest: see `Job`.
         is_remote: whether workers may be on other machines.
 
     Raises:
-        RunError: another process works on the same build.
-        StoreError: the directory cannot be made.
+        RunError, StoreError: see `Job`.
         UsageError: ``scratch`` does not exist.
     """
     parent = scratch_folder(repository, scratch)
@@ -430,11 +424,6 @@ def _begun(store: Store, prefix: str) -> dt.datetime | None:
 def _checked(data: bytes) -> bytes:
     """A record as it is kept: its XXH3-64, then itself."""
     return xxhash.xxh3_64_digest(data) + data
-
-
-def write_record(folder: JobFolder | str, name: str, data: bytes) -> None:
-    """Make a record appear in a job folder, whole or not at all; any process of the build may."""
-    (LocalFolder(folder) if isinstance(folder, str) else folder).put_record(name, data)
 
 
 def _sweep(path: str) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of a build beside the bytes, whether it fits on the disks, how far it is, and what it answers."""
+"""How far a build is, whether it fits on the disks, and what it answers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from shardkit.dataset.scratch import RUN_BYTES
-from shardkit.dataset.shard_writing import GATHER_BYTES
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import StoreFullError
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.storage import available_memory
 from shardkit.stores.file_operations import explained
-from shardkit_tools.building.packing import PackReport, PackSettings
-from shardkit_tools.building.reading import SkippedRow
-from shardkit_tools.building.row_marks import RowMarks
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.remote_files import is_url
+from shardkit_tools.importers.source_files import is_url
 
 _INTERVAL_S = 0.1
+Phase: TypeAlias = Literal["read", "pack", "write", "commit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class Progress:
         reused: finished units (tasks or shards) of an earlier, killed run.
     """
 
-    phase: Literal["read", "pack", "write", "commit"]
+    phase: Phase
     rows: int
     done_bytes: int
     total_bytes: int
@@ -64,14 +60,14 @@ class ProgressMeter:
     """Adds up what workers report and tells a callback, ten times a second at most."""
 
     def __init__(self, callback: ProgressCallback | None) -> None:
-        self._callback = callback
-        self._phase: Literal["read", "pack", "write", "commit"] = "read"
+        self._callback: ProgressCallback | None = None
         self._scratch_bytes = 0
-        self._begin("read", 0, 0, 0, 0)
+        self.begin("read")  # which nobody is told of: nothing has begun
+        self._callback = callback
 
     def begin(
         self,
-        phase: Literal["read", "pack", "write", "commit"],
+        phase: Phase,
         *,
         total_bytes: int = 0,
         done_rows: int = 0,
@@ -80,9 +76,12 @@ class ProgressMeter:
         scratch_bytes: int | None = None,
     ) -> None:
         """Start a phase, with what an earlier run has done of it."""
-        if scratch_bytes is not None:
-            self._scratch_bytes = scratch_bytes
-        self._begin(phase, total_bytes, done_rows, done_bytes, reused)
+        self._phase: Phase = phase
+        self._total_bytes, self._rows, self._reused = total_bytes, done_rows, reused
+        self._done_bytes = self._before = done_bytes
+        self._scratch_bytes = self._scratch_bytes if scratch_bytes is None else scratch_bytes
+        self._started = time.monotonic()
+        self._told = 0.0
         self._tell(force=True)
 
     def add(self, rows: int, size: int) -> None:
@@ -93,22 +92,6 @@ class ProgressMeter:
     def end(self) -> None:
         self._done_bytes = self._total_bytes
         self._tell(force=True)
-
-    def _begin(
-        self,
-        phase: Literal["read", "pack", "write", "commit"],
-        total_bytes: int,
-        rows: int,
-        done_bytes: int,
-        reused: int,
-    ) -> None:
-        self._phase = phase
-        self._total_bytes = total_bytes
-        self._rows = rows
-        self._done_bytes = self._before = done_bytes
-        self._reused = reused
-        self._started = time.monotonic()
-        self._told = 0.0
 
     def _tell(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -130,43 +113,28 @@ class ProgressMeter:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildSettings:
-    """What does not decide the bytes.
+@dataclass(frozen=True, slots=True)
+class SkippedRow:
+    """A row that was left out with ``on_error="skip"``; row -1 stands for the rest of a task."""
+
+    source_name: str
+    source_row: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What packing did.
 
     Attributes:
-        root: of the dataset.
-        source: absolute path of the source, so that builds of different sources do not share scratch.
-        scratch: directory, or None for one inside the root.
-        skipped_file: where skipped rows are listed, or None for one beside the scratch.
-        skip: leave out rows that cannot be read.
-        append: to the version that ``ref`` names.
-        ref, message, author: of the commit.
-        replace: whatever the refs name, another schema included.
-        classes, notes: of the source's folders; see `FolderLayout`.
-        pack: how documents become rows, or None.
-        marks: what pass 1 notes of every row: for leaving out equal ones, and for packing.
-        hash_threads: files whose digests are made at a time.
-        run_bytes, gather_bytes: memory for a run of scratch, and for the rows of a shard at a time, per process.
+        documents: packed. tokens: of all of them. rows: that they fill. padding: items of rows that hold none.
     """
 
-    root: str
-    source: str
-    scratch: str | None
-    skipped_file: str | None
-    skip: bool
-    append: bool
-    ref: str
-    message: str
-    author: str
-    replace: bool = False
-    classes: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    pack: PackSettings | None = None
-    marks: RowMarks = field(default_factory=RowMarks)
-    hash_threads: int = 1
-    run_bytes: int = RUN_BYTES
-    gather_bytes: int = GATHER_BYTES
+    documents: int
+    tokens: int
+    rows: int
+    padding: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +149,7 @@ class BuildResult:
         moved: ref → (from, to) of those that moved; from None: it is new.
         rows: of the dataset. raw_bytes: in shards, before compression. shards: number of them.
         strata: name → rows, without the pool. pooled: how many of them share the pool.
-        classes: class folder → its samples in the source. notes: what is unusual about the folders.
+        classes: class folder → its samples in the source. notes: what is unusual about the source.
         source_bytes: read from the source. scratch_bytes: of encoded rows.
         skipped: rows left out. skipped_file: where they are listed, or None.
         duplicates: rows left out because an earlier one has the same value.
@@ -254,28 +222,22 @@ def least_bytes(version: NewVersion, source_bytes: int) -> int:
 
 def space_needs(
     scratch: str | None, scratch_bytes: int, root: str | None, shard_bytes: int
-) -> list[SpaceNeed]:
-    """What the folders of a build need, and have.
-
-    Args:
-        scratch: folder of the encoded rows; None for none.
-        scratch_bytes: of them.
-        root: local folder of the dataset; None where it is remote.
-        shard_bytes: of its new shards.
+) -> tuple[SpaceNeed, ...]:
+    """What the folders of a build need, and have; None for a folder that is none of this machine.
 
     Raises:
         StoreError: a folder cannot be looked at.
     """
-    wanted = [("scratch", scratch, scratch_bytes), ("shards", root, shard_bytes)]
     needs = []
-    for what, folder, need in wanted:
+    for what, folder, need in (("scratch", scratch, scratch_bytes), ("shards", root, shard_bytes)):
         if folder is None:
             continue
-        there = _existing(folder)
+        there = os.path.abspath(folder)
+        while not os.path.isdir(there) and os.path.dirname(there) != there:  # the nearest that exists
+            there = os.path.dirname(there)
         with explained(f"see how much room is in {there}"):
-            found, device = shutil.disk_usage(there), os.stat(there).st_dev
-        needs.append(SpaceNeed(what, folder, need, found.free, device))
-    return needs
+            needs.append(SpaceNeed(what, folder, need, shutil.disk_usage(there).free, os.stat(there).st_dev))
+    return tuple(needs)
 
 
 def check_space(needs: Sequence[SpaceNeed]) -> None:
@@ -298,12 +260,8 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
 def fits_page_cache(files: Iterable[SourceFile], room: int | None = None) -> bool:
     """Whether a source stays in memory by itself: what the page cache holds can be read twice, and in any order.
 
-    Which it does where all files are of this machine, and take no more than half of what its page cache may hold. The
-    other half is for the shards that are written meanwhile.
-
-    Args:
-        files: of a source.
-        room: bytes that the page cache may hold; by default what the machine says.
+    It does where all files are of this machine, and take no more than half of ``room``, the bytes that the page cache
+    may hold (what the machine says). The other half is for the shards that are written meanwhile.
     """
     left = (available_memory() if room is None else room) // 2
     for file in files:
@@ -311,14 +269,6 @@ def fits_page_cache(files: Iterable[SourceFile], room: int | None = None) -> boo
         if left < 0 or is_url(file.path):
             return False
     return True
-
-
-def _existing(folder: str) -> str:
-    """The folder, or the nearest one above it that exists."""
-    at = os.path.abspath(folder)
-    while not os.path.isdir(at) and os.path.dirname(at) != at:
-        at = os.path.dirname(at)
-    return at
 
 
 def _gib(size: int) -> str:

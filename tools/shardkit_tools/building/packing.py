@@ -7,8 +7,10 @@ of at most `_GROUP_BYTES`. Groups depend on the documents alone, so the rows do 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -22,10 +24,12 @@ from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.rows import payloads_of
 from shardkit_tools.building.engine import Report
-from shardkit_tools.building.job import JobFolder, write_record
-from shardkit_tools.building.reading import TaskFacts, TaskRows, encode_task
-from shardkit_tools.building.row_marks import ITEMS
+from shardkit_tools.building.job import JobFolder
+from shardkit_tools.building.reading import ITEMS, TaskFacts, TaskRows
 from shardkit_tools.transforms.best_fit import Packing, pack
+
+_Piece: TypeAlias = tuple[int, int, int]  # (document, first item, items)
+_Held: TypeAlias = tuple[RowBlock, Mapping[str, Sequence[bytes | memoryview]]]
 
 BOUNDARIES = "boundaries"
 """Field of packed rows: where documents begin and end."""
@@ -55,14 +59,7 @@ class PackSettings:
 
     @classmethod
     def of(cls, documents: Schema, field: str, length: int, axes: Sequence[str], format: str) -> PackSettings:
-        """The settings for a dataset.
-
-        Args:
-            documents: their schema; ``field`` is ragged.
-            field: to be packed.
-            length: items of a row.
-            axes: fields by which the dataset is stratified.
-            format: of the shards.
+        """The settings for a dataset; ``field`` is ragged.
 
         Raises:
             ConfigurationError: no such length, or a name is taken.
@@ -81,20 +78,6 @@ class PackSettings:
     def describe(self) -> dict[str, object]:
         """What the recipe says of it."""
         return {"field": self.field, "length": self.length}
-
-
-@dataclass(frozen=True, slots=True)
-class PackReport:
-    """What packing did.
-
-    Attributes:
-        documents: packed. tokens: of all of them. rows: that they fill. padding: items of rows that hold none.
-    """
-
-    documents: int
-    tokens: int
-    rows: int
-    padding: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,17 +106,13 @@ class Documents:
     def __str__(self) -> str:
         return f"documents to pack, part {self.number}"
 
-    def fingerprint(self) -> str:
-        """32 hex digits that are equal only where the same documents are packed in the same way."""
+    @property
+    def record_name(self) -> str:
+        """Of the record of what they become: equal only where the same documents are packed in the same way."""
         digest = xxhash.xxh3_128(str(self.number).encode())
         for column in (self.ordinal, self.records.check, self.records.length, self.items, self.group_start):
             digest.update(np.ascontiguousarray(column).data)
-        return digest.hexdigest()
-
-
-def packed_record(item: Documents) -> str:
-    """Name of the record of packed documents."""
-    return f"packed-{item.fingerprint()}.rows"
+        return f"packed-{digest.hexdigest()}.rows"
 
 
 def cut_documents(
@@ -175,20 +154,6 @@ def _item(rows: Rows, number: int, places: NDArray[np.int64], borders: NDArray[n
         stratum=tuple(rows.strata[n] for n in rows.stratum[places[group_start[:-1]]].tolist()),
         raw_bytes=int(rows.raw_bytes[places].sum()),
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """Documents in memory, and the payloads of each of their fields."""
-
-    rows: RowBlock
-    payloads: Mapping[str, Sequence[bytes | memoryview]]
-
-    def source(self, row: int) -> tuple[str, int] | None:
-        ids, numbers = self.rows.source_id, self.rows.source_row
-        if ids is None or numbers is None or ids[row] < 0:
-            return None
-        return self.rows.source_names[int(ids[row])], int(numbers[row])
 
 
 class PackWorker:
@@ -240,90 +205,71 @@ class PackWorker:
             documents = self._documents(item) if part else None
             for group, stratum in enumerate(item.stratum):
                 first, last = int(item.group_start[group]), int(item.group_start[group + 1])
-                self._pack(
-                    item,
-                    first,
-                    pack(item.items[first:last], self._settings.length),
-                    stratum,
-                    documents,
-                    spool,
-                )
+                for pieces in _rows(pack(item.items[first:last], self._settings.length), first):
+                    lead, at, _ = pieces[0]
+                    source, payloads, sizes = self._row(pieces, stratum, documents)
+                    split, size = int(item.split[lead]) or None, self._raw_bytes(sizes)
+                    row = EncodedRow(None, None, source, payloads, None, stratum, split, size)
+                    spool.append(row, _identity(item.identity[lead], at))
             columns, kept = spool.finish()
             if kept is not None:
                 kept.close()
         except BaseException:
             spool.drop()
             raise
-        size = self._folder.keep(part)
-        made = TaskRows(TaskFacts(item.number, part, size, (), ()), columns)
+        made = TaskRows(TaskFacts(item.number, part, self._folder.keep(part)), columns)
         if part:
-            write_record(self._folder, packed_record(item), encode_task(made))
+            self._folder.put_record(item.record_name, made.to_bytes())
         report(len(columns), item.raw_bytes)
         return made
 
     def _documents(self, item: Documents) -> _Held:
+        """Documents in memory, and the payloads of each of their fields."""
         records = self._reader.read(item.records, item.ordinal)
         block = records.block(0, len(item.ordinal))
         columns = zip(self._settings.documents.stored, block.columns, strict=True)
-        return _Held(block, {name: payloads_of(column) for name, column in columns})
+        return block, {name: payloads_of(column) for name, column in columns}
 
-    def _pack(
-        self,
-        item: Documents,
-        base: int,
-        packing: Packing,
-        stratum: tuple[str, ...],
-        documents: _Held | None,
-        spool: RowSpool,
-    ) -> None:
-        document = (base + packing.document).tolist()
-        start, length = packing.start.tolist(), packing.length.tolist()
-        borders = packing.row_start.tolist()
-        for row in range(len(packing)):
-            first, last = borders[row], borders[row + 1]
-            pieces = list(zip(document[first:last], start[first:last], length[first:last], strict=True))
-            lead, at, _ = pieces[0]
-            encoded = self._encode(pieces, documents, stratum, int(item.split[lead]))
-            spool.append(encoded, _identity(item.identity[lead], at))
-
-    def _encode(
-        self,
-        pieces: list[tuple[int, int, int]],
-        documents: _Held | None,
-        stratum: tuple[str, ...],
-        split: int,
-    ) -> EncodedRow:
-        """A row of pieces (document, start, length); without documents only its size is right."""
+    def _row(
+        self, pieces: list[_Piece], stratum: tuple[str, ...], documents: _Held | None
+    ) -> tuple[tuple[str, int] | None, tuple[bytes, ...], tuple[int, ...]]:
+        """(source, payloads, their sizes) of a row; without documents there are only sizes."""
         settings = self._settings
         ends = np.cumsum([0, *(length for _, _, length in pieces)], dtype="<i4")
         if documents is None:
-            payloads: tuple[bytes, ...] = ()
-            source = None
-            sizes = (settings.length * self._item_bytes, ends.nbytes, *self._sizes_of_kept(stratum))
-        else:
-            lead = pieces[0][0]
-            source = documents.source(lead)
-            payloads = (
-                self._join(pieces, documents.payloads[settings.field]),
-                ends.tobytes(),
-                *(bytes(documents.payloads[name][lead]) for name in list(settings.rows)[2:]),
+            # what the dataset is stratified by has the size of its text in the stratum
+            kept = (
+                len(stratum[settings.axes.index(name)].encode())
+                if kind.item_bytes is None
+                else kind.item_bytes
+                for name, kind in list(settings.rows.items())[2:]
             )
-            sizes = tuple(map(len, payloads))
-        return EncodedRow(None, None, source, payloads, None, stratum, split or None, self._raw_bytes(sizes))
+            return None, (), (settings.length * self._item_bytes, ends.nbytes, *kept)
+        lead, (block, held) = pieces[0][0], documents
+        payloads = (
+            self._join(pieces, held[settings.field]),
+            ends.tobytes(),
+            *(bytes(held[name][lead]) for name in list(settings.rows)[2:]),
+        )
+        source = None
+        if block.source_id is not None and block.source_row is not None and block.source_id[lead] >= 0:
+            source = block.source_names[int(block.source_id[lead])], int(block.source_row[lead])
+        return source, payloads, tuple(map(len, payloads))
 
-    def _join(self, pieces: list[tuple[int, int, int]], documents: Sequence[bytes | memoryview]) -> bytes:
+    def _join(self, pieces: list[_Piece], documents: Sequence[bytes | memoryview]) -> bytes:
         size = self._item_bytes
         data = b"".join(
             documents[document][start * size : (start + length) * size] for document, start, length in pieces
         )
         return data.ljust(self._settings.length * size, b"\0")
 
-    def _sizes_of_kept(self, stratum: tuple[str, ...]) -> Iterator[int]:
-        """Payload bytes of the fields that the dataset is stratified by, from the texts of the stratum."""
-        axes = self._settings.axes
-        for name, kind in list(self._settings.rows.items())[2:]:
-            size = kind.item_bytes
-            yield len(stratum[axes.index(name)].encode("utf-8")) if size is None else size
+
+def _rows(packing: Packing, base: int) -> Iterator[list[_Piece]]:
+    """The pieces of each row, of documents that are counted from ``base`` on."""
+    document = (base + packing.document).tolist()
+    pieces = list(zip(document, packing.start.tolist(), packing.length.tolist(), strict=True))
+    for first, last in itertools.pairwise(packing.row_start.tolist()):
+        yield pieces[first:last]
 
 
 def _identity(document: NDArray[np.uint64], start: int) -> tuple[int, int]:

@@ -2,49 +2,125 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import RowEncoder, encode_columns
-from shardkit.dataset.extents import ExtentColumn, file_state
+from shardkit.dataset.extents import Extent, ExtentColumn, file_state
 from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool, RunBuffer
 from shardkit.dataset.scratch_reading import FilePart
 from shardkit.dataset.sources import SourceDigest
-from shardkit.errors import FormatError, SampleError, ShardkitError, SourceError, StoreError
+from shardkit.errors import (
+    ConfigurationError,
+    FormatError,
+    SampleError,
+    ShardkitError,
+    SourceError,
+    StoreError,
+)
+from shardkit.formats import Schema
 from shardkit_tools.building.engine import Report
-from shardkit_tools.building.job import Job, JobFolder, write_record
-from shardkit_tools.building.row_marks import RowMarks
+from shardkit_tools.building.job import Job, JobFolder
+from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
+from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.protocol import (
-    ColumnImporter,
-    ExtentImporter,
     Importer,
-    SampleColumns,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
-    WholeFileImporter,
 )
 
 _MAX_SKIPPED = 10_000
 _REPORT_INTERVAL_S = 0.2
+_HIGH, _LOW = "unique_high", "unique_low"
+ITEMS = "items"
+"""Mark of a row: how many items its packed field has."""
 
 
 @dataclass(frozen=True, slots=True)
-class SkippedRow:
-    """A row that was left out with ``on_error="skip"``; row -1 stands for the rest of a task."""
+class RowMarks:
+    """What pass 1 notes of every row beyond its size: the digest of one field, the number of items of another.
 
-    source_name: str
-    source_row: int
-    kind: str
-    message: str
+    Attributes:
+        unique: place in the schema of the field whose values are to be different, or None.
+        packed: place of the ragged field whose items are counted, or None.
+        item_bytes: of one of its items.
+    """
+
+    unique: int | None = None
+    packed: int | None = None
+    item_bytes: int = 1
+
+    @classmethod
+    def of(cls, schema: Schema, *, unique: str | None, packed: str | None) -> RowMarks:
+        """The marks for these fields.
+
+        Raises:
+            ConfigurationError: there is no such field, or it is not ragged.
+        """
+        for option, name in (("--unique", unique), ("--pack", packed)):
+            if name is not None and name not in schema:
+                raise ConfigurationError(
+                    f"{option} {name}: no such field; the fields are {', '.join(schema)}"
+                )
+            if name is not None and schema[name].optional:
+                raise ConfigurationError(
+                    f"{option} {name}: it is of type {schema[name]}: rows may have no value; give every row one, and "
+                    f"pass --schema {name}={schema[name].required}"
+                )
+        if packed is not None and schema[packed].kind != "ragged":
+            raise ConfigurationError(
+                f"--pack {packed}: it is of type {schema[packed]}; expected rows of any length, such as int32[*]"
+            )
+        return cls(
+            schema.stored.position(unique) if unique is not None else None,
+            schema.stored.position(packed) if packed is not None else None,
+            schema[packed].numpy_dtype.itemsize if packed is not None else 1,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the marks, in the order of `marks`."""
+        unique = () if self.unique is None else (_HIGH, _LOW)
+        return unique if self.packed is None else (*unique, ITEMS)
+
+    def marks(self, payloads: Sequence[bytes | Extent]) -> list[int]:
+        """The marks of a row; no payload is left in the source where rows are marked."""
+        found: list[int] = []
+        if self.unique is not None:
+            # SHA-256, not XXH3: nobody can make two values that are taken for one another.
+            digest = hashlib.sha256(payloads[self.unique]).digest()  # type: ignore[arg-type]  # bytes
+            found += divmod(int.from_bytes(digest[:16], "little"), 2**64)
+        if self.packed is not None:
+            found.append(len(payloads[self.packed]) // self.item_bytes)
+        return found
+
+
+def first_of_equals(marks: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.int64]:
+    """Places of the rows whose value no row before them has, rising.
+
+    Args:
+        marks: of the rows in source order; sorting takes another 8 bytes a row.
+    """
+    high, low = marks[_HIGH], marks[_LOW]
+    order = np.lexsort((low, high))  # stable: of equal values the first in the source comes first
+    is_new = np.ones(len(order), dtype=np.bool_)
+    is_new[1:] = (high[order[1:]] != high[order[:-1]]) | (low[order[1:]] != low[order[:-1]])
+    places: NDArray[np.int64] = np.sort(order[is_new]).astype(np.int64)
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +152,8 @@ class TaskFacts:
     number: int
     part: str
     part_bytes: int
-    files: tuple[SourceDigest, ...]
-    skipped: tuple[SkippedRow, ...]
+    files: tuple[SourceDigest, ...] = ()
+    skipped: tuple[SkippedRow, ...] = ()
     extents: bool = False
     states: tuple[int, ...] = ()
 
@@ -89,13 +165,39 @@ class TaskRows:
     facts: TaskFacts
     columns: Rows
 
+    def to_bytes(self) -> bytes:
+        """The record of a task, or of packed documents."""
+        facts = self.facts
+        return self.columns.to_bytes(
+            {
+                "part": facts.part,
+                "part_bytes": facts.part_bytes,
+                "files": [[file.name, file.size, file.sha256] for file in facts.files],
+                "extents": facts.extents,
+                "states": [f"{state:x}" for state in facts.states],
+                "skipped": [list(astuple(row)) for row in facts.skipped],
+            }
+        )
 
-def _record_name(task: SourceTask) -> str:
-    """Name of the record of a task: another one as soon as a file of it has changed."""
-    digest = xxhash.xxh3_128(f"{task.name}\0{task.start}\0{task.stop}\0{task.size}".encode())
-    for file in task.files:
-        digest.update(f"\0{file.name}\0{file.size}\0{file.stamp}".encode())
-    return f"task-{digest.hexdigest()}.rows"
+    @classmethod
+    def from_bytes(cls, number: int, data: bytes) -> TaskRows:
+        """What `to_bytes` made.
+
+        Raises:
+            FormatError, KeyError, TypeError, ValueError: the record is of another version.
+        """
+        columns, found = Rows.from_bytes(data)
+        meta: Any = found
+        facts = TaskFacts(
+            number=number,
+            part=str(meta["part"]),
+            part_bytes=int(meta["part_bytes"]),
+            files=tuple(SourceDigest(*entry) for entry in meta["files"]),
+            skipped=tuple(SkippedRow(*entry) for entry in meta["skipped"]),
+            extents=bool(meta["extents"]),
+            states=tuple(int(state, 16) for state in meta["states"]),
+        )
+        return cls(facts, columns)
 
 
 class _HasToBeLookedAt(Exception):
@@ -113,7 +215,7 @@ class ReadWorker:
         skip: leave out rows that cannot be read instead of failing.
         run_bytes: of `RowSpool`.
         marks: what else is noted of every row.
-        extents: leave payloads in the source where the importer can.
+        in_place: leave payloads in the source where the importer can.
     """
 
     def __init__(
@@ -126,7 +228,7 @@ class ReadWorker:
         skip: bool,
         run_bytes: int,
         marks: RowMarks,
-        extents: bool = False,
+        in_place: bool = False,
     ) -> None:
         self._importer = importer
         self._encoder = encoder
@@ -134,7 +236,8 @@ class ReadWorker:
         self._folder = folder
         self._skip = skip
         self._marks = marks
-        self._extents = extents and isinstance(importer, ExtentImporter | WholeFileImporter)
+        self._in_place = in_place
+        self._reads_whole = isinstance(importer, FileImporter) and importer.reads_whole_files
         self._buffer = RunBuffer(run_bytes)
 
     def close(self) -> None:
@@ -148,13 +251,13 @@ class ReadWorker:
             StoreError: the scratch disk fails.
         """
         try:
-            return self._work(item, report, extents=self._extents)
+            return self._work(item, report, in_place=self._in_place)
         except _HasToBeLookedAt:
-            return self._work(item, report, extents=False)
+            return self._work(item, report, in_place=False)
 
-    def _work(self, item: ReadTask, report: Report, *, extents: bool) -> TaskRows:
+    def _work(self, item: ReadTask, report: Report, *, in_place: bool) -> TaskRows:
         part = self._folder.new_part("part")
-        is_watched = extents and isinstance(self._importer, ExtentImporter)
+        is_watched = in_place and not self._reads_whole
         states = tuple(file_state(file.path) for file in item.task.files) if is_watched else ()
         spool = RowSpool(
             self._folder.path,
@@ -166,10 +269,10 @@ class ReadWorker:
         )
         try:
             with ThreadPoolExecutor(1, "digest") as digesting:
-                whole = isinstance(self._importer, WholeFileImporter)
-                digests = TaskDigests(item.task.files if item.digests else (), digesting, whole=whole)
-                found = self._rows(item.task, digests, states, extents=extents)
-                skipped = self._read(item.task, found, spool, _Throttle(report, item.task.size))
+                digested = item.task.files if item.digests else ()
+                digests = TaskDigests(digested, digesting, whole=self._reads_whole)
+                rows = self._rows(item.task, ReadMode(in_place, states, digests.add))
+                skipped = self._read(item.task, rows, spool, _Throttle(report, item.task.size))
                 files = digests.results()
             for file in item.task.files:
                 check_unchanged(file)
@@ -180,80 +283,68 @@ class ReadWorker:
             spool.drop()
             raise
         size = self._folder.keep(part)
-        rows = TaskRows(TaskFacts(item.number, part, size, files, tuple(skipped), extents, states), columns)
+        facts = TaskFacts(item.number, part, size, files, tuple(skipped), in_place, states)
+        read = TaskRows(facts, columns)
         if part:
-            write_record(self._folder, _record_name(item.task), encode_task(rows))
-        return rows
+            self._folder.put_record(_record_name(item.task), read.to_bytes())
+        return read
+
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
+        try:
+            if isinstance(self._importer, FileImporter):
+                yield from self._importer.read_rows(task, mode)
+            else:
+                yield from self._importer.read(task)
+        except SourceError as error:
+            yield SourceFailure(task.name, -1, error)
 
     def _read(
-        self,
-        task: SourceTask,
-        rows: Iterator[SampleColumns | SourceSample | SourceFailure],
-        spool: RowSpool,
-        throttle: _Throttle,
+        self, task: SourceTask, rows: SampleStream, spool: RowSpool, throttle: _Throttle
     ) -> list[SkippedRow]:
         paths = {file.name: file.path for file in task.files}
         skipped: list[SkippedRow] = []
         for found in self._samples(rows, spool, throttle):
-            error: ShardkitError | None = None
-            if isinstance(found, SourceFailure):
-                error = found.error
-            else:
-                error = self._take(found, paths, spool, throttle)
-            if error is not None and not self._skip:
+            error = (
+                found.error if isinstance(found, SourceFailure) else self._take(found, paths, spool, throttle)
+            )
+            if error is None:
+                continue
+            if not self._skip:
                 raise error
-            if error is not None:
-                skipped.append(_skipped(found.source_name, found.source_row, error))
+            # A message may quote bytes of the source that are not text.
+            message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")[:1_000]
+            skipped.append(SkippedRow(found.source_name, found.source_row, error.kind, message))
             if len(skipped) > _MAX_SKIPPED:
                 raise SourceError(
-                    f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {skipped[-1].message}; "
-                    "this is not a few bad rows: mend the source or the schema"
+                    f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {message}; this is not a "
+                    "few bad rows: mend the source or the schema"
                 )
         throttle.finish()
         return skipped
 
     def _samples(
-        self,
-        rows: Iterator[SampleColumns | SourceSample | SourceFailure],
-        spool: RowSpool,
-        throttle: _Throttle,
+        self, rows: SampleStream, spool: RowSpool, throttle: _Throttle
     ) -> Iterator[SourceSample | SourceFailure]:
         """The rows of a task that have to be taken one by one; the others are taken here."""
         for found in rows:
-            if not isinstance(found, SampleColumns):
+            if isinstance(found, (SourceSample, SourceFailure)):
                 yield found
                 continue
             encoded = None
             if not self._marks.names:  # marks are made of payloads one by one
                 encoded = encode_columns(self._encoder, found.columns, found.source_name, found.first_row)
-            if encoded is None:
-                if any(isinstance(column, ExtentColumn) for column in found.columns.values()):
-                    raise _HasToBeLookedAt
-                yield from found.samples()
+            if encoded is not None:
+                spool.append_rows(encoded)
+                throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
                 continue
-            spool.append_rows(encoded)
-            throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
-
-    def _rows(
-        self, task: SourceTask, digests: TaskDigests, states: Sequence[int], *, extents: bool
-    ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
-        """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
-        importer = self._importer
-        try:
-            if isinstance(importer, WholeFileImporter):
-                yield from importer.read_files(task, digests.add, extents=extents)
-            elif states and isinstance(importer, ExtentImporter):
-                yield from importer.read_extents(task, states)
-            elif isinstance(importer, ColumnImporter):
-                yield from importer.read_columns(task)
-            else:
-                yield from importer.read(task)
-        except SourceError as error:
-            yield SourceFailure(task.name, -1, error)
+            if any(isinstance(column, ExtentColumn) for column in found.columns.values()):
+                raise _HasToBeLookedAt
+            yield from found.samples()
 
     def _take(
         self, found: SourceSample, paths: dict[str, str], spool: RowSpool, throttle: _Throttle
-    ) -> SampleError | None:
+    ) -> ShardkitError | None:
         source = (found.source_name, found.source_row)
         try:
             row = self._encoder.encode(found.sample, found.key, source, where="")
@@ -268,17 +359,12 @@ class ReadWorker:
                 return error
         assert row.identity is not None, "a row with a source has an identity"
         identity = row.identity
-        if found.piece and found.key is None:
-            identity = _identity_of_piece(identity, found.piece)
+        if found.piece and found.key is None:  # pieces of one row lie apart in the shuffle, as other rows do
+            text = b"p%d:%d:%d" % (*identity, found.piece)
+            identity = divmod(xxhash.xxh3_128_intdigest(text), 2**64)
         spool.append(row, identity, self._marks.marks(row.payloads))
         throttle.add(row.raw_bytes)
         return None
-
-
-def _identity_of_piece(identity: tuple[int, int], piece: int) -> tuple[int, int]:
-    """Pieces of one row lie apart in the shuffle, as other rows do."""
-    text = b"p%d:%d:%d" % (*identity, piece)
-    return divmod(xxhash.xxh3_128_intdigest(text), 2**64)
 
 
 class _Throttle:
@@ -287,8 +373,7 @@ class _Throttle:
     def __init__(self, report: Report, limit: int) -> None:
         self._report = report
         self._left = limit
-        self._rows = 0
-        self._bytes = 0
+        self._rows = self._bytes = 0
         self._last = time.monotonic()
 
     def add(self, size: int, *, rows: int = 1) -> None:
@@ -307,46 +392,12 @@ class _Throttle:
         self._last = time.monotonic()
 
 
-def _decode_task(number: int, data: bytes) -> TaskRows:
-    """What `ReadWorker.work` left in the record of a task.
-
-    Raises:
-        FormatError, KeyError: the record is of another version.
-    """
-    columns, meta = Rows.from_bytes(data)
-    files: Any = meta["files"]
-    skipped: Any = meta["skipped"]
-    states: Any = meta["states"]
-    facts = TaskFacts(
-        number=number,
-        part=str(meta["part"]),
-        part_bytes=int(str(meta["part_bytes"])),
-        files=tuple(SourceDigest(*entry) for entry in files),
-        skipped=tuple(SkippedRow(*entry) for entry in skipped),
-        extents=bool(meta["extents"]),
-        states=tuple(int(state, 16) for state in states),
-    )
-    return TaskRows(facts, columns)
-
-
-def encode_task(rows: TaskRows) -> bytes:
-    """The record of a task, or of packed documents."""
-    return rows.columns.to_bytes(
-        {
-            "part": rows.facts.part,
-            "part_bytes": rows.facts.part_bytes,
-            "files": [[file.name, file.size, file.sha256] for file in rows.facts.files],
-            "extents": rows.facts.extents,
-            "states": [f"{state:x}" for state in rows.facts.states],
-            "skipped": [[s.source_name, s.source_row, s.kind, s.message] for s in rows.facts.skipped],
-        }
-    )
-
-
-def _skipped(name: str, row: int, error: ShardkitError) -> SkippedRow:
-    # A message may quote bytes of the source that are not text.
-    message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
-    return SkippedRow(name, row, error.kind, message[:1_000])
+def _record_name(task: SourceTask) -> str:
+    """Name of the record of a task: another one as soon as a file of it has changed."""
+    digest = xxhash.xxh3_128(f"{task.name}\0{task.start}\0{task.stop}\0{task.size}".encode())
+    for file in task.files:
+        digest.update(f"\0{file.name}\0{file.size}\0{file.stamp}".encode())
+    return f"task-{digest.hexdigest()}.rows"
 
 
 def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[SourceFile]) -> dict[int, TaskRows]:
@@ -359,7 +410,7 @@ def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[Source
     for number, task in enumerate(tasks):
         name = _record_name(task)
         rows = finished_rows(job, number, name)
-        if rows is not None and _is_watched_well(task, rows):
+        if rows is not None and _is_watched_well(task, rows.facts.states):
             finished[number] = rows
             keep |= {name, rows.facts.part}
     for name in job.folder.names():
@@ -370,13 +421,18 @@ def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[Source
     return finished
 
 
+def _is_watched_well(task: SourceTask, states: Sequence[int]) -> bool:
+    """Whether the files that rows are still to be read from are what they were."""
+    return not states or states == tuple(file_state(file.path) for file in task.files)
+
+
 def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
     """The rows that a record tells of; None where there is none, or its scratch file is not whole."""
     data = job.read(name)
     if data is None:
         return None
     try:
-        rows = _decode_task(number, data)
+        rows = TaskRows.from_bytes(number, data)
     except (FormatError, KeyError, TypeError, ValueError):
         return None  # of another release
     if job.folder.size_of(rows.facts.part) != rows.facts.part_bytes:
@@ -401,9 +457,3 @@ def _is_whole(job: Job, rows: TaskRows) -> bool:
     finally:
         part.close()
     return True
-
-
-def _is_watched_well(task: SourceTask, rows: TaskRows) -> bool:
-    """Whether the files that rows are still to be read from are what they were."""
-    states = rows.facts.states
-    return not states or states == tuple(file_state(file.path) for file in task.files)

@@ -97,7 +97,7 @@ class SourceDigests:
 
 
 class TaskDigests:
-    """Digests of the files of one task, made by another thread while its rows are encoded.
+    """Digests of files of one task, made by another thread while its rows are encoded.
 
     Args:
         files: of which digests are wanted.
@@ -162,14 +162,10 @@ def shared_files(tasks: Iterable[SourceTask]) -> list[SourceFile]:
 
 
 def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> SourceDigest:
-    """Read a source file for its digest.
-
-    Args:
-        file: to be read.
-        stopped: nobody wants the digest any more.
+    """Read a source file for its digest, until it is ``stopped``: nobody wants the digest any more.
 
     Raises:
-        SourceError: it cannot be read, or has changed, or was ``stopped``.
+        SourceError: it cannot be read, or has changed, or was stopped.
     """
     digest = hashlib.sha256()
     size = 0

@@ -1,22 +1,14 @@
 """Importers: each turns one kind of source into samples.
 
 An importer cuts its source into tasks, reads strictly, and names file and row in every error; it knows nothing of
-shards. Packages of others are imported by the importer that needs them. `conformance` is what each must keep, as a
-function for tests.
+shards. Packages of others are imported by the importer that needs them.
 """
 
 from __future__ import annotations
 
 from shardkit_tools.importers.detection import IMPORTERS, detect, open_source
-from shardkit_tools.importers.protocol import (
-    Importer,
-    ImportOptions,
-    SourceFailure,
-    SourceFile,
-    SourceSample,
-    SourceTask,
-    parse_field_types,
-)
+from shardkit_tools.importers.options import ImportOptions, parse_field_types
+from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
 
 __all__ = [
     "IMPORTERS",

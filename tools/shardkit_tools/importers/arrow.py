@@ -1,63 +1,43 @@
-"""Arrow IPC files (``.arrow``, Feather 2) and streams; record batches are read one at a time."""
+"""Arrow IPC files (``.arrow``, Feather 2) and streams, and the folders of them that Hugging Face `datasets` saves.
+
+Record batches are read one at a time. Of a folder of `save_to_disk` two JSON files tell which data files there are, and
+the types of its columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.ipc
 
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
-from shardkit_tools.importers.arrow_values import (
-    SCAN_ROWS,
-    batch_samples,
-    check_same_fields,
-    class_names,
-    column_types,
-    described_features,
-    flat_batch,
-    flat_schema,
-    kept_columns,
-    list_notes,
-    null_columns,
-)
-from shardkit_tools.importers.protocol import (
-    ImportOptions,
-    SampleColumns,
-    SourceFailure,
-    SourceFile,
-    SourceSample,
-    SourceTask,
-    one_by_one,
-)
-from shardkit_tools.importers.remote_files import is_url
-from shardkit_tools.importers.source_files import Source, open_file
+from shardkit_tools.importers.arrow_types import flat_batch, table_schema
+from shardkit_tools.importers.arrow_values import TASK_BYTES, TableImporter, null_columns
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.importers.source_files import Source, is_url, open_file, read_file
+from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["ArrowImporter", "open_arrow", "open_ipc"]
+__all__ = ["ArrowImporter", "open_arrow", "open_huggingface"]
 
 _MAGIC = b"ARROW1"
-_TASK_BYTES = 64 << 20
+_TASK_BYTES = TASK_BYTES
+_SCAN_ROWS = 100_000  # whose nulls tell which fields are optional
+_INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
 
-@dataclass(frozen=True)
-class ArrowImporter:
-    """Arrow files as a source; made by `open_arrow`."""
+@dataclass(frozen=True, kw_only=True)
+class ArrowImporter(TableImporter):
+    """Arrow files as a source."""
 
-    source: Source
-    schema: Schema
-    options: ImportOptions
-    batches: tuple[tuple[int, ...], ...] = ()
+    name: ClassVar[str] = "arrow"
+    batches: tuple[tuple[int, ...], ...]
     """Of each file: rows of its record batches; empty where they are known only to who has read them."""
-    classes: tuple[str, ...] = ()
-    name: str = "arrow"
-    """Of the importer, in the recipe."""
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
         """Runs of record batches of about 64 MiB, or one per file."""
@@ -74,23 +54,16 @@ class ArrowImporter:
                 tasks.append(SourceTask(name, (file,), size, start, stop))
         return tasks
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of some record batches; a row with a null costs its own sample only."""
-        return one_by_one(self.read_columns(task))
-
-    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
-        """Whole record batches where no row has to be looked at by itself."""
-        (file,) = task.files
-        types = dict(self.schema)
+    def _batches(self, file: SourceFile, task: SourceTask) -> tuple[int, Iterator[Any]]:
         row = sum(self.batches[self.source.files.index(file)][: task.start])
-        with open_ipc(file) as reader:
-            for found in _record_batches(reader, file, task.start, task.stop):
-                batch = flat_batch(found, self.options)
-                yield from batch_samples(batch, types, file, row, unchecked=self.options.unchecked)
-                row += batch.num_rows
+        return row, _record_batches(file, task.start, task.stop)
 
-    def describe(self) -> dict[str, object]:
-        return {"importer": self.name, **({"flatten": True} if self.options.flatten else {})}
+
+@dataclass(frozen=True, kw_only=True)
+class SavedDataset(ArrowImporter):
+    """A folder of `save_to_disk` as a source."""
+
+    name: ClassVar[str] = "huggingface"
 
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -99,58 +72,103 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
     Raises:
         SourceError: a file is damaged, or has other columns than the first.
     """
+    return _opened(ArrowImporter, source, options, None)
+
+
+def _opened(
+    kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
+) -> ArrowImporter:
     source.keep(("arrow", "feather", "ipc"), "an Arrow file")
-    first: Any = None
-    batches, labels = [], []
+    schemas = []
     for file in source.files:
-        with open_ipc(file) as reader:
-            first = reader.schema if first is None else first
-            labels.append(described_features(reader.schema).get("label"))
-            check_same_fields(first, reader.schema, source.files[0].name, file.path)
-        batches.append(_rows_of_batches(file, first) if file.size > _TASK_BYTES else ())
-    first = flat_schema(first, options)
-    types = column_types(
-        kept_columns(first, options),
-        options,
-        source.files[0].path,
-        null_columns(flat_batch(batch, options) for batch in _first_batches(source)),
+        with _open_ipc(file) as reader:
+            schemas.append(reader.schema)
+    batches = tuple(
+        _rows_of_batches(file, schemas[0]) if file.size > _TASK_BYTES else () for file in source.files
     )
-    source.notes.extend(list_notes(first, types, options))
-    schema = options.schema(types, source.given, names=first.names)
-    return ArrowImporter(source, schema, options, tuple(batches), class_names(labels, schema))
+
+    def nulls(_: Any, wanted: Collection[str]) -> set[str]:
+        return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
+            wanted
+        )
+
+    schema, classes = table_schema(source, options, schemas, nulls, features)
+    return kind(source=source, schema=schema, options=options, classes=classes, batches=batches)
+
+
+def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
+    """Read the description and the schemas of a saved dataset.
+
+    Raises:
+        SourceError: a file is missing or damaged, or the folder holds several splits.
+    """
+    by_name = {file.name: file for file in source.files}
+    if _SPLITS in by_name:
+        splits = _document(by_name[_SPLITS]).get("splits")
+        shown = ", ".join(map(str, splits)) if isinstance(splits, list) else "several"
+        raise SourceError(
+            f"{source.given}: holds the splits {shown}; name one of them, such as "
+            f"{os.path.join(source.given, 'train')}"
+        )
+    for name in (_INFO, _STATE):
+        if name not in by_name:
+            raise SourceError(f"{source.given}: {name} is missing; save the dataset again with save_to_disk")
+    features = _document(by_name[_INFO]).get("features")
+    listed = Source(source.given, tuple(_data_files(by_name, source)))
+    return _opened(SavedDataset, listed, options, features if isinstance(features, dict) else {})
+
+
+def _document(file: SourceFile) -> dict[str, Any]:
+    value = parse_json(read_file(file), file.path)
+    if not isinstance(value, dict):
+        raise SourceError(
+            f"{file.path}: holds a {type(value).__name__}, not an object; save the dataset again"
+        )
+    return value
+
+
+def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[SourceFile]:
+    listed = _document(by_name[_STATE]).get("_data_files")
+    if not isinstance(listed, list) or not listed:
+        raise SourceError(
+            f"{source.given}: {_STATE} lists no data files; save the dataset again with save_to_disk"
+        )
+    for entry in listed:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            raise SourceError(
+                f"{source.given}: the data file {name!r} of {_STATE} is missing; fetch the folder again"
+            )
+        yield by_name[name]
 
 
 def _first_batches(source: Source) -> Iterator[Any]:
     """The batches that types are inferred from."""
     rows = size = 0
     for file in source.files:
-        with open_ipc(file) as reader:
-            for batch in _record_batches(reader, file, 0, None):
-                yield batch
-                rows, size = rows + batch.num_rows, size + batch.nbytes
-                if rows >= SCAN_ROWS or size >= _TASK_BYTES:
-                    return
+        for batch in _record_batches(file):
+            yield batch
+            rows, size = rows + batch.num_rows, size + batch.nbytes
+            if rows >= _SCAN_ROWS or size >= _TASK_BYTES:
+                return
 
 
 def _rows_of_batches(file: SourceFile, schema: Any) -> tuple[int, ...]:
     """Rows of each record batch of a local file; nothing of a stream, nor of a URL: that would read all of it."""
     if is_url(file.path) or not schema.names:
         return ()
-    widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
-    narrow = widths.index(min(widths))  # a compressed batch is unpacked for its columns: one, the cheapest
-    with open_ipc(file, pa.ipc.IpcReadOptions(included_fields=[narrow])) as reader:
+    with _open_ipc(file) as reader:
         if not hasattr(reader, "num_record_batches"):
             return ()
-        return tuple(batch.num_rows for batch in _record_batches(reader, file, 0, None))
+    widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
+    narrow = widths.index(min(widths))  # a compressed batch is unpacked for its columns: one, the cheapest
+    only = pa.ipc.IpcReadOptions(included_fields=[narrow])
+    return tuple(batch.num_rows for batch in _record_batches(file, options=only))
 
 
 @contextmanager
-def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
-    """A reader of an Arrow file or stream, whichever it is.
-
-    Raises:
-        SourceError: it is neither.
-    """
+def _open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
+    """A reader of an Arrow file or stream, whichever it is."""
     with open_file(file) as stream:
         is_file = stream.read(len(_MAGIC)) == _MAGIC
         stream.seek(0)
@@ -165,19 +183,22 @@ def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
             yield reader
 
 
-def _record_batches(reader: Any, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
-    count = getattr(reader, "num_record_batches", None)
-    if count is not None and stop is not None:
-        count = min(count, stop)
-    number = start
-    while count is None or number < count:
-        try:
-            batch = reader.read_next_batch() if count is None else reader.get_batch(number)
-        except StopIteration:
-            return
-        except (pa.ArrowException, OSError, MemoryError) as error:  # a damaged length asks for any amount
-            raise SourceError(
-                f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
-            ) from error
-        yield batch
-        number += 1
+def _record_batches(
+    file: SourceFile, start: int = 0, stop: int | None = None, options: Any = None
+) -> Iterator[Any]:
+    with _open_ipc(file, options) as reader:
+        count = getattr(reader, "num_record_batches", None)
+        if count is not None and stop is not None:
+            count = min(count, stop)
+        number = start
+        while count is None or number < count:
+            try:
+                batch = reader.read_next_batch() if count is None else reader.get_batch(number)
+            except StopIteration:
+                return
+            except (pa.ArrowException, OSError, MemoryError) as error:  # a damaged length asks for any amount
+                raise SourceError(
+                    f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
+                ) from error
+            yield batch
+            number += 1

@@ -15,21 +15,23 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import BinaryIO, cast
+from dataclasses import dataclass
+from typing import BinaryIO, ClassVar, cast
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats import FieldType, Schema
-from shardkit_tools.importers.line_ranges import cut_rows
+from shardkit.formats import FieldType
+from shardkit_tools.importers.file_importer import FileImporter
+from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, holds_plain_rows
+from shardkit_tools.importers.options import ImportOptions, shell_word
 from shardkit_tools.importers.protocol import (
-    ImportOptions,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
-    shell_word,
 )
 from shardkit_tools.importers.source_files import Source, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json
@@ -46,55 +48,40 @@ _INT64 = range(-(2**63), 2**63)
 _UTF8 = "utf-8-sig"
 
 
-@dataclass(frozen=True)
-class CsvImporter:
-    """Tables as a source; made by `open_csv`."""
+@dataclass(frozen=True, kw_only=True)
+class CsvImporter(FileImporter):
+    """Tables as a source."""
 
-    source: Source
-    schema: Schema
+    name: ClassVar[str] = "csv"
     names: tuple[str, ...]
     """Of all columns, those included that are left out."""
-    encoding: str = _UTF8
-    unchecked: bool = False
-    borders: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Name of a large file → (first byte, number of its first row) of the ranges it is cut into."""
-    classes: tuple[str, ...] = ()
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.source.files
+    encoding: str
+    lines: LineTasks
 
     def tasks(self) -> Sequence[SourceTask]:
-        """Runs of rows of large files without quotes, else one per file (see `cut_rows`)."""
-        tasks = []
-        for file in self.source.files:
-            borders = self.borders.get(file.name, ())
-            if not borders:
-                tasks.append(SourceTask(file.name, (file,), file.size))
-            stops = [start for start, _ in borders[1:]] + [file.size]
-            for (start, row), stop in zip(borders, stops, strict=bool(borders)):
-                tasks.append(SourceTask(f"{file.name}:{row}", (file,), stop - start, start, stop))
-        return tasks
+        """Runs of rows of large files without quotes, else whole files."""
+        return self.lines.tasks
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of one file or range; a row that does not fit costs its own sample only."""
-        (file,) = task.files
-        types = {name: str(kind) for name, kind in self.schema.items()}  # without what is left out
-        first = dict(self.borders.get(file.name, ())).get(task.start, 0)
-        for row, cells in enumerate(_rows(file, self.encoding, task.start, task.stop, first), first):
-            where = f"{file.path} row {row + 1}"
-            try:
-                _check_width(cells, self.names, where)
-                named = zip(self.names, cells, strict=True)
-                value_of = _value_or_cell if self.unchecked else _value
-                sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
-            except SourceError as error:
-                yield SourceFailure(file.name, row, error)
-                continue
-            yield SourceSample(sample, None, file.name, row)
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """A row that does not fit costs its own sample only."""
+        types = {name: _cell_type(kind) for name, kind in self.schema.items()}  # without what is left out
+        value_of = _value_or_cell if self.options.unchecked else _value
+        for file in task.files:
+            # the header is no row
+            first = max(0, self.lines.first_lines.get((file.name, task.start), 0) - 1)
+            for row, cells in enumerate(_rows(file, self.encoding, task.start, task.stop, first), first):
+                where = f"{file.path} row {row + 1}"
+                try:
+                    _check_width(cells, self.names, where)
+                    named = zip(self.names, cells, strict=True)
+                    sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
+                except SourceError as error:
+                    yield SourceFailure(file.name, row, error)
+                    continue
+                yield SourceSample(sample, None, file.name, row)
 
     def describe(self) -> dict[str, object]:
-        said: dict[str, object] = {"importer": "csv"}
-        return said if self.encoding == _UTF8 else said | {"encoding": self.encoding}
+        return {"importer": "csv", **({} if self.encoding == _UTF8 else {"encoding": self.encoding})}
 
 
 def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
@@ -104,27 +91,25 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         SourceError: a file has no header, another header than the first, or rows of another width.
     """
     source.keep(("csv", "tsv"), "a CSV file")
-    first: list[str] | None = None
     encoding = _encoding(source.files[0], options)
-    for file in source.files:
+    first = _header(source.files[0], encoding)
+    for file in source.files[1:]:
         header = _header(file, encoding)
-        first = header if first is None else first
         if header != first:
             raise SourceError(
                 f"{file.path}: its header ({', '.join(header)[:80]}) is not that of {source.files[0].name} "
                 f"({', '.join(first)[:80]}); make the files alike"
             )
-    assert first is not None
     types = _infer(source, first, encoding, options)
     is_cut = b"\n".decode(encoding, "replace") == "\n"  # line ends are those bytes, as they are not in UTF-16
-    borders = {file.name: cut_rows(file) for file in source.files if is_cut}
+    whole = () if is_cut else [file.name for file in source.files]
     return CsvImporter(
-        source,
-        options.schema(types, source.given),
-        tuple(first),
-        encoding,
-        options.unchecked,
-        {name: cuts for name, cuts in borders.items() if cuts},
+        source=source,
+        schema=options.schema(types, source.given),
+        options=options,
+        names=tuple(first),
+        encoding=encoding,
+        lines=cut_lines(source.files, whole, is_plain=holds_plain_rows),
     )
 
 
@@ -177,12 +162,17 @@ def _common(kinds: set[str]) -> str:
     return kind if kind == "str" or "" not in kinds else f"{kind}?"
 
 
+def _cell_type(kind: FieldType) -> str:
+    """What `_value` makes of a cell; dates, times and decimals are texts, which the schema reads."""
+    return ("str" if kind.logical is not None else str(kind.required)) + "?" * kind.optional
+
+
 def _value(cell: str, kind: str, name: str, where: str) -> object:
     if kind.endswith("?"):
         if not cell:
             return None
         kind = kind.removesuffix("?")
-    if kind == "str" or FieldType.parse(kind).logical is not None:  # the schema reads its text
+    if kind == "str":
         return cell
     if kind == "bytes":
         return cell.encode()
@@ -260,14 +250,7 @@ def _rows(
 
 
 def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) -> Generator[list[str]]:
-    """The cells of every row.
-
-    Args:
-        stream: of the file or of a range of it.
-        file: for messages.
-        encoding: of the text.
-        line: lines of the file before the stream, for messages.
-    """
+    """The cells of every row of a file, or of a range of it, before which there are so many lines."""
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(stream, encoding=encoding, newline="")
     reader = csv.reader(text, delimiter=_delimiter(file, encoding), strict=True)

@@ -6,41 +6,32 @@ import importlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
-from shardkit_tools.importers.chosen_fields import ChosenFields
-from shardkit_tools.importers.protocol import Importer, ImportOptions
+from shardkit_tools.importers.file_importer import ChosenFields, FileImporter
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, list_source
 
 __all__ = ["IMPORTERS", "MEDIA", "SIDECARS", "detect", "find_source", "media_of", "open_source"]
 
 
-def _imported(module: str, function: str) -> Callable[[Source, ImportOptions], Importer]:
-    """What opens a source with the importer of a module, which is imported then: some need pyarrow."""
-
-    def opened(source: Source, options: ImportOptions) -> Importer:
-        importer: Importer = getattr(importlib.import_module(module), function)(source, options)
-        return importer
-
-    return opened
-
-
 IMPORTERS = {
-    "folder": _imported("shardkit_tools.importers.folder", "open_folder"),
-    "text": _imported("shardkit_tools.importers.text", "open_text"),
-    "jsonl": _imported("shardkit_tools.importers.json_lines", "open_json_lines"),
-    "npy": _imported("shardkit_tools.importers.numpy_rows", "open_numpy"),
-    "npz": _imported("shardkit_tools.importers.numpy_archives", "open_archives"),
-    "webdataset": _imported("shardkit_tools.importers.webdataset", "open_webdataset"),
-    "parquet": _imported("shardkit_tools.importers.parquet", "open_parquet"),
-    "arrow": _imported("shardkit_tools.importers.arrow", "open_arrow"),
-    "csv": _imported("shardkit_tools.importers.csv", "open_csv"),
-    "huggingface": _imported("shardkit_tools.importers.huggingface", "open_huggingface"),
-    "mds": _imported("shardkit_tools.importers.mds", "open_mds"),
+    "folder": ("shardkit_tools.importers.folder", "open_folder"),
+    "text": ("shardkit_tools.importers.text", "open_text"),
+    "jsonl": ("shardkit_tools.importers.json_lines", "open_json_lines"),
+    "npy": ("shardkit_tools.importers.numpy_rows", "open_numpy"),
+    "npz": ("shardkit_tools.importers.numpy_archives", "open_archives"),
+    "webdataset": ("shardkit_tools.importers.webdataset", "open_webdataset"),
+    "parquet": ("shardkit_tools.importers.parquet", "open_parquet"),
+    "arrow": ("shardkit_tools.importers.arrow", "open_arrow"),
+    "csv": ("shardkit_tools.importers.csv", "open_csv"),
+    "huggingface": ("shardkit_tools.importers.arrow", "open_huggingface"),
+    "mds": ("shardkit_tools.importers.mds", "open_mds"),
 }
-"""Name for ``--from`` → what opens the source."""
+"""Name for ``--from`` → module and function that open a source, imported then: some need pyarrow."""
 
 MEDIA = {
     "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
@@ -74,7 +65,7 @@ def open_source(source: str, kind: str | None = None, options: ImportOptions | N
     """Open a source with the importer that fits it.
 
     Args:
-        source: a file, a folder or a glob.
+        source: a file, a folder, a glob or a URL.
         kind: one of `IMPORTERS`; None: detected.
         options: what the user says about the source.
 
@@ -105,11 +96,10 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
         raise UsageError(
             f"--flatten: {source} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
         )
-    importer = IMPORTERS[kind](listed, options)
-    return ChosenFields(importer, options) if options.chooses else importer, (
-        *_notes(listed.left_out),
-        *listed.notes,
-    )
+    module, function = IMPORTERS[kind]
+    importer: FileImporter = getattr(importlib.import_module(module), function)(listed, options)
+    notes = (*_notes(listed.left_out), *listed.notes)
+    return ChosenFields.of(importer) if options.chooses else importer, notes
 
 
 def _without_strays(source: Source, kind: str | None) -> Source:

@@ -7,18 +7,21 @@ a.wav  a.txt  b.wav  b.txt …                no folders → no label; ``a.txt``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import xxhash
 
 from shardkit.dataset.extents import Extent
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
 from shardkit_tools.importers.detection import SIDECARS, media_of
+from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
+from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
-    ImportOptions,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
@@ -37,27 +40,20 @@ _IMAGE_SIGNATURES = (
 )
 
 
-@dataclass(frozen=True)
-class FolderImporter:
-    """A folder of files as a source; made by `open_folder`."""
+@dataclass(frozen=True, kw_only=True)
+class FolderImporter(FileImporter):
+    """A folder of files as a source."""
 
+    name: ClassVar[str] = "folder"
     samples: tuple[tuple[SourceFile, ...], ...]  # the sample's own file first, then its sidecars
     media: str  # the field that holds the file: image, audio, video or blob
-    schema: Schema
     layout: FolderLayout
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.layout.classes
-
-    def files(self) -> Sequence[SourceFile]:
-        """Every file, sidecars included."""
-        return sorted((file for sample in self.samples for file in sample), key=lambda file: file.name)
 
     def tasks(self) -> Sequence[SourceTask]:
         """Runs of whole samples."""
-        own_files = [SourceFile(own.name, own.path, own.size + sum(s.size for s in rest), own.stamp)
-                     for own, *rest in self.samples]  # fmt: skip
+        own_files = [
+            replace(own, size=own.size + sum(one.size for one in rest)) for own, *rest in self.samples
+        ]
         tasks = []
         start = 0
         for group in group_files(own_files):
@@ -67,66 +63,62 @@ class FolderImporter:
             start = stop
         return tasks
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """One sample per file; a file that cannot be read costs its own sample only."""
-        return self.read_files(task, lambda file, data: None, extents=False)
-
-    def bytes_in_place(self, task: SourceTask) -> int:
-        return sum(file.size for file in task.files[:: self._width] if file.size >= _MIN_EXTENT_BYTES)
+    @property
+    def reads_whole_files(self) -> bool:
+        return True
 
     @property
     def _width(self) -> int:
         """Files of a sample."""
-        return 1 + sum(name in self.schema for name, _ in SIDECARS.values())
+        return len(self.samples[0])
 
-    def read_files(
-        self, task: SourceTask, seen: Callable[[SourceFile, bytes], None], *, extents: bool
-    ) -> Iterator[SourceSample | SourceFailure]:
-        """`read`; large files themselves may stay where they are."""
+    def bytes_in_place(self, task: SourceTask) -> int:
+        return sum(file.size for file in task.files[:: self._width] if file.size >= _MIN_EXTENT_BYTES)
+
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """One sample per file; a file that cannot be read costs its own sample only."""
         width = self._width
         for start in range(0, len(task.files), width):
             own, *sidecars = task.files[start : start + width]
             try:
-                sample = self._sample(own, sidecars, seen)
+                sample = self._sample(own, sidecars, mode)
             except SourceError as error:
                 yield SourceFailure(own.name, 0, error)
                 continue
-            data = sample[self.media]
-            if extents and own.size >= _MIN_EXTENT_BYTES and isinstance(data, bytes):
+            data = sample.get(self.media)
+            if mode.in_place and own.size >= _MIN_EXTENT_BYTES and isinstance(data, bytes):
                 sample[self.media] = Extent(start, 0, len(data), xxhash.xxh3_64_intdigest(data))
             yield SourceSample(sample, file_stem(own.name), own.name, 0)
 
-    def _sample(
-        self, own: SourceFile, sidecars: Sequence[SourceFile], seen: Callable[[SourceFile, bytes], None]
-    ) -> dict[str, object]:
+    def _sample(self, own: SourceFile, sidecars: Sequence[SourceFile], mode: ReadMode) -> dict[str, object]:
         data = read_file(own)
-        seen(own, data)
+        mode.seen(own, data)
         if not data:
             raise SourceError(f"{own.path}: an empty file; fetch it again, or remove it")
         if self.media == "image" and not data.startswith(_IMAGE_SIGNATURES):
             raise SourceError(
                 f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
             )
-        sample: dict[str, object] = {self.media: data}
-        if self.classes:
+        sample: dict[str, object] = {self.media: data} if self.media in self.schema else {}
+        if "label" in self.schema:
             sample["label"] = self.layout.label(own.name)
         for sidecar in sidecars:
             name, _ = SIDECARS[file_suffix(sidecar.name)]
-            text = read_file(sidecar)
-            seen(sidecar, text)
-            sample[name] = _sidecar_value(name, sidecar, text)
+            if name in self.schema:
+                text = read_file(sidecar)
+                mode.seen(sidecar, text)
+                sample[name] = _sidecar_value(name, sidecar, text)
         return sample
 
     def describe(self) -> dict[str, object]:
-        return {"importer": "folder", "classes": bool(self.classes), **self.layout.describe()}
+        return {"importer": "folder", **self.layout.describe()}
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
     """Recognise the samples of a folder.
 
     Raises:
-        SourceError: kinds of files are mixed, a sidecar has no sample or a sample no sidecar, two samples
-        share a
+        SourceError: kinds of files are mixed, a sidecar has no sample or a sample no sidecar, two samples share a
             stem, or files lie both beside and in the class folders; names the files.
     """
     by_stem: dict[str, list[SourceFile]] = {}
@@ -143,7 +135,15 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
     (own,) = media
     fields = {own: "bytes"} | ({"label": "int64"} if layout.classes else {})
     fields |= dict(SIDECARS[suffix] for suffix in sidecars)
-    return FolderImporter(tuple(samples), own, options.schema(fields, source.given), layout)
+    return FolderImporter(
+        source=source,
+        schema=options.schema(fields, source.given),
+        options=options,
+        classes=layout.classes,
+        layout=layout,
+        samples=tuple(samples),
+        media=own,
+    )
 
 
 def _mixture(media: dict[str, SourceFile], source: Source) -> str:

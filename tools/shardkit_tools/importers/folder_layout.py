@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.protocol import ImportOptions
+from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.source_files import Source
 
 __all__ = ["SPLIT_FOLDERS", "FolderLayout", "folder_layout", "split_notes"]
@@ -42,8 +42,8 @@ class FolderLayout:
         return bisect_left(self.classes, _folders(name, self.splits)[0])
 
     def describe(self) -> dict[str, object]:
-        """What the recipe says beyond whether there are classes; nothing without splits, as ever."""
-        return {"split_folders": True} if self.splits else {}
+        """What the recipe says; nothing of splits where there are none, as ever."""
+        return {"classes": bool(self.classes), **({"split_folders": True} if self.splits else {})}
 
 
 def folder_layout(source: Source, options: ImportOptions, samples: Sequence[str]) -> FolderLayout:

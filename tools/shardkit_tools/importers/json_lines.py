@@ -13,73 +13,62 @@ import itertools
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar, cast
 
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
+from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, read_lines
+from shardkit_tools.importers.options import MIXED, ImportOptions, array_note, shell_word
 from shardkit_tools.importers.protocol import (
-    MIXED,
-    ImportOptions,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
-    array_note,
-    shell_word,
 )
 from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
 from shardkit_tools.importers.strict_json import parse_json, read_array
 
 __all__ = ["SCAN_ROWS", "JsonLinesImporter", "check_row", "infer_types", "open_json_lines"]
 
-# The schema is inferred from this many rows of the source, in source order: the same for any number of jobs.
 SCAN_ROWS = 100_000
-"""Rows of the source that the schema is inferred from."""
+"""Rows that the schema is inferred from, in source order: the same for any number of jobs."""
 
 
-@dataclass(frozen=True)
-class JsonLinesImporter:
-    """Files of JSON lines as a source; made by `open_json_lines`."""
+@dataclass(frozen=True, kw_only=True)
+class JsonLinesImporter(FileImporter):
+    """Files of JSON lines, or of one array of objects, as a source."""
 
-    source: Source
-    schema: Schema
+    name: ClassVar[str] = "jsonl"
     types: Mapping[str, str]
-    given: Mapping[str, str]
     lines: LineTasks
-    options: ImportOptions
-    arrays: frozenset[str] = frozenset()
+    arrays: frozenset[str]
     """Names of files that hold one JSON array of objects."""
-    structs: frozenset[str] = frozenset()
+    structs: frozenset[str]
     """Objects of which only the members are fields: a null says nothing that these do not."""
-    classes: tuple[str, ...] = ()
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
-        """Runs of lines."""
         return self.lines.tasks
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per line; a line that does not parse or fit costs its own sample only."""
         for file in task.files:
-            lines = None if file.name in self.arrays else self.lines.read_file(file, task)
+            lines = None if file.name in self.arrays else self.lines.read(file, task)
             for number, where, found in _values(file, lines):
                 try:
                     row = self.options.kept(_object(found, where, self.options, set()))
                     if self.structs:
                         row = {n: v for n, v in row.items() if v is not None or n not in self.structs}
                     if not self.options.unchecked:
-                        check_row(row, self.types, self.given, where)
+                        check_row(row, self.types, self.options.field_types, where)
                 except SourceError as error:
                     yield SourceFailure(file.name, number, error)
                     continue
                 yield SourceSample(row, None, file.name, number)
 
     def describe(self) -> dict[str, object]:
-        flat = {"flatten": True} if self.options.flatten else {}
-        return {"importer": "jsonl", "given": dict(self.given), **flat}
+        return {"importer": "jsonl", "given": dict(self.options.field_types), **super().describe()}
 
 
 def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter:
@@ -118,8 +107,15 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         if found and types.get(name, "").startswith("json") and name not in options.field_types:
             source.notes.append(array_note(name, *found))
     schema = options.schema(types, source.given, names=left_out)
-    given, lines = dict(options.field_types), cut_lines(source.files, arrays)
-    return JsonLinesImporter(source, schema, types, given, lines, options, arrays, structs)
+    return JsonLinesImporter(
+        source=source,
+        schema=schema,
+        options=options,
+        types=types,
+        lines=cut_lines(source.files, arrays),
+        arrays=arrays,
+        structs=structs,
+    )
 
 
 def _is_array(file: SourceFile) -> bool:

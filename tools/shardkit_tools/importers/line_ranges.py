@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import group_files, is_compressed, open_file, open_plain
 
-__all__ = ["LineTasks", "cut_lines", "cut_rows", "read_lines"]
+__all__ = ["LineTasks", "cut_lines", "holds_plain_rows", "read_lines"]
 
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
@@ -22,39 +22,47 @@ class LineTasks:
 
     Attributes:
         tasks: in source order; large files are cut at line ends, small ones grouped.
-        first_lines: (file name, first byte) → number of the line that starts there, for ranges that do not
-        start at 0.
+        first_lines: (file name, first byte) → number of the line that starts there, for ranges of a cut file.
     """
 
     tasks: tuple[SourceTask, ...]
     first_lines: dict[tuple[str, int], int]
 
-    def read(self, task: SourceTask) -> Iterator[tuple[SourceFile, int, bytes]]:
-        """(file, line number from 0, line without its end) of a task's lines."""
-        for file in task.files:
-            for number, line in self.read_file(file, task):
-                yield file, number, line
-
-    def read_file(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, bytes]]:
-        """`read` of one file of the task."""
+    def read(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, bytes]]:
+        """(number from 0, line without its end) of the lines of a task's file."""
         first = self.first_lines.get((file.name, task.start), 0)
         return enumerate(read_lines(file, task.start, task.stop), first)
 
 
-def cut_lines(files: tuple[SourceFile, ...], whole: Collection[str] = ()) -> LineTasks:
-    """Cut files into tasks, but not those of the names ``whole``. Large files are read once to count their lines."""
+def cut_lines(
+    files: Sequence[SourceFile],
+    whole: Collection[str] = (),
+    *,
+    is_plain: Callable[[bytes], bool] = lambda piece: True,
+) -> LineTasks:
+    """Cut files into tasks; large files are read once to count their lines.
+
+    Args:
+        files: of the source.
+        whole: names of those that are not cut.
+        is_plain: whether a piece, with the byte before it, may be cut; none are cut of a file that has others.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
     tasks: list[SourceTask] = []
     first_lines: dict[tuple[str, int], int] = {}
     small: list[SourceFile] = []
     for file in files:
-        if file.name in whole or is_compressed(file) or file.size <= 2 * _RANGE_BYTES:
+        is_small = file.name in whole or is_compressed(file) or file.size <= 2 * _RANGE_BYTES
+        borders = [] if is_small else _borders(file, is_plain)
+        if not borders:
             small.append(file)
             continue
         tasks += group_files(small)
         small = []
-        borders = _borders(file)
-        for number, (start, line) in enumerate(borders):
-            stop = borders[number + 1][0] if number + 1 < len(borders) else file.size
+        stops = [start for start, _ in borders[1:]] + [file.size]
+        for (start, line), stop in zip(borders, stops, strict=True):
             first_lines[file.name, start] = line
             tasks.append(SourceTask(f"{file.name}:{line}", (file,), stop - start, start, stop))
     return LineTasks((*tasks, *group_files(small)), first_lines)
@@ -82,31 +90,8 @@ def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Ite
             yield line.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def cut_rows(file: SourceFile) -> tuple[tuple[int, int], ...]:
-    r"""(first byte, number of the first row, the header not counted) of ranges of a large table.
-
-    Which line ends are those of rows, only who reads a table from its start knows: a quoted cell may hold others. So a
-    file is cut only where it holds no quote at all; and, so that rows can be counted as lines are, no empty line and no
-    line end but ``\n`` and ``\r\n``. The first range begins with the header. Empty where the file is small, compressed,
-    or cannot be cut.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
-    if file.size <= 2 * _RANGE_BYTES or is_compressed(file):
-        return ()
-    return tuple((start, max(0, line - 1)) for start, line in _borders(file, _is_plain))
-
-
-def _borders(
-    file: SourceFile, is_plain: Callable[[bytes], bool] = lambda piece: True
-) -> list[tuple[int, int]]:
-    """(first byte, line number) of ranges that start at a line and are at least the range size long.
-
-    Args:
-        file: is read once, to count its lines.
-        is_plain: whether a piece, with the byte before it, may be cut; none are cut of a file that has others.
-    """
+def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:
+    """(first byte, line number) of ranges that start at a line and are at least the range size long."""
     borders = [(0, 0)]
     wanted = _RANGE_BYTES
     at = lines = 0
@@ -126,8 +111,12 @@ def _borders(
     return borders if is_plain(before + b"\0") else []
 
 
-def _is_plain(piece: bytes) -> bool:
-    """Whether a piece of a table, with the byte before it, holds no quote, empty line or line end of another kind."""
+def holds_plain_rows(piece: bytes) -> bool:
+    r"""Whether every line of a piece of a table, with the byte before it, is a row.
+
+    Which line ends are those of rows, only who reads a table from its start knows: a quoted cell may hold others. And
+    rows are counted as lines are only where none is empty and no line ends but with ``\n`` and ``\r\n``.
+    """
     # A carriage return at the very end is looked at with the next piece.
     alone = piece.count(b"\r", 0, len(piece) - 1) != piece.count(b"\r\n")
     return not (b'"' in piece or b"\n\n" in piece or b"\n\r" in piece or alone)

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -29,10 +29,12 @@ import zstandard
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
+from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.member_values import common_array
+from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
-    ImportOptions,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
@@ -59,14 +61,13 @@ class MdsShard:
     hashes: tuple[tuple[str, str], ...]  # of the file as it lies there
 
 
-@dataclass(frozen=True)
-class MdsImporter:
-    """MDS shards as a source; made by `open_mds`."""
+@dataclass(frozen=True, kw_only=True)
+class MdsImporter(FileImporter):
+    """MDS shards as a source."""
 
+    name: ClassVar[str] = "mds"
     shards: tuple[MdsShard, ...]
     encodings: tuple[tuple[str, str, int | None], ...]  # (column, encoding, fixed size)
-    schema: Schema
-    classes: tuple[str, ...] = ()
 
     def files(self) -> Sequence[SourceFile]:
         return sorted((shard.file for shard in self.shards), key=lambda file: file.name)
@@ -78,8 +79,8 @@ class MdsImporter:
             for number, shard in enumerate(self.shards)
         ]
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of one shard; a field that cannot be decoded costs its own sample only."""
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """A field that cannot be decoded costs its own sample only."""
         shard = self.shards[task.start]
         for row, fields in enumerate(_rows(shard, self.encodings)):
             try:
@@ -92,9 +93,6 @@ class MdsImporter:
                 yield SourceFailure(shard.file.name, row, error)
                 continue
             yield SourceSample(sample, None, shard.file.name, row)
-
-    def describe(self) -> dict[str, object]:
-        return {"importer": "mds"}
 
 
 def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
@@ -132,7 +130,9 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
             encoding, [example[place] for example in examples], f"{where}, column {name!r}"
         )
     schema = options.schema(types, source.given, names=[name for name, _, _ in encodings])
-    return MdsImporter(tuple(shards), encodings, schema)
+    return MdsImporter(
+        source=source, schema=schema, options=options, shards=tuple(shards), encodings=encodings
+    )
 
 
 def _entries(index: object, where: str) -> list[dict[str, Any]]:

@@ -19,11 +19,11 @@ import re
 from urllib.parse import unquote
 
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.detection import MEDIA
+from shardkit_tools.importers.numpy_rows import array_type, read_header
 from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["common_array", "field_of", "field_type_of", "value_of"]
@@ -87,8 +87,7 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
         return "json"
     if suffix == "npy":
         array = _array(data, where)
-        shape = ",".join(map(str, array.shape))
-        return array.dtype.newbyteorder("=").name + (f"[{shape}]" if shape else "")
+        return array_type(array.dtype, array.shape)
     return "bytes"
 
 
@@ -138,22 +137,6 @@ def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
 
 def _array(data: bytes, where: str) -> NDArray[np.generic]:
     stream = io.BytesIO(data)
-    try:
-        version = npy_format.read_magic(stream)
-        read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, columns_first, dtype = read(stream)
-    except (ValueError, EOFError) as error:
-        raise SourceError(
-            f"{where}: not a readable .npy member ({error}); write it again with numpy.save"
-        ) from error
-    if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise SourceError(
-            f"{where}: an array of dtype {dtype} cannot be stored; save it as booleans, integers or floats"
-        )
-    expected = stream.tell() + dtype.itemsize * int(np.prod(shape, dtype=object))
-    if expected != len(data):
-        raise SourceError(
-            f"{where}: {len(data)} bytes, but the array's header asks for {expected}; write it again"
-        )
-    values = np.frombuffer(data, dtype, offset=stream.tell())
-    return values.reshape(shape, order="F" if columns_first else "C")
+    header = read_header(stream, where, len(data), has_rows=False)
+    values = np.frombuffer(data, header.dtype, offset=header.offset)
+    return values.reshape(header.shape, order="F" if header.columns_first else "C")

@@ -14,23 +14,16 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError
-from shardkit.formats import Schema
+from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, read_header
-from shardkit_tools.importers.protocol import (
-    ImportOptions,
-    SampleColumns,
-    SourceFailure,
-    SourceFile,
-    SourceSample,
-    SourceTask,
-    one_by_one,
-)
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import Source, open_file
 
 __all__ = ["ArchiveImporter", "open_archives"]
@@ -60,29 +53,18 @@ class Archive:
         return next(iter(self.arrays.values())).shape[0]
 
 
-@dataclass(frozen=True)
-class ArchiveImporter:
-    """Archives as a source; made by `open_archives`."""
+@dataclass(frozen=True, kw_only=True)
+class ArchiveImporter(FileImporter):
+    """Archives as a source."""
 
+    name: ClassVar[str] = "npz"
     archives: tuple[Archive, ...]
-    schema: Schema
-    classes: tuple[str, ...] = ()
-
-    def files(self) -> Sequence[SourceFile]:
-        return [archive.file for archive in self.archives]
 
     def tasks(self) -> Sequence[SourceTask]:
         """An archive each: what is compressed is read from its start."""
-        return [
-            SourceTask(archive.file.name, (archive.file,), archive.file.size, 0, archive.rows)
-            for archive in self.archives
-        ]
+        return [SourceTask(one.file.name, (one.file,), one.file.size, 0, one.rows) for one in self.archives]
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """One sample per row."""
-        return one_by_one(self.read_columns(task))
-
-    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """About a MiB of rows at a time."""
         archive = next(one for one in self.archives if one.file.name == task.files[0].name)
         with _opened(archive.file) as members, contextlib.ExitStack() as stack:
@@ -102,9 +84,6 @@ class ArchiveImporter:
                 count = min(step, archive.rows - start)
                 columns = {field: reader.take(count) for field, reader in readers.items()}
                 yield SampleColumns(columns, archive.file.name, start)
-
-    def describe(self) -> dict[str, object]:
-        return {"importer": "npz"}
 
 
 class _Rows:
@@ -159,7 +138,12 @@ def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
                 f"{archive.file.path}: its arrays are {_told(found)}, those of {first.file.name} are {_told(types)}; "
                 "the archives of a source hold the same arrays; name one of them, or choose arrays with --columns"
             )
-    return ArchiveImporter(archives, options.schema(types, source.given, names=first.members))
+    return ArchiveImporter(
+        source=source,
+        schema=options.schema(types, source.given, names=first.members),
+        options=options,
+        archives=archives,
+    )
 
 
 def _told(types: Mapping[str, str]) -> str:

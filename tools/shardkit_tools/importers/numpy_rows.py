@@ -9,9 +9,9 @@ any size takes the memory of one range of rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -19,20 +19,12 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
-from shardkit_tools.importers.protocol import (
-    ImportOptions,
-    SampleColumns,
-    SourceFailure,
-    SourceFile,
-    SourceSample,
-    SourceTask,
-    one_by_one,
-)
-from shardkit_tools.importers.remote_files import is_url
-from shardkit_tools.importers.source_files import Source, file_stem, open_file
+from shardkit_tools.importers.file_importer import FileImporter
+from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SourceFile, SourceTask
+from shardkit_tools.importers.source_files import Source, file_stem, is_url, open_file
 
-__all__ = ["ArrayHeader", "NumpyImporter", "check_rows", "open_numpy", "read_header"]
+__all__ = ["ArrayHeader", "NumpyImporter", "array_type", "check_rows", "open_numpy", "read_header"]
 
 _TASK_BYTES = 64 << 20
 _MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
@@ -46,11 +38,13 @@ class ArrayHeader:
 
     Attributes:
         columns_first: Fortran order: a row is not one run of bytes.
+        offset: first byte of the data.
     """
 
     dtype: str
     shape: tuple[int, ...]
     columns_first: bool
+    offset: int
 
     @property
     def row_bytes(self) -> int:
@@ -59,28 +53,28 @@ class ArrayHeader:
 
     @property
     def row_type(self) -> str:
-        """The field type of a row, in native spelling (`>i4` and `<i4` are both int32)."""
-        name = np.dtype(self.dtype).newbyteorder("=").name
-        inner = self.shape[1:]
-        return f"{name}[{','.join(map(str, inner))}]" if inner else name
+        """The field type of a row."""
+        return array_type(np.dtype(self.dtype), self.shape[1:])
+
+
+def array_type(dtype: np.dtype[np.generic], shape: Sequence[int]) -> str:
+    """The field type of an array, in native spelling (`>i4` and `<i4` are both int32)."""
+    name = dtype.newbyteorder("=").name
+    return f"{name}[{','.join(map(str, shape))}]" if shape else name
 
 
 @dataclass(frozen=True)
-class ArrayFile(ArrayHeader):
-    """A ``.npy`` file whose header has been read.
+class ArrayFile:
+    """A ``.npy`` file whose rows become a field."""
 
-    Attributes:
-        field: the field that its rows become.
-        offset: first byte of the data.
-    """
-
-    file: SourceFile
     field: str
-    offset: int
+    file: SourceFile
+    header: ArrayHeader
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
         """Rows start … stop − 1 as a fresh array."""
-        if self.columns_first:  # a row lies scattered over the file
+        head, size = self.header, self.header.row_bytes
+        if head.columns_first:  # a row lies scattered over the file
             if is_url(self.file.path):
                 with open_file(self.file) as stream:
                     whole: NDArray[np.generic] = npy_format.read_array(stream, allow_pickle=False)
@@ -88,104 +82,90 @@ class ArrayFile(ArrayHeader):
                 whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
             return np.array(whole[start:stop], order="C")
         with open_file(self.file) as stream:
-            stream.seek(self.offset + start * self.row_bytes)
-            data = stream.read((stop - start) * self.row_bytes)
-        if len(data) != (stop - start) * self.row_bytes:
+            stream.seek(head.offset + start * size)
+            data = stream.read((stop - start) * size)
+        if len(data) != (stop - start) * size:
             raise SourceError(
                 f"{self.file.path} rows {start}:{stop}: the file ends inside them; write it again"
             )
-        return np.frombuffer(data, np.dtype(self.dtype)).reshape(stop - start, *self.shape[1:])
+        return np.frombuffer(data, np.dtype(head.dtype)).reshape(stop - start, *head.shape[1:])
 
     def extents(self, place: int, state: int, start: int, stop: int) -> ExtentColumn:
         """Where rows start … stop − 1 are; the file is the ``place``-th of its task."""
-        offset = self.offset + self.row_bytes * np.arange(start, stop, dtype=np.int64)
-        return ExtentColumn(place, offset, self.row_bytes, state)
+        offset = self.header.offset + self.header.row_bytes * np.arange(start, stop, dtype=np.int64)
+        return ExtentColumn(place, offset, self.header.row_bytes, state)
+
+    def read_ahead(self, start: int, stop: int) -> None:
+        """Ask the system for rows of a local file that will be wanted in another order."""
+        if hasattr(os, "posix_fadvise"):
+            at, length = (
+                self.header.offset + start * self.header.row_bytes,
+                (stop - start) * self.header.row_bytes,
+            )
+            with open_file(self.file) as stream:
+                os.posix_fadvise(stream.fileno(), at, length, os.POSIX_FADV_WILLNEED)
 
 
-@dataclass(frozen=True)
-class NumpyImporter:
-    """Arrays as a source; made by `open_numpy`."""
+@dataclass(frozen=True, kw_only=True)
+class NumpyImporter(FileImporter):
+    """Arrays as a source."""
 
+    name: ClassVar[str] = "npy"
     arrays: tuple[ArrayFile, ...]
-    schema: Schema
-    classes: tuple[str, ...] = ()
+
+    @property
+    def _num_rows(self) -> int:
+        return self.arrays[0].header.shape[0]
 
     def files(self) -> Sequence[SourceFile]:
         return [array.file for array in self.arrays]
 
     def tasks(self) -> Sequence[SourceTask]:
         """Runs of rows of about 64 MiB."""
-        row_bytes = sum(array.row_bytes for array in self.arrays)
-        rows = self.arrays[0].shape[0]
+        row_bytes = sum(array.header.row_bytes for array in self.arrays)
         step = max(1, _TASK_BYTES // max(1, row_bytes))
         return [
             SourceTask(f"rows {start}:{stop}", tuple(self.files()), (stop - start) * row_bytes, start, stop)
-            for start in range(0, rows, step)
-            for stop in [min(rows, start + step)]
+            for start in range(0, self._num_rows, step)
+            for stop in [min(self._num_rows, start + step)]
         ]
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """One sample per row."""
-        return one_by_one(self.read_columns(task))
-
-    def read_columns(self, task: SourceTask) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
-        """Some MiB of rows at a time."""
-        return self._columns(task, ())
-
     def bytes_in_place(self, task: SourceTask) -> int:
-        stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
-        return sum(array.row_bytes for array in self.arrays if self._is_in_place(array)) * (stop - task.start)
+        stop = self._num_rows if task.stop is None else task.stop
+        large = sum(array.header.row_bytes for array in self.arrays if self._is_in_place(array))
+        return large * (stop - task.start)
 
-    def read_extents(
-        self, task: SourceTask, states: Sequence[int]
-    ) -> Iterator[SampleColumns | SourceSample | SourceFailure]:
-        """Many rows at a time; large ones that need no conversion stay where they are."""
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """About a MiB of rows at a time; large ones that need no conversion may stay where they are."""
+        stop = self._num_rows if task.stop is None else task.stop
+        in_place = {array.field for array in self.arrays if mode.in_place and self._is_in_place(array)}
         for array in self.arrays:
-            if self._is_in_place(array):
-                _read_ahead(array, task.start, task.stop)
-        return self._columns(task, states)
-
-    def _columns(self, task: SourceTask, states: Sequence[int]) -> Iterator[SampleColumns]:
-        stop = task.stop if task.stop is not None else self.arrays[0].shape[0]
-        name = self.arrays[0].file.name
-        in_place = {array.field for array in self.arrays if states and self._is_in_place(array)}
-        read = sum(array.row_bytes for array in self.arrays if array.field not in in_place)
+            if array.field in in_place:
+                array.read_ahead(task.start, stop)
+        read = sum(array.header.row_bytes for array in self.arrays if array.field not in in_place)
         step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, read)))
         for start in range(task.start, stop, step):
             end = min(stop, start + step)
             columns = {
-                array.field: array.extents(place, states[place], start, end)
+                array.field: array.extents(place, mode.states[place], start, end)
                 if array.field in in_place
                 else array.rows(start, end)
                 for place, array in enumerate(self.arrays)
             }
-            yield SampleColumns(columns, name, start)
+            yield SampleColumns(columns, self.arrays[0].file.name, start)
 
     def _is_in_place(self, array: ArrayFile) -> bool:
         """Whether rows are large, and the canonical payloads as they stand; a bool might be neither 0 nor 1."""
-        kind = self.schema[array.field]
-        dtype = np.dtype(array.dtype)
+        kind, head = self.schema[array.field], array.header
+        dtype = np.dtype(head.dtype)
         return (
-            array.row_bytes >= _MIN_EXTENT_BYTES
-            and not array.columns_first
+            head.row_bytes >= _MIN_EXTENT_BYTES
+            and not head.columns_first
             and dtype.kind != "b"
             and dtype == kind.numpy_dtype
-            and kind.shape == array.shape[1:]
+            and kind.shape == head.shape[1:]
             and kind.kind in ("scalar", "array")
         )
-
-    def describe(self) -> dict[str, object]:
-        return {"importer": "npy"}
-
-
-def _read_ahead(array: ArrayFile, start: int, stop: int | None) -> None:
-    """Ask the system for rows of a local file that will be wanted in another order."""
-    length = ((array.shape[0] if stop is None else stop) - start) * array.row_bytes
-    if hasattr(os, "posix_fadvise"):
-        with open_file(array.file) as stream:
-            os.posix_fadvise(
-                stream.fileno(), array.offset + start * array.row_bytes, length, os.POSIX_FADV_WILLNEED
-            )
 
 
 def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
@@ -207,10 +187,17 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
                 "rename one of the files"
             )
         files[field] = file
-    kept = tuple(_read_header(file, field) for field, file in files.items() if options.keeps(field))
-    schema = options.schema({array.field: array.row_type for array in kept}, source.given, names=files)
-    check_rows({array.file.path: array.shape[0] for array in kept}, "the files of a folder")
-    return NumpyImporter(kept, schema)
+    kept = tuple(_open_array(field, file) for field, file in files.items() if options.keeps(field))
+    types = {array.field: array.header.row_type for array in kept}
+    schema = options.schema(types, source.given, names=files)
+    check_rows({array.file.path: array.header.shape[0] for array in kept}, "the files of a folder")
+    return NumpyImporter(source=source, schema=schema, options=options, arrays=kept)
+
+
+def _open_array(field: str, file: SourceFile) -> ArrayFile:
+    with open_file(file) as stream:
+        header = read_header(stream, file.path, file.size)
+    return ArrayFile(field, file, header)
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
@@ -230,7 +217,7 @@ def check_rows(rows: Mapping[str, int], what: str) -> None:
         raise SourceError(f"{first}: the array has no rows; give an array with samples in it")
 
 
-def read_header(stream: IO[bytes], where: str, size: int) -> ArrayHeader:
+def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = True) -> ArrayHeader:
     """The header of an array of so many bytes; the stream is then at its data.
 
     Raises:
@@ -259,22 +246,16 @@ def read_header(stream: IO[bytes], where: str, size: int) -> ArrayHeader:
             f"{where}: an array of dtype {dtype}: only booleans, integers and floats up to 64 bits can be stored; "
             "convert it first"
         )
-    if not shape:
+    if has_rows and not shape:
         raise SourceError(
             f"{where}: an array without axes has no rows; save it with the samples on the first axis"
         )
-    expected = stream.tell() - start + dtype.itemsize * int(np.prod(shape, dtype=object))
+    offset = stream.tell() - start
+    expected = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
     if expected != size:
         raise SourceError(
             f"{where}: {size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; it "
             "is cut short or damaged, write it again"
         )
-    return ArrayHeader(dtype.str, tuple(int(n) for n in shape), bool(columns_first and len(shape) > 1))
-
-
-def _read_header(file: SourceFile, field: str) -> ArrayFile:
-    with open_file(file) as stream:
-        header = read_header(stream, file.path, file.size)
-        return ArrayFile(
-            header.dtype, header.shape, header.columns_first, file=file, field=field, offset=stream.tell()
-        )
+    columns_first = bool(columns_first and len(shape) > 1)
+    return ArrayHeader(dtype.str, tuple(int(n) for n in shape), columns_first, offset)

@@ -10,7 +10,6 @@ import functools
 import io
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
@@ -22,18 +21,16 @@ from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
 
 __all__ = [
-    "BucketFile",
     "foreign_store",
-    "is_bucket_url",
-    "is_url",
-    "list_bucket",
     "list_url",
     "open_url",
     "stat_file",
 ]
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
-_WILDCARDS = frozenset("*?[")
+_WILDCARD = re.compile(r"[*?\[]")
+_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
+_PIECE_BYTES = 4 << 20
+_AHEAD = 3  # pieces on their way while one is read
 _BUFFER_BYTES = 1 << 20
 _PACKAGES = {"hf": "huggingface_hub"}  # where fsspec does not say what to install
 _STAMPS = (
@@ -50,11 +47,6 @@ _STAMPS = (
 )
 
 
-def is_url(source: str) -> bool:
-    """Whether a source is a URL and not a path."""
-    return _URL.match(source) is not None
-
-
 def list_url(url: str) -> tuple[list[SourceFile], bool]:
     """The files below a URL, in no particular order, and whether the URL named one file.
 
@@ -65,28 +57,30 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
         SourceError: the listing fails.
     """
     _check_harmless(url)
-    if is_bucket_url(url):
-        return list_bucket(url)
+    if _is_bucket(url):
+        return _list_bucket(url)
     system, root = _system(url)
     try:
-        is_glob = bool(_WILDCARDS.intersection(url))
-        if is_glob:
-            found = {
-                path: info for path, info in system.glob(root, detail=True).items() if info["type"] == "file"
-            }
-            root = root[: min(root.index(sign) for sign in _WILDCARDS if sign in root)].rpartition("/")[0]
+        if wildcard := _WILDCARD.search(root):
+            listed = system.glob(root, detail=True)
+            found = {path: info for path, info in listed.items() if info["type"] == "file"}
+            root = root[: wildcard.start()].rpartition("/")[0]
         elif system.isfile(root):
-            found, root = {root: system.info(root)}, root.rpartition("/")[0]
-            return [_file(system, path, root, info) for path, info in found.items()], True
+            return [_file(system, root, root.rpartition("/")[0], system.info(root))], True
         else:
             found = system.find(root, detail=True)
     except Exception as error:  # every protocol raises its own
         raise SourceError(
             f"{url}: cannot be listed ({_brief(error)}); check the URL and the credentials"
         ) from error
+    files = [
+        _file(system, path, root, info)
+        for path, info in found.items()
+        if not _is_hidden(path.removeprefix(root).lstrip("/"))
+    ]
     if not found:
         raise NotFoundError(f"{url}: no files there; check the URL")
-    return list(_files(system, found, root)), False
+    return files, False
 
 
 def open_url(file: SourceFile) -> BinaryIO:
@@ -95,8 +89,8 @@ def open_url(file: SourceFile) -> BinaryIO:
     Raises:
         SourceError: it cannot be opened, or its size is no longer the listed one.
     """
-    if is_bucket_url(file.path):
-        return cast(BinaryIO, io.BufferedReader(BucketFile(file), _BUFFER_BYTES))
+    if _is_bucket(file.path):
+        return cast(BinaryIO, io.BufferedReader(_BucketFile(file), _BUFFER_BYTES))
     system, path = _system(file.path)
     try:
         inner = system.open(path, "rb")
@@ -106,7 +100,7 @@ def open_url(file: SourceFile) -> BinaryIO:
         raise _unreadable(file, error) from error
     if size != file.size:
         inner.close()
-        raise SourceError(f"{file.path}: changed since it was listed ({file.size} bytes then, {size} now)")
+        raise _changed(file, size)
     return cast(BinaryIO, io.BufferedReader(_Remote(inner, file), _BUFFER_BYTES))
 
 
@@ -174,13 +168,6 @@ def _system(url: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def _files(system: Any, found: dict[str, Any], root: str) -> Iterator[SourceFile]:
-    for path, info in found.items():
-        name = path.removeprefix(root).lstrip("/")
-        if not _is_hidden(name):
-            yield _file(system, path, root, info)
-
-
 def _file(system: Any, path: str, root: str, info: dict[str, Any]) -> SourceFile:
     name = path.removeprefix(root).lstrip("/")
     size = info.get("size")
@@ -198,19 +185,16 @@ def _unreadable(file: SourceFile, error: Exception) -> SourceError:
     )
 
 
+def _changed(file: SourceFile, size: int) -> SourceError:
+    return SourceError(f"{file.path}: changed since it was listed ({file.size} bytes then, {size} now)")
+
+
 def _brief(error: Exception) -> str:
     """What a client of somebody else says, on one line, without credentials: it may repeat a signed URL."""
     return redact(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
-_WILDCARD = re.compile(r"[*?\[]")
-_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
-_PIECE_BYTES = 4 << 20
-_AHEAD = 3  # pieces on their way while one is read
-
-
-def is_bucket_url(url: str) -> bool:
-    """Whether a URL is of an object store."""
+def _is_bucket(url: str) -> bool:
     return url.partition("://")[0].lower() in OBJECT_SCHEMES
 
 
@@ -230,17 +214,8 @@ def _kept(address: Address, settings: int) -> ForeignStore:
     return open_foreign(address)
 
 
-def list_bucket(url: str) -> tuple[list[SourceFile], bool]:
-    """The objects that a URL names, in no particular order, and whether it named a single one.
-
-    Args:
-        url: of an object, a folder, or a glob, in which ``*`` and ``?`` stop at a slash and ``**`` does not.
-
-    Raises:
-        UsageError: the URL holds a credential.
-        NotFoundError: nothing is there.
-        SourceError: the store does not answer.
-    """
+def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
+    """`list_url` of an object store; in a glob ``*`` and ``?`` stop at a slash and ``**`` does not."""
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
     key = key.rstrip("/")
@@ -282,22 +257,13 @@ def stat_file(file: SourceFile) -> ObjectStat:
     return found
 
 
-class BucketFile(io.RawIOBase):
-    """An object as a file.
-
-    Args:
-        file: as it was listed.
-
-    Raises:
-        SourceError: it cannot be read, or its size is another.
-    """
+class _BucketFile(io.RawIOBase):
+    """An object as a file, read in pieces, the next of which are on their way."""
 
     def __init__(self, file: SourceFile) -> None:
         found = stat_file(file)
         if found.size != file.size:
-            raise SourceError(
-                f"{file.path}: changed since it was listed ({file.size} bytes then, {found.size} now)"
-            )
+            raise _changed(file, found.size)
         address, self._key = split_url(file.path)
         self._bucket = foreign_store(address)
         self._file = file

@@ -13,17 +13,17 @@ import gzip
 import io
 import lzma
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
 from shardkit.errors import NotFoundError, SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
-from shardkit_tools.importers.remote_files import is_url, list_url, open_url
 
 __all__ = [
     "Source",
@@ -31,6 +31,7 @@ __all__ = [
     "file_suffix",
     "group_files",
     "is_compressed",
+    "is_url",
     "list_source",
     "open_file",
     "open_plain",
@@ -39,9 +40,11 @@ __all__ = [
 
 _PACKED = (".gz", ".zst", ".xz")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
+_FRAME_PIECE = 4 << 10  # unpacks to some 128 MiB at most
 _WILDCARDS = frozenset("*?[")
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,8 @@ class Source:
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def keep(self, suffixes: Iterable[str], what: str) -> Source:
-        """The same source, once it is sure that every file has one of the suffixes.
+    def keep(self, suffixes: Iterable[str], what: str) -> None:
+        """Check that every file has one of the suffixes.
 
         Raises:
             SourceError: names the first other file.
@@ -72,11 +75,14 @@ class Source:
         for file in self.files:
             if file_suffix(file.name) not in wanted:
                 raise SourceError(
-                    f"{file.path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); "
-                    "leave it out, give a glob that matches only the samples, or name another importer with "
-                    "--from"
+                    f"{file.path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); leave it out, "
+                    "give a glob that matches only the samples, or name another importer with --from"
                 )
-        return self
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is a URL and not a path."""
+    return _URL.match(source) is not None
 
 
 def file_suffix(name: str) -> str:
@@ -102,28 +108,29 @@ def list_source(source: str, *, skip: bool = False) -> Source:
     """List a source.
 
     Args:
-        skip: leave empty folders out.
         source: a file, a folder (searched to any depth; names that start with a dot are left out), a glob, or any of
             them as a URL.
+        skip: leave empty folders out.
 
     Raises:
         NotFoundError: nothing is there.
-        SourceError: a folder without files, a link that leads out of the folder, or something that is not a
-        file.
+        SourceError: a folder without files, a link that leads out of the folder, or something that is not a file.
     """
     if is_url(source):
+        from shardkit_tools.importers.remote_files import list_url
+
         found, is_single_file = list_url(source)
-        return Source(source, tuple(sorted(found, key=_by_name)), is_single_file)
+        return Source(source, _sorted(found), is_single_file)
     if os.path.isdir(source):
         empty: dict[str, str] | None = {} if skip else None
-        files = tuple(sorted(_walk(source, empty), key=_by_name))
+        files = _sorted(_walk(source, empty))
         if not files:
             raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
         return Source(source, files, left_out=empty or {})
     if os.path.lexists(source):
         return Source(source, (_regular(source, os.path.basename(source)),), is_single_file=True)
     if _WILDCARDS.intersection(source):
-        return _from_glob(source)
+        return Source(source, _sorted(_matches(source)))
     raise NotFoundError(f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'")
 
 
@@ -134,6 +141,8 @@ def open_file(file: SourceFile) -> BinaryIO:
         SourceError: it cannot be read, or its size is no longer the listed one.
     """
     if is_url(file.path):
+        from shardkit_tools.importers.remote_files import open_url
+
         return open_url(file)
     return os.fdopen(_opened(file), "rb", buffering=1 << 18)
 
@@ -149,22 +158,22 @@ def _opened(file: SourceFile) -> int:
     if not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
         os.close(descriptor)
         raise SourceError(
-            f"{file.path}: changed since it was listed ({file.size} bytes then, {found.st_size} now); build "
-            "from a source that nobody writes to"
+            f"{file.path}: changed since it was listed ({file.size} bytes then, {found.st_size} now); build from a "
+            "source that nobody writes to"
         )
     return descriptor
 
 
 def read_file(file: SourceFile) -> bytes:
     """All bytes of a file; errors as for `open_file`."""
-    if is_url(file.path):
-        with open_url(file) as stream:
-            try:
+    try:
+        if is_url(file.path):
+            with open_file(file) as stream:
                 data = stream.read()
-            except OSError as error:
-                raise _unreadable(file.path, error) from error
-    else:
-        data = _read_local(file)
+        else:
+            data = _read_local(_opened(file), file.size)
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
     if len(data) != file.size:
         raise SourceError(
             f"{file.path}: {file.size} bytes when listed, {len(data)} when read; it changed meanwhile"
@@ -172,17 +181,13 @@ def read_file(file: SourceFile) -> bytes:
     return data
 
 
-def _read_local(file: SourceFile) -> bytes:
+def _read_local(descriptor: int, size: int) -> bytes:
     """Without a stream: of small files that is most of what reading them costs."""
-    descriptor = _opened(file)
     pieces = []
-    left = file.size
     try:
-        while left and (piece := os.read(descriptor, left)):
+        while size and (piece := os.read(descriptor, size)):
             pieces.append(piece)
-            left -= len(piece)
-    except OSError as error:
-        raise _unreadable(file.path, error) from error
+            size -= len(piece)
     finally:
         os.close(descriptor)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -193,12 +198,11 @@ def open_plain(file: SourceFile) -> BinaryIO:
     stream = open_file(file)
     if not is_compressed(file):
         return stream
-    reader: gzip.GzipFile | zstandard.ZstdDecompressionReader | _XzReader
+    reader: gzip.GzipFile | _Frames
     if file.name.lower().endswith(".zst"):
-        frames = cast(BinaryIO, _WholeFrames(stream))
-        reader = zstandard.ZstdDecompressor().stream_reader(frames, read_across_frames=True)
-    elif file.name.lower().endswith(".xz"):
-        reader = _XzReader(stream)
+        reader = _Frames(stream, lambda: zstandard.ZstdDecompressor().decompressobj())
+    elif file.name.lower().endswith(".xz"):  # zeros may stand between its streams
+        reader = _Frames(stream, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
     else:
         reader = gzip.GzipFile(fileobj=stream)
     return cast(BinaryIO, io.BufferedReader(_Guarded(reader, stream, file.path), 1 << 18))
@@ -223,15 +227,8 @@ def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
 class _Guarded(io.RawIOBase):
     """A decompressor whose errors name the file."""
 
-    def __init__(
-        self,
-        inner: gzip.GzipFile | zstandard.ZstdDecompressionReader | _XzReader,
-        packed: BinaryIO,
-        path: str,
-    ) -> None:
-        self._inner = inner
-        self._packed = packed
-        self._path = path
+    def __init__(self, inner: gzip.GzipFile | _Frames, packed: BinaryIO, path: str) -> None:
+        self._inner, self._packed, self._path = inner, packed, path
 
     def readable(self) -> bool:
         return True
@@ -247,100 +244,45 @@ class _Guarded(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        self._inner.close()
-        self._packed.close()  # neither decompressor closes what it reads from
+        self._packed.close()  # no decompressor closes what it reads from
         super().close()
 
 
-class _WholeFrames:
-    """A file of zstd frames that must not end within one: the decompressor takes such an end for the text's.
+class _Frames:
+    """Compressed frames one behind another, in bounded memory, which must not end within one.
 
-    Source: RFC 8878, sections 3.1.1 (frames and blocks) and 3.1.2 (skippable frames).
+    The stream reader of zstd takes such an end for the text's, and `lzma.LZMAFile` as much memory as a file asks for.
     """
 
-    def __init__(self, packed: BinaryIO) -> None:
-        self._packed = packed
-        self._skip = 0  # bytes of the frame that tell nothing of its borders
-        self._checksum = 0
-        self._part = b""  # of the field that is read now
-        self._wanted = 4
-        self._read: Callable[[bytes], None] = self._magic
+    def __init__(self, packed: BinaryIO, new: Callable[[], Any], padding: bytes = b"") -> None:
+        self._packed, self._new, self._padding = packed, new, padding
+        self._decoder: Any = None  # None between frames
+        self._rest = b""
+        self._made = memoryview(b"")
 
-    def read(self, size: int = -1) -> bytes:
-        """What the file has; raises EOFError where it ends too soon."""
-        data = self._packed.read(size)
-        if not data and size and (self._skip or self._part or self._read != self._magic):
-            raise EOFError("the file ends before its zstd frame does")
-        at = 0
-        while at < len(data):
-            passed = min(self._skip, len(data) - at)
-            self._skip, at = self._skip - passed, at + passed
-            more = data[at : at + self._wanted - len(self._part)] if not self._skip else b""
-            self._part, at = self._part + more, at + len(more)
-            if not self._skip and len(self._part) == self._wanted:
-                field, self._part = self._part, b""
-                self._read(field)
+    def read(self, size: int) -> bytes | memoryview:
+        """Up to so many bytes; none at the end."""
+        while not self._made:
+            piece = self._rest or self._packed.read(_FRAME_PIECE)
+            if not piece:
+                if self._decoder is not None:
+                    raise EOFError("the file ends before its last frame does")
+                return b""
+            self._rest = b""
+            if self._decoder is None:
+                piece = piece.lstrip(self._padding)
+                if not piece:
+                    continue
+                self._decoder = self._new()
+            self._made = memoryview(self._decoder.decompress(piece))
+            if self._decoder.eof:
+                self._rest, self._decoder = self._decoder.unused_data, None
+        data, self._made = self._made[:size], self._made[size:]
         return data
 
-    def _expect(self, wanted: int, read: Callable[[bytes], None]) -> None:
-        self._wanted, self._read = wanted, read
 
-    def _magic(self, field: bytes) -> None:
-        is_skippable = int.from_bytes(field, "little") & ~0xF == 0x184D2A50
-        self._expect(4, self._skippable) if is_skippable else self._expect(1, self._header)
-
-    def _skippable(self, field: bytes) -> None:
-        self._skip = int.from_bytes(field, "little")
-        self._expect(4, self._magic)
-
-    def _header(self, field: bytes) -> None:
-        flags = field[0]
-        is_single = bool(flags & 0x20)
-        self._checksum = 4 if flags & 0x04 else 0
-        self._skip = (not is_single) + (0, 1, 2, 4)[flags & 3] + (int(is_single), 2, 4, 8)[flags >> 6]
-        self._expect(3, self._block)
-
-    def _block(self, field: bytes) -> None:
-        header = int.from_bytes(field, "little")
-        is_last, is_repeated = bool(header & 1), header >> 1 & 3 == 1
-        self._skip = 1 if is_repeated else header >> 3
-        if is_last:
-            self._skip += self._checksum
-            self._expect(4, self._magic)
-
-
-class _XzReader:
-    """xz streams one behind another, in bounded memory: `lzma.LZMAFile` takes what the file asks for."""
-
-    def __init__(self, packed: BinaryIO) -> None:
-        self._packed = packed
-        self._decoder = self._new()
-
-    def _new(self) -> lzma.LZMADecompressor:
-        return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
-
-    def read(self, size: int) -> bytes:
-        """Up to so many bytes; none at the end."""
-        while True:
-            given = b""
-            if self._decoder.eof:
-                given = self._decoder.unused_data.lstrip(b"\0")  # zeros may stand between streams
-                while not given and (piece := self._packed.read(1 << 18)):
-                    given = piece.lstrip(b"\0")
-                if not given:
-                    return b""
-                self._decoder = self._new()
-            elif self._decoder.needs_input and not (given := self._packed.read(1 << 18)):
-                raise EOFError("the file ends before its xz stream does")
-            if data := self._decoder.decompress(given, size):
-                return data
-
-    def close(self) -> None:
-        """Nothing is held but memory."""
-
-
-def _by_name(file: SourceFile) -> str:
-    return file.name
+def _sorted(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
+    return tuple(sorted(files, key=lambda file: file.name))
 
 
 def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
@@ -349,23 +291,23 @@ def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
     pending = [""]
     while pending:
         below = pending.pop()
+        folder = os.path.join(root, below)
         try:
-            entries = list(os.scandir(os.path.join(root, below)))
+            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
         except OSError as error:
-            raise _unreadable(os.path.join(root, below), error) from error
-        entries = [entry for entry in entries if not entry.name.startswith(".")]
+            raise _unreadable(folder, error) from error
         if any(entry.name == "shardkit.json" for entry in entries):
             raise SourceError(
-                f"{os.path.join(root, below)}: a dataset, whose shards are no samples; build from the files that it "
-                "was made of, or keep it outside of the source"
+                f"{folder}: a dataset, whose shards are no samples; build from the files that it was made of, or keep "
+                "it outside of the source"
             )
-        if not entries and below and empty is not None:
+        if not entries and below:
+            if empty is None:
+                # a class folder whose files did not arrive would otherwise vanish from the dataset without a word
+                raise SourceError(
+                    f"{folder}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
+                )
             empty[f"{below}/"] = "what is empty"
-        elif not entries and below:
-            # a class folder whose files did not arrive would otherwise vanish from the dataset without a word
-            raise SourceError(
-                f"{os.path.join(root, below)}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
-            )
         for entry in entries:
             name = f"{below}/{entry.name}" if below else entry.name
             if entry.is_symlink():
@@ -374,8 +316,7 @@ def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
                 pending.append(name)
             elif entry.is_dir():
                 raise SourceError(
-                    f"{entry.path}: a link to a folder inside the source would give its files twice; remove "
-                    "the link"
+                    f"{entry.path}: a link to a folder inside the source would give its files twice; remove the link"
                 )
             else:
                 yield _regular(entry.path, name)
@@ -385,18 +326,17 @@ def _check_link(path: str, inside: str) -> None:
     target = os.path.realpath(path)
     if os.path.commonpath([target, inside]) != inside:
         raise SourceError(
-            f"{path}: a symbolic link out of the source (to {target}); copy the file into the source, or "
-            "build from the folder that holds it"
+            f"{path}: a symbolic link out of the source (to {target}); copy the file into the source, or build from "
+            "the folder that holds it"
         )
 
 
 def _regular(path: str, name: str) -> SourceFile:
     try:
         name.encode()
+        found = os.stat(path)
     except UnicodeEncodeError as error:
         raise SourceError(f"{path!r}: the file's name is not UTF-8; rename it") from error
-    try:
-        found = os.stat(path)
     except OSError as error:
         raise _unreadable(path, error) from error
     if not stat.S_ISREG(found.st_mode):
@@ -406,23 +346,19 @@ def _regular(path: str, name: str) -> SourceFile:
     return SourceFile(name, path, found.st_size, str(found.st_mtime_ns))
 
 
-def _from_glob(pattern: str) -> Source:
-    literal = []
-    for part in pattern.split("/"):
-        if _WILDCARDS.intersection(part):
-            break
-        literal.append(part)
+def _matches(pattern: str) -> Iterator[SourceFile]:
+    """The files of a glob, named below the folder before its first wildcard."""
+    parts = pattern.split("/")
+    literal = parts[: next(n for n, part in enumerate(parts) if _WILDCARDS.intersection(part))]
     root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
     found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
     if not found:
         raise NotFoundError(f"{pattern}: no file matches the pattern; quote it, and check it with ls")
     inside = os.path.realpath(root)
-    files = []
     for path in found:
         if os.path.islink(path):
             _check_link(path, inside)
-        files.append(_regular(path, os.path.relpath(path, root).replace(os.sep, "/")))
-    return Source(pattern, tuple(sorted(files, key=_by_name)))
+        yield _regular(path, os.path.relpath(path, root).replace(os.sep, "/"))
 
 
 def _unreadable(path: str, error: OSError) -> SourceError:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
+from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines
+from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
-    ImportOptions,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
@@ -23,46 +26,40 @@ __all__ = ["TextImporter", "open_text"]
 _MAX_TEXT_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class TextImporter:
-    """Text files as a source; made by `open_text`."""
+@dataclass(frozen=True, kw_only=True)
+class TextImporter(FileImporter):
+    """Text files as a source."""
 
-    source: Source
-    schema: Schema
+    name: ClassVar[str] = "text"
     layout: FolderLayout
     lines: LineTasks | None  # None: one sample per file
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.layout.classes
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
         """Runs of files, or of lines."""
         return self.lines.tasks if self.lines else group_files(self.source.files)
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per file, or per line that is not empty."""
-        if self.lines is None:
-            for file in task.files:
-                try:
-                    sample = self._sample(file, _whole_text(file), file.path)
-                except SourceError as error:
-                    yield SourceFailure(file.name, 0, error)
-                    continue
-                yield SourceSample(sample, file.name, file.name, 0)
-            return
-        for file, number, line in self.lines.read(task):
-            if not line:
-                continue
+        for file in task.files:
             try:
-                sample = self._sample(file, line, f"{file.path} line {number + 1}")
+                for number, key, where, data in self._texts(file, task):
+                    try:
+                        yield SourceSample(self._sample(file, data, where), key, file.name, number)
+                    except SourceError as error:
+                        yield SourceFailure(file.name, number, error)
             except SourceError as error:
-                yield SourceFailure(file.name, number, error)
-                continue
-            yield SourceSample(sample, f"{file.name}:{number}", file.name, number)
+                if self.lines:
+                    raise
+                yield SourceFailure(file.name, 0, error)
+
+    def _texts(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, str, str, bytes]]:
+        """(number in the file, key, what messages call it, bytes)."""
+        if not self.lines:
+            yield 0, file.name, file.path, _whole_text(file)
+            return
+        for number, line in self.lines.read(file, task):
+            if line:
+                yield number, f"{file.name}:{number}", f"{file.path} line {number + 1}", line
 
     def _sample(self, file: SourceFile, data: bytes, where: str) -> dict[str, object]:
         sample: dict[str, object] = {"text": data}
@@ -79,12 +76,7 @@ class TextImporter:
         return sample
 
     def describe(self) -> dict[str, object]:
-        return {
-            "importer": "text",
-            "per": "line" if self.lines else "file",
-            "classes": bool(self.layout.classes),
-            **self.layout.describe(),
-        }
+        return {"importer": "text", "per": self.options.per, **self.layout.describe()}
 
 
 def _whole_text(file: SourceFile) -> bytes:
@@ -107,5 +99,11 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
     """
     layout = folder_layout(source, options, [file.name for file in source.files])
     fields = {"text": "str"} | ({"label": "int64"} if layout.classes else {})
-    lines = cut_lines(source.files) if options.per == "line" else None
-    return TextImporter(source, options.schema(fields, source.given), layout, lines)
+    return TextImporter(
+        source=source,
+        schema=options.schema(fields, source.given),
+        options=options,
+        classes=layout.classes,
+        layout=layout,
+        lines=cut_lines(source.files) if options.per == "line" else None,
+    )

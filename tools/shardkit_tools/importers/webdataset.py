@@ -4,62 +4,39 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardkit.errors import SourceError
-from shardkit.formats import Schema
-from shardkit_tools.importers.member_values import common_array, field_of, field_type_of, value_of
+from shardkit_tools.importers.file_importer import FileImporter
+from shardkit_tools.importers.member_values import common_array, field_type_of, value_of
+from shardkit_tools.importers.options import MIXED, ImportOptions, shell_word
 from shardkit_tools.importers.protocol import (
-    MIXED,
-    ImportOptions,
+    ReadMode,
+    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
-    shell_word,
 )
 from shardkit_tools.importers.source_files import Source, open_plain
-from shardkit_tools.importers.tar_members import read_members
+from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
 
-__all__ = ["WebDatasetImporter", "check_fields", "open_webdataset", "split_name"]
+__all__ = ["WebDatasetImporter", "check_fields", "open_webdataset"]
 
 # The schema is inferred from this many samples, in source order; the rest are checked against it.
 _SCAN_SAMPLES = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _TarSample:
-    """The members of one sample.
+@dataclass(frozen=True, kw_only=True)
+class WebDatasetImporter(FileImporter):
+    """Tars as a source, each a task: a tar can only be read from its start."""
 
-    Attributes:
-        row: its number in the tar.
-        members: field → (extension, data).
-    """
+    name: ClassVar[str] = "webdataset"
 
-    key: str
-    row: int
-    members: dict[str, tuple[str, bytes]]
-
-
-@dataclass(frozen=True)
-class WebDatasetImporter:
-    """Tars as a source; made by `open_webdataset`."""
-
-    source: Source
-    schema: Schema
-    options: ImportOptions
-    classes: tuple[str, ...] = ()
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.source.files
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """One per tar: a tar can only be read from its start."""
-        return [SourceTask(file.name, (file,), file.size) for file in self.source.files]
-
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The samples of one tar; a member that cannot be decoded costs its own sample only."""
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """A member that cannot be decoded costs its own sample only."""
         (file,) = task.files
         types = {name: str(kind.required) for name, kind in self.schema.items()}
         optional = {name for name, kind in self.schema.items() if kind.optional}
@@ -69,22 +46,19 @@ class WebDatasetImporter:
             try:
                 if self.options.unchecked:
                     sample = {
-                        name: _value_or_bytes(*member, types.get(name, MIXED))
-                        for name, member in members.items()
+                        name: _value_or_bytes(extension, member.data, types.get(name, MIXED))
+                        for name, (extension, member) in members.items()
                     }
                 else:
                     check_fields(members, types, where, optional)
                     sample = {
-                        name: value_of(extension, types[name], data, f"{where} .{extension}")
-                        for name, (extension, data) in members.items()
+                        name: value_of(extension, types[name], member.data, f"{where} .{extension}")
+                        for name, (extension, member) in members.items()
                     }
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
                 continue
             yield SourceSample(sample, found.key, file.name, found.row)
-
-    def describe(self) -> dict[str, object]:
-        return {"importer": "webdataset"}
 
 
 def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporter:
@@ -106,25 +80,26 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     for where, members in itertools.islice(samples, _SCAN_SAMPLES):
         scanned += 1
         counts.update(members.keys())
-        for name, (extension, data) in members.items():
+        for name, (extension, member) in members.items():
             if not options.keeps(name):
                 left_out[name] = None
-            elif name not in options.field_types:
+            elif name in options.field_types:
+                types[name] = options.field_types[name]
+            else:
                 try:
-                    found = field_type_of(extension, data, f"{where} .{extension}")
+                    found = field_type_of(extension, member.data, f"{where} .{extension}")
                     types[name] = _merged(types.get(name, found), found, f"{where} .{extension}")
                 except SourceError:
                     if not options.unchecked:
                         raise
                     types[name] = MIXED
-            else:
-                types[name] = options.field_types[name]
     if not (types or left_out):
         raise SourceError(f"{source.given}: the tar holds no samples; give tars with samples in them")
     for name, count in counts.items():
         if count < scanned and types.get(name, MIXED) != MIXED and name not in options.field_types:
             types[name] += "?"
-    return WebDatasetImporter(source, options.schema(types, source.given, names=left_out), options)
+    schema = options.schema(types, source.given, names=left_out)
+    return WebDatasetImporter(source=source, schema=schema, options=options)
 
 
 def _value_or_bytes(extension: str, data: bytes, kind: str) -> object:
@@ -135,52 +110,9 @@ def _value_or_bytes(extension: str, data: bytes, kind: str) -> object:
         return data
 
 
-def _samples(file: SourceFile) -> Iterator[_TarSample]:
-    keys: set[str] = set()
-    sample: _TarSample | None = None
+def _samples(file: SourceFile) -> Iterator[TarSample]:
     with open_plain(file) as stream:
-        for member in read_members(stream, file.path):
-            where = f"{file.path} member {member.name!r}"
-            named = split_name(member.name, where)
-            if named is None:
-                continue
-            key, extension = named
-            if sample is None or sample.key != key:
-                if sample is not None:
-                    yield sample
-                if key in keys:
-                    raise SourceError(
-                        f"{where}: the sample {key!r} appears twice in the tar; rename one of them"
-                    )
-                keys.add(key)
-                sample = _TarSample(key, len(keys) - 1, {})
-            name = field_of(extension, where)
-            if name in sample.members:
-                raise SourceError(
-                    f"{where}: a second member for the field {name!r} of one sample; rename or remove one"
-                )
-            sample.members[name] = (extension, member.data)
-    if sample is not None:
-        yield sample
-
-
-def split_name(name: str, where: str) -> tuple[str, str] | None:
-    """(key of the sample, extension in lower case) of a member; None for one that belongs to no sample.
-
-    Args:
-        name: of the member, as `read_members` gives it.
-        where: tar and member, for messages.
-
-    Raises:
-        SourceError: the member has no extension.
-    """
-    head, slash, base = name.rpartition("/")
-    stem, dot, extension = base.partition(".")
-    if not stem:
-        return None  # hidden files and the resource forks that macOS adds
-    if not dot:
-        raise SourceError(f"{where}: has no extension, so its field is unknown; rename it (key.extension)")
-    return head + slash + stem, extension.lower()
+        yield from tar_samples(read_members(stream, file.path), file.path)
 
 
 def check_fields(

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardkit.errors import SampleError, SchemaError, SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.protocol import MIXED
+from shardkit_tools.importers.options import MIXED
 
 _EMPTY = "[]"  # an empty list: of whatever the others are
 

@@ -50,8 +50,8 @@ def check_importer(importer: Importer) -> list[SourceSample]:
     )
     assert len({task.name for task in tasks}) == len(tasks), "task names are not unique"
     _check_rows(samples, set(names))
-    copy = pickle.loads(pickle.dumps(importer))  # noqa: S301 - our own object, as worker processes get it
-    _check_repeatable(copy, pickle.loads(pickle.dumps(tasks)), importer.schema, encoded)  # noqa: S301
+    copy = pickle.loads(pickle.dumps(importer))
+    _check_repeatable(copy, pickle.loads(pickle.dumps(tasks)), importer.schema, encoded)
     recipe = json.dumps(importer.describe())
     assert not any(file.path in recipe for file in files if "/" in file.path), "the recipe holds a path"
     return samples
