@@ -23,7 +23,7 @@ from shardkit.errors import ShardkitError, SourceError
 from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, read_header
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SourceFile, SourceTask
+from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SampleStream, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import Source, open_file
 
 __all__ = ["ArchiveImporter", "open_archives"]

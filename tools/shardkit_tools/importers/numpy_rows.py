@@ -21,7 +21,7 @@ from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SourceError
 from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SourceFile, SourceTask
+from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SampleStream, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import Source, file_stem, is_url, open_file
 
 __all__ = ["ArrayHeader", "NumpyImporter", "array_type", "check_rows", "open_numpy", "read_header"]
