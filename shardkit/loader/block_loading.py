@@ -1,242 +1,312 @@
-"""Blocks of a dataset, read and verified some at a time, as a gather wants them."""
+"""Blocks of a dataset as a window loads them: what is known of them before, and the way of those that need Python."""
 
 from __future__ import annotations
 
-import struct
+import contextlib
+import mmap
+import threading
 import time
 from collections.abc import Sequence
-from ctypes import string_at
-from typing import NamedTuple
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
-from shardkit.formats import BlockSpan, ShardIndex, fixed_places
-from shardkit.loader import plain_rows
-from shardkit.loader.block_memory import BlockMemory, Loan
-from shardkit.loader.gather import DECIMALS, GatherColumns, block_rows
+from shardkit.formats import Schema, ShardIndex, fixed_places
+from shardkit.loader.gather import DECIMALS, FACTS, GatherColumns
 from shardkit.loader.settings import Sources
-from shardkit.reading.blocks import BlockReader
-from shardkit.stores.open_files import open_files
+from shardkit.reading.blocks import BlockReader, TakeMemory
 from shardkit.telemetry.slow_blocks import BlockTimes
 
-__all__ = ["BlockLoading", "placer_of", "read_together"]
+__all__ = ["JOB", "BlockLoading", "Layouts", "PlainShard"]
 
-_SHORT_BYTES = 240  # XXH3 hashes longer blocks in another way
-_MOST_SHARDS = 256  # known at a time
+Int64s = NDArray[np.int64]
+
+FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE = range(10)
+JOB: Final = 10
+"""Numbers of a job before its facts; see block_rows.pyi."""
+
+_SHORT_BYTES: Final = 240  # XXH3 hashes longer blocks in another way
+_MOST_SHARDS: Final = 256  # known at a time, if steps that are planned need no more
 
 
-class _LocalShard(NamedTuple):
-    """An uncompressed shard in a local file, (path, size)."""
+class Layouts:
+    """Where the fields of Arrow messages of one schema lie: what has the same metadata, rows and sizes lies alike.
 
-    file: tuple[str, int]
-    spans: list[BlockSpan]
-    placer: ArrowPlacer | TarPlacer
+    Safe to call from many threads.
+    """
+
+    def __init__(self, schema: Schema, fields: Sequence[str]) -> None:
+        self._schema, self._fields = schema, fields
+        self._lock = threading.Lock()
+        self._begins: dict[bytes, int] = {}  # metadata → its number
+        self._arrays: list[NDArray[np.uint8]] = []  # the same, kept in place
+        self._by_sizes: dict[tuple[int, int, int], int] = {}  # rows, raw size, stored size → the last such
+        self._rows = np.zeros(
+            (0, 2 + 1 + FACTS * len(fields)), np.int64
+        )  # address and length, facts of a block at 0
+
+    def guess(self, sizes: tuple[int, int, int]) -> int:
+        """The layout that a block of so many rows, bytes and stored bytes may have; -1: none was met."""
+        return self._by_sizes.get(sizes, -1)
+
+    def of(self, numbers: Int64s) -> Int64s:
+        """(n, 2 + facts): address and length of the metadata, facts of a block at address 0."""
+        found: Int64s = self._rows[numbers]
+        return found
+
+    def learn(self, block: NDArray[np.uint8], sizes: tuple[int, int, int]) -> int | None:
+        """The layout of a verified block; None where only `read_block` can tell."""
+        rows, raw_size, _ = sizes
+        try:
+            body, places = fixed_places(block.data, self._schema, rows, raw_size)
+        except FormatError:
+            return None  # `read_block` says so
+        begins = block[:body].copy()
+        with self._lock:
+            number = self._begins.setdefault(begins.tobytes(), len(self._arrays))
+            if number == len(self._arrays):
+                self._arrays.append(begins)
+                facts = [rows]
+                for name in self._fields:
+                    facts += (body + places[name].offset, 0, 0, self._schema.stored[name].item_bytes or 0)
+                self._rows = np.vstack([self._rows, [begins.__array_interface__["data"][0], body, *facts]])
+            self._by_sizes[sizes] = number
+        return number
+
+
+class PlainShard:
+    """An uncompressed shard in a local file, whose blocks are loaded without the interpreter.
+
+    A gather needs a few integers of each block, its *facts* (`GatherColumns`). `read_block` finds them by way of a
+    block and its columns, forty objects and as many microseconds; here they follow from the index, or from a block of
+    the same metadata: a shorter way to the same integers, never to others. Whatever it has not seen to be the same, it
+    leaves to `read_block`.
+    """
+
+    def __init__(self, index: ShardIndex, fields: Sequence[str], file: int, layouts: Layouts) -> None:
+        self.index, self._file, self._layouts = index, file, layouts
+        self.sizes: Int64s = index.block_size.astype(np.int64)
+        self._raw_sizes = index.block_raw_size.astype(np.int64)
+        self._rows: Int64s = np.diff(index.block_start)
+        self._width = 1 + FACTS * len(fields)
+        self._offsets, self._hashes = index.block_offset.astype(np.int64), index.block_xxh3.view(np.int64)
+        self._layout_of = np.full(
+            index.blocks, -1, np.int64
+        )  # Arrow: what was met, or is thought to be the same
+        self._members: list[
+            tuple[int, int, int]
+        ] = []  # of each field (tar): where starts and ends lie, and the pitch
+
+    @classmethod
+    def of(cls, index: ShardIndex, fields: Sequence[str], file: int, layouts: Layouts) -> PlainShard | None:
+        """None where the index tells that the bytes of all blocks need a closer look."""
+        self = cls(index, fields, file, layouts)
+        if index.format == "arrow":
+            kinds = [index.schema.stored[name] for name in fields]  # of others offsets and text are checked
+            return None if any(kind.item_bytes is None or kind.dtype == "bool" for kind in kinds) else self
+        for name in fields:
+            if name not in index.schema or index.schema.stored[name].optional:
+                return None  # some have no member
+            kind, number = index.schema[name], index.schema.position(name)
+            if index.is_adopted or not (kind.is_whole or kind.kind == "bytes" or kind.is_packed):
+                return None  # text is checked, arrays have headers
+            (
+                starts,
+                ends,
+            ) = (  # contiguous, and kept by the index, which has seen that members lie inside their blocks
+                one.__array_interface__["data"][0]
+                for one in (index.member_places(number)[0], index.member_ends(number))
+            )
+            self._members.append((starts, ends, DECIMALS if kind.is_whole else 8))
+        return self
+
+    @property
+    def is_fit(self) -> NDArray[np.bool_]:
+        """Of each block whether it may be loaded so."""
+        fits: NDArray[np.bool_] = self.sizes > _SHORT_BYTES
+        return fits if self.index.format == "arrow" else fits & (self._raw_sizes == self.sizes)
+
+    def jobs(self, inside: Int64s, addresses: Int64s) -> Int64s:
+        """(n, JOB + facts) of blocks that go to these addresses, but for the columns that the window fills."""
+        jobs = np.zeros((len(inside), JOB + self._width), np.int64)
+        jobs[:, FILE], jobs[:, OFFSET], jobs[:, SIZE] = self._file, self._offsets[inside], self.sizes[inside]
+        jobs[:, ADDRESS], jobs[:, HASH] = addresses, self._hashes[inside]
+        facts = jobs[:, JOB:]
+        if self.index.format == "tar":
+            facts[:, 0], first = self._rows[inside], 8 * self.index.block_start[inside]
+            for number, (starts, ends, pitch) in enumerate(self._members):
+                own = facts[:, 1 + FACTS * number :]
+                own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
+            return jobs
+        for one in inside[self._layout_of[inside] < 0].tolist():
+            self._layout_of[one] = self._layouts.guess(self._sizes_of(one))
+        layout = self._layout_of[inside]
+        known = layout >= 0
+        jobs[:, LAYOUT_SIZE] = -1
+        if known.any():
+            jobs[known, LAYOUT:] = self._layouts.of(layout[known])
+            facts[:, 1::FACTS] += addresses[:, None]
+        return jobs
+
+    def _sizes_of(self, inside: int) -> tuple[int, int, int]:
+        return int(self._rows[inside]), int(self._raw_sizes[inside]), int(self.sizes[inside])
+
+    def place(self, inside: int, address: int) -> bytes | None:
+        """Facts of a verified block that begins otherwise than was thought; None where only `read_block` can tell."""
+        sizes = self._sizes_of(inside)
+        number = self._layouts.learn(np.asarray(_Bytes(address, sizes[2])), sizes)
+        if number is None:
+            return None
+        self._layout_of[inside] = number
+        facts = self._layouts.of(np.array([number]))[0, 2:]
+        facts[1::FACTS] += address
+        return facts.tobytes()
+
+
+class _Bytes:
+    """Memory as an array, which does not keep it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 class BlockLoading:
-    """Loads blocks by their numbers in the dataset; called by several threads at once.
-
-    Every block is read into private memory, hashed there, and its rows are copied from there. Blocks that lie in local
-    files as they are used are read together and not made into columns; all others, and whatever is wrong, go through
-    `BlockReader.read`, block by block.
+    """Loads blocks by their numbers in the dataset.
 
     Args:
         sources: of the dataset.
         reader: of the blocks.
         fields: to be gathered.
-        memory: into which they are read.
-        times: told how long each block took; of blocks that were loaded together, the mean.
+        memory: into which those are read that need Python.
+        loads: knows the files of the others.
 
     Attributes:
         verification_failures: how many blocks were not what was written, anywhere.
     """
 
     def __init__(
-        self,
-        sources: Sources,
-        reader: BlockReader,
-        fields: Sequence[str],
-        memory: BlockMemory,
-        times: BlockTimes | None,
+        self, sources: Sources, reader: BlockReader, fields: Sequence[str], memory: TakeMemory, loads: Any
     ) -> None:
-        self._sources, self._reader, self._memory, self._times = sources, reader, memory, times
+        self._sources, self._reader, self._memory, self._loads = sources, reader, memory, loads
         self._fields = fields
-        self._shards: dict[int, _LocalShard | None] = {}
+        self._files: dict[tuple[str, int], int] = {}
+        self._shards: dict[int, PlainShard | None] = {}
+        self._layouts: dict[Schema, Layouts] = {}
+        self._needed: dict[int, int] = {}  # shard → the step up to which what it knows is referred to
+        self._first_block: Int64s = sources.rows.shard_first_block
+        self._has_file: dict[int, bool] = {}
         self.verification_failures = 0
+        self.times: BlockTimes | None = None  # told how long each block took
 
-    def __call__(self, blocks: Sequence[int]) -> list[GatherColumns]:
-        """The blocks, in this order, verified, each in memory of its own.
+    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, NDArray[np.bool_]]:
+        """(n,) bytes that blocks take at most, and which of them are loaded without the interpreter.
+
+        What is known of their shards is kept until a later call with a `now` from `until` on.
+        """
+        if len(self._shards) > _MOST_SHARDS and not self._loads.running():
+            for shard in [shard for shard, step in self._needed.items() if step <= now]:
+                del self._needed[shard], self._shards[shard]
+        sizes, plain = np.zeros(len(blocks), np.int64), np.zeros(len(blocks), np.bool_)
+        for shard, places, inside in self._by_shard(blocks):
+            found = self._shard(shard)
+            self._needed[shard] = until
+            if found is not None:
+                sizes[places], plain[places] = found.sizes[inside], found.is_fit[inside]
+                continue
+            sizes[places] = [self._size(shard, one) for one in inside.tolist()]
+        return _whole_pages(sizes), plain
+
+    def _by_shard(self, blocks: Int64s) -> list[tuple[int, Int64s, Int64s]]:
+        """(shard, places in `blocks`, blocks inside of it) of each shard."""
+        shards = np.searchsorted(self._first_block, blocks, side="right") - 1
+        order = np.argsort(shards, kind="stable")
+        begins = np.flatnonzero(np.diff(shards[order], prepend=-1))
+        return [
+            (shard := int(shards[places[0]]), places, blocks[places] - self._first_block[shard])
+            for places in np.split(order, begins[1:])
+            if len(places)
+        ]
+
+    def has_file(self, shard: int) -> bool:
+        """Whether it lies in a local file; asked once."""
+        found = self._has_file.get(shard)
+        if found is None:
+            found = self._has_file[shard] = self._reader.has_file(shard)
+        return found
+
+    def _size(self, shard: int, inside: int) -> int:
+        with contextlib.suppress(ShardkitError):  # loading the block says what is wrong
+            if self.has_file(shard):
+                return self._reader.raw_size(shard, inside)
+        return self._sources.block_bytes(int(self._first_block[shard]) + inside)
+
+    def _shard(self, shard: int) -> PlainShard | None:
+        if shard not in self._shards:
+            found = None
+            with contextlib.suppress(ShardkitError):
+                if self.has_file(shard):
+                    index = self._reader.index(shard)
+                    file = self._reader.plain_file(shard, index)
+                    layouts = self._layouts.setdefault(index.schema, Layouts(index.schema, self._fields))
+                    if file is not None:
+                        found = PlainShard.of(index, self._fields, self._number_of(file), layouts)
+            self._shards[shard] = found
+        return self._shards[shard]
+
+    def _number_of(self, file: tuple[str, int]) -> int:
+        number = self._files.get(file)
+        if number is None:
+            number = self._files[file] = self._loads.add_file(*file)
+        return number
+
+    def jobs(self, blocks: Int64s, addresses: Int64s, plain: NDArray[np.bool_]) -> Int64s:
+        """(n, JOB + facts) what the window adds to its loads, after `sizes` of these blocks."""
+        jobs = np.zeros((len(blocks), JOB + 1 + FACTS * len(self._fields)), np.int64)
+        jobs[:, FILE] = -1
+        for shard, places, inside in self._by_shard(blocks[plain]):
+            chosen, found = np.flatnonzero(plain)[places], self._shards[shard]
+            assert found is not None
+            jobs[chosen] = found.jobs(inside, addresses[chosen])
+        jobs[:, BLOCK] = blocks
+        return jobs
+
+    def place(self, block: int, address: int) -> bytes | None:
+        """Facts of a plain block whose bytes are there and verified; None where only `read` can tell."""
+        shard, inside = self._sources.rows.shard_of_block(block)
+        found = self._shards.get(shard)
+        return None if found is None else found.place(inside, address)
+
+    def read(self, block: int) -> tuple[GatherColumns, int]:
+        """A block by way of Python, verified and in memory of its own, and its bytes.
 
         Raises:
-            IntegrityError: one of them is not what was written, and there is no other place to read it from.
+            IntegrityError: it is not what was written, and there is no other place to read it from.
             StoreError: a store does not answer.
         """
-        places = [self._sources.rows.shard_of_block(block) for block in blocks]
+        shard, inside = self._sources.rows.shard_of_block(block)
         started = time.perf_counter()
         try:
-            found = self._load(places)
+            found = self._reader.read(shard, inside, keys=False, fields=self._fields, memory=self._memory)
         except IntegrityError:
             self.verification_failures += 1
             raise
-        if self._times is not None:
-            each = (time.perf_counter() - started) / max(1, len(blocks))
-            for block, (shard, inside) in zip(blocks, places, strict=True):
-                self._times.note(shard, inside, each, self._reader.raw_size(shard, inside), number=block)
-        return found
+        columns, size = GatherColumns(found, self._fields), self._reader.raw_size(shard, inside)
+        if self.times is not None:
+            self.times.note(shard, inside, time.perf_counter() - started, size, number=block)
+        return columns, _whole_pages(size)
 
-    def _load(self, places: Sequence[tuple[int, int]]) -> list[GatherColumns]:
-        found: list[GatherColumns | None] = [None] * len(places)
-        plain = []
-        for number, (shard, inside) in enumerate(places):
-            local = self._local(shard)
-            if local is not None:
-                plain.append((number, local, inside))
-        together = read_together(
-            [(local.file, local.spans[inside]) for _, local, inside in plain], self._memory
-        )
-        for (number, local, inside), memory in zip(plain, together, strict=True):
-            if memory is not None:
-                found[number] = local.placer.place(inside, memory)
-        return [self._read(*place) if one is None else one for place, one in zip(places, found, strict=True)]
-
-    def _local(self, shard: int) -> _LocalShard | None:
-        """A shard whose blocks are read together; None where `BlockReader.read` has to find and verify them."""
-        if shard in self._shards:
-            return self._shards[shard]
-        index = self._reader.index(shard)
-        file, placer = self._reader.plain_file(shard, index), placer_of(index, self._fields)
-        if len(self._shards) >= _MOST_SHARDS:
-            self._shards.clear()
-        found = None if file is None or placer is None else _LocalShard(file, index.spans, placer)
-        self._shards[shard] = found
-        return found
-
-    def _read(self, shard: int, inside: int) -> GatherColumns:
-        block = self._reader.read(shard, inside, keys=False, fields=self._fields, memory=self._memory.take)
-        return GatherColumns(block, self._fields)
+    def note_times(self) -> None:
+        """Tell `times` what the loads have noted."""
+        if self.times is not None:
+            for block, nanoseconds in (
+                np.frombuffer(self._loads.take_times(), np.int64).reshape(-1, 2).tolist()
+            ):
+                shard, inside = self._sources.rows.shard_of_block(block)
+                size = self._reader.raw_size(shard, inside)
+                self.times.note(shard, inside, nanoseconds / 1e9, size, number=block)
 
 
-def read_together(
-    blocks: Sequence[tuple[tuple[str, int], BlockSpan]], memory: BlockMemory
-) -> list[Loan | None]:
-    """The bytes of blocks that are what was written; each is given as its file, (path, size), and where it lies there.
-
-    None wherever there is more to do or to say, a mismatch among it: `BlockReader.read` then says what is wrong, and
-    looks in other places.
-    """
-    if not blocks:
-        return []
-    offsets, sizes, _, hashes, _, _ = zip(*(span for _, span in blocks), strict=True)
-    into = memory.lend(sizes)
-    rows = plain_rows if min(sizes) <= _SHORT_BYTES else block_rows
-    try:
-        with open_files.borrowed([file for file, _ in blocks]) as files:
-            states = rows.load_blocks(
-                np.array(files, np.int64),
-                np.array(offsets, np.int64),
-                np.array([one.address for one in into], np.int64),
-                np.array(sizes, np.int64),
-                np.array(hashes, np.uint64),
-            )
-    except ShardkitError:
-        return [None] * len(blocks)
-    return [None if state else one for state, one in zip(states, into, strict=True)]
-
-
-def placer_of(shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | TarPlacer | None:
-    """Finds where the rows of verified, uncompressed blocks of a shard lie, without making columns of them.
-
-    A gather by address needs a few integers of each block. `read_block` finds them by way of a block and its columns,
-    forty objects and as many microseconds; what is the same for every block of a shard is known after the first one.
-    This is a shorter way to the same integers, never to others: whatever it has not seen to be the same, it leaves to
-    `read_block`. None where the index tells that the bytes of all blocks need a closer look.
-
-    Args:
-        shard: its index.
-        fields: to be gathered, in order.
-    """
-    return (ArrowPlacer if shard.format == "arrow" else TarPlacer).of(shard, fields)
-
-
-class ArrowPlacer:
-    """Messages of equal metadata, length, rows and raw size have equal layouts, as has a block verified again."""
-
-    def __init__(self, shard: ShardIndex, pitches: dict[str, int]) -> None:
-        self._shard, self._pitches = shard, pitches
-        self._facts = struct.Struct(f"={1 + 4 * len(pitches)}q")
-        # rows, raw size, length → metadata of the last such message; of each field its offset, and bytes between rows
-        self._layouts: dict[tuple[int, int, int], tuple[bytes, list[tuple[int, int]]]] = {}
-        # by block: its rows, and the same of its fields
-        self._known: list[tuple[int, list[tuple[int, int]]] | None] = [None] * shard.blocks
-
-    @classmethod
-    def of(cls, shard: ShardIndex, fields: Sequence[str]) -> ArrowPlacer | None:
-        kinds = {name: shard.schema.stored[name] for name in fields}
-        # of others offsets and text are checked; bits are unpacked
-        pitches = {name: kind.item_bytes for name, kind in kinds.items() if kind.item_bytes is not None}
-        if len(pitches) < len(fields) or any(kind.dtype == "bool" for kind in kinds.values()):
-            return None
-        return cls(shard, pitches)
-
-    def place(self, block: int, memory: Loan) -> GatherColumns | None:
-        """Where the rows of a block lie; None where only `read_block` can tell."""
-        address = memory.address
-        known = self._known[block] or self._find(block, memory)
-        if known is None or address % 8:  # what is not aligned is read from a copy that is
-            return None
-        facts = [known[0]]
-        for offset, pitch in known[1]:
-            facts += (address + offset, 0, 0, pitch)
-        return GatherColumns.of_facts(self._facts.pack(*facts), (memory, self._shard))
-
-    def _find(self, block: int, memory: Loan) -> tuple[int, list[tuple[int, int]]] | None:
-        span = self._shard.spans[block]
-        rows = span.end_row - span.first_row
-        known = self._layouts.get((rows, span.raw_size, memory.size))
-        if known is None or string_at(memory.address, len(known[0])) != known[0]:
-            view = np.asarray(memory).data
-            try:
-                body, places = fixed_places(view, self._shard.schema, rows, span.raw_size)
-            except FormatError:
-                return None  # `read_block` says so
-            layout = [(body + places[name].offset, pitch) for name, pitch in self._pitches.items()]
-            known = self._layouts[rows, span.raw_size, memory.size] = bytes(view[:body]), layout
-        found = self._known[block] = rows, known[1]
-        return found
-
-
-class TarPlacer:
-    """The index has seen that all members lie inside their blocks."""
-
-    def __init__(self, shard: ShardIndex, members: list[tuple[int, int, int]]) -> None:
-        self._shard = shard
-        self._members = members  # of each field, where starts and ends lie in memory, and the pitch
-        self._facts = struct.Struct(f"={1 + 4 * len(members)}q")
-
-    @classmethod
-    def of(cls, shard: ShardIndex, fields: Sequence[str]) -> TarPlacer | None:
-        members = []
-        for name in fields:
-            if shard.schema.stored[name].optional or name not in shard.schema:
-                return None  # some have no member
-            kind, number = shard.schema[name], shard.schema.position(name)
-            if shard.is_adopted or not (kind.is_whole or kind.kind == "bytes" or kind.is_packed):
-                return None  # text is checked, arrays have headers
-            starts, ends = (  # contiguous, and kept by the index
-                one.__array_interface__["data"][0]
-                for one in (shard.member_places(number)[0], shard.member_ends(number))
-            )
-            members.append((starts, ends, DECIMALS if kind.is_whole else 8))
-        return cls(shard, members)
-
-    def place(self, block: int, memory: Loan) -> GatherColumns | None:
-        """Where the rows of a block lie; None where only `read_block` can tell."""
-        span = self._shard.spans[block]
-        if memory.size != span.raw_size:
-            return None
-        first = 8 * span.first_row
-        facts = [span.end_row - span.first_row]
-        for starts, ends, pitch in self._members:
-            facts += (starts + first, ends + first, memory.address, pitch)
-        return GatherColumns.of_facts(self._facts.pack(*facts), (memory, self._shard))
+def _whole_pages(size: Any) -> Any:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

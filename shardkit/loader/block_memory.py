@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockMemory", "Loan"]
+__all__ = ["BlockMemory", "Loan", "capacity_of"]
 
 _LEAST: Final = 1 << 16  # smaller blocks are the allocator's: it keeps what is freed
 
@@ -20,19 +21,33 @@ _LEAST: Final = 1 << 16  # smaller blocks are the allocator's: it keeps what is 
 class _Piece:
     """An anonymous mapping, where it begins and how much it holds."""
 
-    __slots__ = ("address", "capacity", "mapping")
+    __slots__ = ("__weakref__", "address", "capacity", "mapping")
 
-    def __init__(self, capacity: int, *, inherited: bool) -> None:
+    def __init__(self, capacity: int, *, inherited: bool, touched: bool) -> None:
         # touched at once, which costs two thirds of touching it page by page
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        populate = getattr(mmap, "MAP_POPULATE", 0) if touched else 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate
         try:
             self.mapping = mmap.mmap(-1, capacity, flags)
         except OSError as error:
             raise MemoryError(f"no memory for a block of {capacity} bytes: {error.strerror}") from error
         if not inherited and hasattr(mmap, "MADV_DONTFORK"):
             self.mapping.madvise(mmap.MADV_DONTFORK)
+            _pieces.add(self)
         self.capacity = capacity
         self.address: int = np.frombuffer(self.mapping, np.uint8).__array_interface__["data"][0]
+
+
+_pieces: weakref.WeakSet[_Piece] = weakref.WeakSet()
+_of_parent: list[_Piece] = []
+
+
+def _leave_pieces() -> None:
+    """In a forked child other memory may lie where these did: they are never given back."""
+    _of_parent.extend(_pieces)
+
+
+os.register_at_fork(after_in_child=_leave_pieces)
 
 
 class Loan:
@@ -94,24 +109,24 @@ class BlockMemory:
         Raises:
             MemoryError: there are none.
         """
-        return np.asarray(self.lend([size])[0])
+        return np.asarray(self.lend(size))
 
-    def lend(self, sizes: Sequence[int]) -> list[Loan]:
-        """The same, for several blocks."""
+    def lend(self, size: int, *, touched: bool = True) -> Loan:
+        """The same; pages of new memory are left to whoever writes to it first unless they are `touched`."""
         with self._lock:
             self._collect()
-            return [self._lend(size) for size in sizes]
+            return self._lend(size, touched)
 
-    def _lend(self, size: int) -> Loan:
+    def _lend(self, size: int, touched: bool) -> Loan:
         if size < _LEAST:
             small = np.empty(size, np.uint8)
             return Loan(small.__array_interface__["data"][0], size, small, None)
-        capacity = _capacity(size)
+        capacity = capacity_of(size)
         free = self._free.get(capacity)
         piece = free.pop() if free else self._larger(capacity)
         if piece is None:
             self._shrink(capacity)
-            piece = _Piece(capacity, inherited=self._inherited)
+            piece = _Piece(capacity, inherited=self._inherited, touched=touched)
             self._bytes += capacity
         return Loan(piece.address, size, piece, self._returned)
 
@@ -140,7 +155,7 @@ class BlockMemory:
 
 
 @lru_cache(maxsize=1 << 12)
-def _capacity(size: int) -> int:
-    """At most an eighth more: blocks of one dataset differ a little, and take each other's places."""
-    grain = max(mmap.PAGESIZE, 1 << (size.bit_length() - 4))
+def capacity_of(size: int) -> int:
+    """Bytes of a piece, at most a sixteenth more: blocks of a dataset differ a little, and take each other's places."""
+    grain = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 5))
     return -(-size // grain) * grain

@@ -1,9 +1,9 @@
 /* What the loader does to bytes, without the interpreter: read and hash blocks, copy rows out of them.
  *
  * A thread that takes the interpreter back after every block or row waits for it as long as it works; here it is let go
- * once per call. The caller (block_loading.py, gather.py) has checked where everything lies and keeps it alive. Numbers
+ * once per call, and threads that load blocks never take it back while all goes well. The caller has checked where everything lies and keeps it alive. Numbers
  * of a caller are read once, while the interpreter is held: nobody changes them between the check and the copy.
- * Optional: without this module block_loading.py and gather.py do the same with os.preadv, xxhash and numpy.
+ * Optional: without this module plain_rows.py does the same with os.preadv, xxhash and numpy.
  *
  * XXH3-64 is written from the description of the algorithm (xxHash, doc/xxhash_spec.md) for inputs of more than 240
  * bytes, with the default secret and no seed; tests compare it with the package.
@@ -12,8 +12,12 @@
 #include <Python.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -214,23 +218,143 @@ failed:
     return -1;
 }
 
-enum { INTACT, DIFFERENT, UNREADABLE };
+/* ---- open files: few for the whole process, whatever the shards */
 
-/* `size` bytes of a file from `offset` on into memory, and whether they hash to what they should. */
-static char load(way add_blocks, int file, int64_t offset, unsigned char *to, int64_t size, uint64_t hash)
+#define MOST_OPEN 32
+
+typedef struct {
+    char *path; /* NULL: unused */
+    int file, users, is_left;
+    uint64_t used;
+} OpenFile;
+
+static OpenFile open_files[MOST_OPEN];
+static pthread_mutex_t files_lock = PTHREAD_MUTEX_INITIALIZER;
+static pid_t files_process;
+static uint64_t files_clock;
+
+static void lock_files(void)
 {
-    for (int64_t done = 0; done < size;) {
-        const ssize_t got = pread(file, to + done, (size_t)(size - done), (off_t)(offset + done));
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0)
-            return UNREADABLE;
-        done += got;
+    if (files_process != getpid()) { /* threads of a parent process, which may hold the lock and files, are not here */
+        files_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+        for (int n = 0; n < MOST_OPEN; n++)
+            open_files[n].users = 0;
+        files_process = getpid();
     }
-    return xxh3(add_blocks, to, size) == hash ? INTACT : DIFFERENT;
+    pthread_mutex_lock(&files_lock);
 }
 
-#define COLD_NS 20000 /* and one for each byte: longer than any read from memory */
+static void close_open(OpenFile *one)
+{
+    close(one->file);
+    free(one->path);
+    one->path = NULL;
+}
+
+/* A file that must have `size` bytes, for reading: its place among the open files, MOST_OPEN where it has none; -1 on failure. */
+static int borrow_file(const char *path, int64_t size, int *file)
+{
+    lock_files();
+    for (int n = 0; n < MOST_OPEN; n++)
+        if (open_files[n].path && !open_files[n].is_left && !strcmp(open_files[n].path, path)) {
+            open_files[n].users++;
+            open_files[n].used = ++files_clock;
+            *file = open_files[n].file;
+            pthread_mutex_unlock(&files_lock);
+            return n;
+        }
+    pthread_mutex_unlock(&files_lock);
+    struct stat found;
+    *file = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (*file < 0)
+        return -1;
+    if (fstat(*file, &found) || (int64_t)found.st_size != size) {
+        close(*file);
+        return -1;
+    }
+    lock_files();
+    int oldest = MOST_OPEN;
+    for (int n = 0; n < MOST_OPEN; n++) {
+        if (open_files[n].path && open_files[n].users)
+            continue;
+        if (oldest == MOST_OPEN || !open_files[n].path ||
+            (open_files[oldest].path && open_files[n].used < open_files[oldest].used))
+            oldest = n;
+    }
+    char *name = oldest < MOST_OPEN ? strdup(path) : NULL;
+    if (name) {
+        if (open_files[oldest].path)
+            close_open(&open_files[oldest]);
+        open_files[oldest] = (OpenFile){name, *file, 1, 0, ++files_clock};
+    } else
+        oldest = MOST_OPEN;
+    pthread_mutex_unlock(&files_lock);
+    return oldest;
+}
+
+static void return_file(int place, int file)
+{
+    if (place == MOST_OPEN) {
+        close(file);
+        return;
+    }
+    lock_files();
+    if (!--open_files[place].users && open_files[place].is_left)
+        close_open(&open_files[place]);
+    pthread_mutex_unlock(&files_lock);
+}
+
+/* The next reader of a file opens it again. */
+static void leave_file(const char *path)
+{
+    lock_files();
+    for (int n = 0; n < MOST_OPEN; n++)
+        if (open_files[n].path && !strcmp(open_files[n].path, path)) {
+            open_files[n].is_left = 1;
+            if (!open_files[n].users)
+                close_open(&open_files[n]);
+        }
+    pthread_mutex_unlock(&files_lock);
+}
+
+/* ---- loads: blocks in the order of first need, taken by threads that hold no interpreter */
+
+enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE, JOB }; /* int64 numbers of a job */
+enum { WAITING, BEGUN, DONE };
+#define WAIT_NS 100000000 /* between looks for signals */
+#define COLD_NS 20000     /* and one for each byte: longer than any read from memory */
+#define ASK_AHEAD 16      /* blocks */
+#define MOST_TIMES (1 << 16)
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* of Linux from 5.14 on; others refuse it */
+#endif
+
+typedef struct {
+    char *path;
+    int64_t size;
+} NamedFile;
+
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t lock;
+    pthread_cond_t work, ready;
+    pid_t process;
+    int is_closed, is_timed, waiting;
+    way add_blocks;
+    int64_t width, stride;                                 /* facts of a block; numbers of a job with them */
+    int64_t *jobs, *began;                                 /* a ring of `room` jobs */
+    char *states;
+    int64_t room, prefix, next, end, dropped, asked;       /* done without a gap, taken, added; jobs before it are nobody's */
+    int64_t now, need;                                     /* steps before it are over; jobs that are waited for, 0: nobody waits */
+    int64_t drops;                                         /* who waits across one is told */
+    int64_t *facts, slots;                                 /* of `table` */
+    Py_buffer table;
+    NamedFile *files;
+    int64_t file_count, file_room;
+    int64_t *running, running_count, running_room;         /* slots that jobs before `dropped` still write to */
+    int64_t *times, time_count;                            /* (block, ns) */
+    int64_t loads, bytes, load_ns;
+} Loads;
 
 static int64_t now_ns(void)
 {
@@ -239,53 +363,473 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+static int64_t *job_at(Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * self->stride; }
+
+static int may_begin(Loads *self) { return self->next < self->end && job_at(self, self->next)[AFTER] <= self->now; }
+
 /* Disks are faster when asked for many blocks at a time; the system reads those that are asked for while this thread waits. */
-static void ask_disk(const int64_t *file, const int64_t *offset, const int64_t *size, Py_ssize_t blocks)
+static void ask_disk(Loads *self)
 {
 #ifdef POSIX_FADV_WILLNEED
-    for (Py_ssize_t n = 0; n < blocks; n++)
-        (void)posix_fadvise((int)file[n], (off_t)offset[n], (off_t)size[n], POSIX_FADV_WILLNEED);
+    int64_t wanted[ASK_AHEAD][3];
+    const char *path[ASK_AHEAD];
+    int count = 0;
+    pthread_mutex_lock(&self->lock);
+    if (self->asked < self->next)
+        self->asked = self->next;
+    for (; count < ASK_AHEAD && self->asked < self->end && self->asked < self->next + ASK_AHEAD; self->asked++) {
+        const int64_t *job = job_at(self, self->asked);
+        if (job[AFTER] > self->now)
+            break;
+        if (job[FILE_NUMBER] < 0)
+            continue;
+        path[count] = self->files[job[FILE_NUMBER]].path; /* stays until the object goes */
+        wanted[count][0] = self->files[job[FILE_NUMBER]].size;
+        wanted[count][1] = job[OFFSET];
+        wanted[count++][2] = job[SIZE];
+    }
+    pthread_mutex_unlock(&self->lock);
+    for (int n = 0; n < count; n++) {
+        int file, place = borrow_file(path[n], wanted[n][0], &file);
+        if (place >= 0) {
+            (void)posix_fadvise(file, (off_t)wanted[n][1], (off_t)wanted[n][2], POSIX_FADV_WILLNEED);
+            return_file(place, file);
+        }
+    }
 #else
-    (void)file, (void)offset, (void)size, (void)blocks;
+    (void)self;
 #endif
 }
 
-static PyObject *load_blocks(PyObject *self, PyObject *args)
+/* Read and hash a block: 0 if it is what was written. */
+static int load(Loads *self, const int64_t *job, NamedFile file)
 {
-    PyObject *arrays[5];
+    unsigned char *to = (unsigned char *)(intptr_t)job[ADDRESS];
+    int descriptor, place = borrow_file(file.path, file.size, &descriptor);
+    if (place < 0)
+        return -1;
+    int64_t done = 0;
+    if (!job[AFTER]) /* memory that held no block before, perhaps: all of its pages at once take two thirds of the time */
+        (void)madvise(to, (size_t)job[SIZE], MADV_POPULATE_WRITE);
+    while (done < job[SIZE]) {
+        const ssize_t got = pread(descriptor, to + done, (size_t)(job[SIZE] - done), (off_t)(job[OFFSET] + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            break;
+        done += got;
+    }
+    return_file(place, descriptor);
+    if (done == job[SIZE] && xxh3(self->add_blocks, to, job[SIZE]) == (uint64_t)job[HASH])
+        return 0;
+    leave_file(file.path); /* it may be healed, and is another one then */
+    return -1;
+}
+
+/* The lock is held. */
+static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t *facts)
+{
+    if (number < self->dropped) {
+        for (int64_t n = 0; n < self->running_count; n++)
+            if (self->running[n] == slot) {
+                self->running[n] = self->running[--self->running_count];
+                break;
+            }
+        return;
+    }
+    if (facts)
+        memcpy(self->facts + slot * self->width, facts, (size_t)self->width * 8);
+    self->states[number & (self->room - 1)] = DONE;
+    while (self->prefix < self->next && self->states[self->prefix & (self->room - 1)] == DONE)
+        self->prefix++;
+    if (self->waiting && self->prefix >= self->need)
+        pthread_cond_broadcast(&self->ready);
+}
+
+/* Take and load jobs until there is one for the interpreter: its number, or -1 once the object is closed. The lock is not held. */
+static int64_t work(Loads *self, int64_t *job, int *is_loaded)
+{
+    *is_loaded = 0;
+    pthread_mutex_lock(&self->lock);
+    for (;;) {
+        while (!self->is_closed && !may_begin(self))
+            pthread_cond_wait(&self->work, &self->lock);
+        if (self->is_closed)
+            break;
+        const int64_t number = self->next++, started = now_ns();
+        memcpy(job, job_at(self, number), JOB * 8);
+        self->states[number & (self->room - 1)] = BEGUN;
+        self->began[number & (self->room - 1)] = started;
+        if (job[FILE_NUMBER] < 0) {
+            pthread_mutex_unlock(&self->lock);
+            return number;
+        }
+        const NamedFile file = self->files[job[FILE_NUMBER]];
+        pthread_mutex_unlock(&self->lock);
+        const int failed = load(self, job, file);
+        const int64_t took = now_ns() - started;
+        const int placed = !failed && (!job[LAYOUT_SIZE] ||
+                                       (job[LAYOUT_SIZE] > 0 && job[LAYOUT_SIZE] <= job[SIZE] &&
+                                        !memcmp((const char *)(intptr_t)job[ADDRESS], (const char *)(intptr_t)job[LAYOUT],
+                                                (size_t)job[LAYOUT_SIZE])));
+        if (took > COLD_NS + job[SIZE])
+            ask_disk(self);
+        *is_loaded = !failed;
+        if (failed)
+            return number;
+        pthread_mutex_lock(&self->lock);
+        self->loads++, self->bytes += job[SIZE], self->load_ns += took;
+        if (self->is_timed && self->time_count < MOST_TIMES) {
+            self->times[2 * self->time_count] = job[BLOCK];
+            self->times[2 * self->time_count++ + 1] = took;
+        }
+        if (!placed) {
+            pthread_mutex_unlock(&self->lock);
+            return number;
+        }
+        finish_job(self, number, job[SLOT], job_at(self, number) + JOB);
+    }
+    pthread_mutex_unlock(&self->lock);
+    return -1;
+}
+
+static PyObject *loads_work(Loads *self, PyObject *ignored)
+{
+    int64_t job[JOB], number;
+    int is_loaded;
+    Py_BEGIN_ALLOW_THREADS
+    number = work(self, job, &is_loaded);
+    Py_END_ALLOW_THREADS
+    if (number < 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("LLLO", (long long)number, (long long)job[SLOT], (long long)job[BLOCK], is_loaded ? Py_True : Py_False);
+}
+
+static int grow(void **memory, int64_t count, int64_t size)
+{
+    void *more = realloc(*memory, (size_t)count * (size_t)size);
+    if (more)
+        *memory = more;
+    return more ? 0 : -1;
+}
+
+/* Room for so many jobs; those that are not done move to their places in the larger ring. */
+static int make_ring(Loads *self, int64_t jobs)
+{
+    int64_t room = self->room ? self->room : 64;
+    while (room < jobs)
+        room *= 2;
+    if (room == self->room)
+        return 0;
+    Loads old = *self;
+    self->jobs = calloc((size_t)room, (size_t)self->stride * 8);
+    self->began = calloc((size_t)room, 8);
+    self->states = calloc((size_t)room, 1);
+    if (!self->jobs || !self->began || !self->states) {
+        free(self->jobs), free(self->began), free(self->states);
+        self->jobs = old.jobs, self->began = old.began, self->states = old.states;
+        return -1;
+    }
+    self->room = room;
+    for (int64_t job = self->prefix; job < self->end; job++) {
+        memcpy(job_at(self, job), job_at(&old, job), (size_t)self->stride * 8);
+        self->began[job & (room - 1)] = old.began[job & (old.room - 1)];
+        self->states[job & (room - 1)] = old.states[job & (old.room - 1)];
+    }
+    free(old.jobs), free(old.began), free(old.states);
+    return 0;
+}
+
+static PyObject *loads_add(Loads *self, PyObject *jobs)
+{
+    Py_buffer held;
+    if (PyObject_GetBuffer(jobs, &held, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const int64_t count = held.len / (self->stride * 8);
+    int fits = held.len == count * self->stride * 8, enough = 1;
+    pthread_mutex_lock(&self->lock);
+    for (int64_t n = 0; fits && n < count; n++) {
+        int64_t job[JOB];
+        memcpy(job, (const char *)held.buf + n * self->stride * 8, sizeof job);
+        fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
+               (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0));
+    }
+    const int64_t first = self->end;
+    if (fits && (enough = !make_ring(self, self->end + count - self->prefix))) {
+        for (int64_t n = 0; n < count; n++) {
+            memcpy(job_at(self, first + n), (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
+            self->states[(first + n) & (self->room - 1)] = WAITING;
+        }
+        self->end += count;
+        pthread_cond_broadcast(&self->work);
+    }
+    pthread_mutex_unlock(&self->lock);
+    PyBuffer_Release(&held);
+    if (!enough)
+        return PyErr_NoMemory();
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "expected jobs of blocks of more than 240 bytes in known files, and of known slots");
+        return NULL;
+    }
+    return PyLong_FromLongLong(first);
+}
+
+static PyObject *loads_add_file(Loads *self, PyObject *args)
+{
+    PyObject *name;
+    long long size;
+    if (!PyArg_ParseTuple(args, "O&L:add_file", PyUnicode_FSConverter, &name, &size))
+        return NULL;
+    char *path = strdup(PyBytes_AS_STRING(name));
+    Py_DECREF(name);
+    pthread_mutex_lock(&self->lock);
+    int fits = path != NULL;
+    if (fits && self->file_count == self->file_room) {
+        fits = !grow((void **)&self->files, 2 * self->file_room + 8, sizeof *self->files);
+        self->file_room = fits ? 2 * self->file_room + 8 : self->file_room;
+    }
+    const int64_t number = self->file_count;
+    if (fits)
+        self->files[self->file_count++] = (NamedFile){path, size};
+    pthread_mutex_unlock(&self->lock);
+    if (!fits) {
+        free(path);
+        return PyErr_NoMemory();
+    }
+    return PyLong_FromLongLong(number);
+}
+
+static PyObject *loads_set_table(Loads *self, PyObject *table)
+{
+    Py_buffer held, old;
+    if (PyObject_GetBuffer(table, &held, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if (held.ndim != 2 || held.itemsize != 8 || held.shape[1] != self->width || held.shape[0] < self->slots) {
+        PyBuffer_Release(&held);
+        PyErr_SetString(PyExc_ValueError, "expected a table of no fewer slots");
+        return NULL;
+    }
+    pthread_mutex_lock(&self->lock);
+    if (self->slots)
+        memcpy(held.buf, self->facts, (size_t)(self->slots * self->width) * 8);
+    old = self->table;
+    self->table = held, self->facts = held.buf, self->slots = held.shape[0];
+    pthread_mutex_unlock(&self->lock);
+    PyBuffer_Release(&old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *loads_finish(Loads *self, PyObject *args)
+{
+    long long number, slot;
+    Py_buffer facts = {0};
+    if (!PyArg_ParseTuple(args, "LLz*:finish", &number, &slot, &facts))
+        return NULL;
+    const int fits = number >= 0 && number < self->next && slot >= 0 && slot < self->slots &&
+                     (!facts.buf || facts.len == self->width * 8);
+    pthread_mutex_lock(&self->lock);
+    if (fits)
+        finish_job(self, number, slot, facts.buf);
+    pthread_mutex_unlock(&self->lock);
+    PyBuffer_Release(&facts);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "expected a job that was taken, and its facts");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *loads_wait(Loads *self, PyObject *args)
+{
+    long long need;
+    double timeout;
+    if (!PyArg_ParseTuple(args, "Ld:wait", &need, &timeout))
+        return NULL;
+    const int64_t ends = now_ns() + (int64_t)(timeout * 1e9);
+    pthread_mutex_lock(&self->lock);
+    const int64_t drops = self->drops;
+    int64_t prefix;
+    for (;;) {
+        prefix = self->prefix;
+        if (self->is_closed || self->drops != drops)
+            prefix = -2;
+        else if (prefix < need && now_ns() >= ends)
+            prefix = -1;
+        if (prefix < 0 || prefix >= need)
+            break;
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += WAIT_NS;
+        until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
+        self->waiting++, self->need = need;
+        pthread_mutex_unlock(&self->lock);
+        Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        if (self->prefix < need && !self->is_closed && self->drops == drops)
+            pthread_cond_timedwait(&self->ready, &self->lock, &until);
+        self->waiting--;
+        pthread_mutex_unlock(&self->lock);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0)
+            return NULL;
+        pthread_mutex_lock(&self->lock);
+    }
+    pthread_mutex_unlock(&self->lock);
+    return PyLong_FromLongLong(prefix);
+}
+
+static PyObject *loads_advance(Loads *self, PyObject *step)
+{
+    const int64_t now = PyLong_AsLongLong(step);
+    if (now == -1 && PyErr_Occurred())
+        return NULL;
+    pthread_mutex_lock(&self->lock);
+    self->now = now;
+    if (may_begin(self))
+        pthread_cond_broadcast(&self->work);
+    pthread_mutex_unlock(&self->lock);
+    Py_RETURN_NONE;
+}
+
+/* What was not begun is nobody's; what was, too, but its slot is written to for a while. */
+static PyObject *loads_drop(Loads *self, PyObject *ignored)
+{
+    int enough = 1;
+    pthread_mutex_lock(&self->lock);
+    const int64_t begun = self->next;
+    for (int64_t job = self->prefix; job < begun && enough; job++) {
+        if (self->states[job & (self->room - 1)] != BEGUN)
+            continue;
+        if (self->running_count == self->running_room) {
+            enough = !grow((void **)&self->running, 2 * self->running_room + 8, 8);
+            self->running_room = enough ? 2 * self->running_room + 8 : self->running_room;
+        }
+        if (enough)
+            self->running[self->running_count++] = job_at(self, job)[SLOT];
+    }
+    self->prefix = self->next = self->dropped = self->end;
+    self->drops++;
+    pthread_cond_broadcast(&self->ready);
+    pthread_mutex_unlock(&self->lock);
+    return enough ? PyLong_FromLongLong(begun) : PyErr_NoMemory();
+}
+
+static PyObject *loads_running(Loads *self, PyObject *ignored)
+{
+    PyObject *found = PyList_New(0);
+    pthread_mutex_lock(&self->lock);
+    for (int64_t n = 0; found && n < self->running_count; n++) {
+        PyObject *slot = PyLong_FromLongLong(self->running[n]);
+        if (!slot || PyList_Append(found, slot) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(slot);
+    }
+    pthread_mutex_unlock(&self->lock);
+    return found;
+}
+
+static PyObject *loads_longest(Loads *self, PyObject *ignored)
+{
+    int64_t block = -1, since = INT64_MAX;
+    pthread_mutex_lock(&self->lock);
+    for (int64_t job = self->prefix; job < self->next; job++)
+        if (self->states[job & (self->room - 1)] == BEGUN && self->began[job & (self->room - 1)] < since) {
+            since = self->began[job & (self->room - 1)];
+            block = job_at(self, job)[BLOCK];
+        }
+    pthread_mutex_unlock(&self->lock);
+    if (block < 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("Ld", (long long)block, (double)(now_ns() - since) / 1e9);
+}
+
+static PyObject *loads_counts(Loads *self, PyObject *ignored)
+{
+    return Py_BuildValue("LLLd", (long long)self->prefix, (long long)self->loads, (long long)self->bytes,
+                         (double)self->load_ns / 1e9);
+}
+
+static PyObject *loads_take_times(Loads *self, PyObject *ignored)
+{
+    pthread_mutex_lock(&self->lock);
+    PyObject *found = PyBytes_FromStringAndSize((const char *)self->times, self->time_count * 16);
+    self->time_count = 0;
+    pthread_mutex_unlock(&self->lock);
+    return found;
+}
+
+static PyObject *loads_close(Loads *self, PyObject *ignored)
+{
+    pthread_mutex_lock(&self->lock);
+    self->is_closed = 1;
+    pthread_cond_broadcast(&self->work);
+    pthread_cond_broadcast(&self->ready);
+    pthread_mutex_unlock(&self->lock);
+    for (int64_t n = 0; n < self->file_count; n++)
+        leave_file(self->files[n].path);
+    Py_RETURN_NONE;
+}
+
+static int loads_init(Loads *self, PyObject *args, PyObject *names)
+{
+    static char *keywords[] = {"width", "timed", "way", NULL};
     way found[2];
     const int ways = ways_here(found);
-    int wanted = ways - 1;
-    Table table;
-    if (!PyArg_ParseTuple(args, "OOOOO|i:load_blocks", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &wanted))
-        return NULL;
-    if (copy_table(arrays, 5, &table) < 0)
-        return NULL;
-    const Py_ssize_t rows = table.rows;
-    const int64_t *file = table.numbers, *offset = file + rows, *address = offset + rows, *size = address + rows,
-                  *hash = size + rows;
-    int fits = wanted >= 0 && wanted < ways;
-    for (Py_ssize_t row = 0; fits && row < rows; row++)
-        fits = size[row] >= SHORTEST && offset[row] >= 0 && file[row] >= 0 && file[row] <= INT32_MAX;
-    PyObject *states = fits ? PyBytes_FromStringAndSize(NULL, rows) : NULL;
-    if (!fits)
-        PyErr_SetString(PyExc_ValueError, "expected blocks of more than 240 bytes in open files");
-    if (states) {
-        char *state = PyBytes_AS_STRING(states);
-        Py_BEGIN_ALLOW_THREADS
-        int asked = 0;
-        for (Py_ssize_t row = 0; row < rows; row++) {
-            const int64_t started = asked ? 0 : now_ns();
-            state[row] = load(found[wanted], (int)file[row], offset[row], (unsigned char *)(intptr_t)address[row],
-                              size[row], (uint64_t)hash[row]);
-            if (!asked && (asked = now_ns() - started > COLD_NS + size[row]))
-                ask_disk(file + row + 1, offset + row + 1, size + row + 1, rows - row - 1);
-        }
-        Py_END_ALLOW_THREADS
+    int wanted = ways - 1, timed = 0;
+    Py_ssize_t width;
+    if (!PyArg_ParseTupleAndKeywords(args, names, "n|pi:Loads", keywords, &width, &timed, &wanted))
+        return -1;
+    if (self->process || width < 1 || width > 1 << 20 || wanted < 0 || wanted >= ways) {
+        PyErr_SetString(PyExc_ValueError, "expected facts of a block, and a way that this processor knows");
+        return -1;
     }
-    PyMem_Free(table.numbers);
-    return states;
+    self->width = width, self->stride = JOB + width, self->is_timed = timed, self->add_blocks = found[wanted];
+    if (timed && !(self->times = malloc(MOST_TIMES * 16))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    pthread_mutex_init(&self->lock, NULL);
+    pthread_cond_init(&self->work, NULL);
+    pthread_cond_init(&self->ready, NULL);
+    self->process = getpid();
+    return 0;
 }
+
+static void loads_dealloc(Loads *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    for (int64_t n = 0; n < self->file_count; n++)
+        free(self->files[n].path);
+    if (self->table.obj)
+        PyBuffer_Release(&self->table);
+    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef loads_methods[] = {
+    {"add", (PyCFunction)loads_add, METH_O, "add(jobs): (n, 10 + width) int64, in the order of first need; the number of the first."},
+    {"add_file", (PyCFunction)loads_add_file, METH_VARARGS, "add_file(path, size): the number of a file."},
+    {"set_table", (PyCFunction)loads_set_table, METH_O, "set_table(facts): (slots, width) int64, which takes over what the last one held."},
+    {"work", (PyCFunction)loads_work, METH_NOARGS, "work(): load, until (job, slot, block, is_loaded) of one for the caller; None once closed."},
+    {"finish", (PyCFunction)loads_finish, METH_VARARGS, "finish(job, slot, facts or None): a job that `work` returned is done."},
+    {"wait", (PyCFunction)loads_wait, METH_VARARGS,
+     "wait(jobs, timeout_s): until the first so many are done; how many are, -1 if time is up, -2 if they were dropped."},
+    {"advance", (PyCFunction)loads_advance, METH_O, "advance(step): steps before it are over."},
+    {"drop", (PyCFunction)loads_drop, METH_NOARGS, "drop(): forget all jobs; the number of the first that was not begun."},
+    {"running", (PyCFunction)loads_running, METH_NOARGS, "running(): slots that forgotten jobs still write to."},
+    {"longest", (PyCFunction)loads_longest, METH_NOARGS, "longest(): (block, seconds) of what has been loading for the longest time, or None."},
+    {"counts", (PyCFunction)loads_counts, METH_NOARGS, "counts(): (jobs done without a gap, loads, bytes, seconds)."},
+    {"take_times", (PyCFunction)loads_take_times, METH_NOARGS, "take_times(): int64 (block, ns) of loads since the last call."},
+    {"close", (PyCFunction)loads_close, METH_NOARGS, "close(): `work` and `wait` return."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot loads_slots[] = {
+    {Py_tp_init, loads_init}, {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, loads_dealloc}, {Py_tp_methods, loads_methods}, {0, NULL},
+};
+
+static PyType_Spec loads_spec = {"shardkit.loader.block_rows.Loads", sizeof(Loads), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, loads_slots};
 
 static PyObject *ways(PyObject *self, PyObject *ignored)
 {
@@ -446,13 +990,13 @@ static int hold_targets(PyObject *list, Targets *targets)
 
 static PyObject *gather_rows(PyObject *self, PyObject *args)
 {
-    PyObject *list, *facts_object, *arrays[2];
-    Py_ssize_t column;
+    PyObject *list, *facts_object, *arrays[2], *columns;
     Py_buffer facts;
     Targets targets;
-    Table table;
-    int state = -1;
-    if (!PyArg_ParseTuple(args, "O!OOOn:gather_rows", &PyList_Type, &list, &facts_object, &arrays[0], &arrays[1], &column))
+    Table table, found = {0, NULL};
+    int state = COPIED, fits = 1;
+    if (!PyArg_ParseTuple(args, "O!OOOO!:gather_rows", &PyList_Type, &list, &facts_object, &arrays[0], &arrays[1],
+                          &PyTuple_Type, &columns))
         return NULL;
     if (copy_table(arrays, 2, &table) < 0)
         return NULL;
@@ -460,24 +1004,39 @@ static PyObject *gather_rows(PyObject *self, PyObject *args)
         goto no_targets;
     if (PyObject_GetBuffer(facts_object, &facts, PyBUF_C_CONTIGUOUS) < 0)
         goto no_facts;
-    const Py_ssize_t rows = table.rows, size = rows ? targets.size / rows : 0;
-    int fits = facts.ndim == 2 && facts.itemsize == 8 && column >= 0 && column < (facts.shape[1] - 1) / FACTS &&
-               size * rows == targets.size;
-    for (Py_ssize_t n = 0; fits && n < targets.count; n++)
-        fits = size ? targets.held[n].len % size == 0 : targets.held[n].len == 0;
-    if (!fits)
-        PyErr_Format(PyExc_ValueError, "targets of %zd bytes for %zd rows of field %zd", targets.size, rows, column);
-    else if ((state = find_rows(&table, &facts, column)) == COPIED && size) {
-        PyThreadState *let_go = targets.size >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
-        const int64_t *from = table.numbers;
-        for (Py_ssize_t n = 0; n < targets.count; n++) {
-            const Py_ssize_t some = targets.held[n].len / size;
-            copy_each(targets.held[n].buf, from, some, NULL, size);
+    const Py_ssize_t rows = table.rows, fields = PyTuple_GET_SIZE(columns), parts = fields ? targets.count / fields : 0;
+    found.rows = rows, found.numbers = PyMem_Malloc((size_t)(rows * 16 + 8));
+    fits = facts.ndim == 2 && facts.itemsize == 8 && fields && parts * fields == targets.count;
+    if (!found.numbers)
+        PyErr_NoMemory();
+    for (Py_ssize_t n = 0; found.numbers && fits && n < fields && state == COPIED; n++) {
+        const Py_ssize_t column = PyLong_AsSsize_t(PyTuple_GET_ITEM(columns, n));
+        Py_buffer *own = targets.held + n * parts;
+        Py_ssize_t bytes = 0;
+        for (Py_ssize_t part = 0; part < parts; part++)
+            bytes += own[part].len;
+        const Py_ssize_t size = rows ? bytes / rows : 0;
+        fits = !PyErr_Occurred() && column >= 0 && column < (facts.shape[1] - 1) / FACTS && size * rows == bytes;
+        for (Py_ssize_t part = 0; fits && part < parts; part++)
+            fits = size ? own[part].len % size == 0 : own[part].len == 0;
+        if (!fits)
+            break;
+        memcpy(found.numbers, table.numbers, (size_t)rows * 16);
+        if ((state = find_rows(&found, &facts, column)) != COPIED || !size)
+            continue;
+        PyThreadState *let_go = bytes >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        const int64_t *from = found.numbers;
+        for (Py_ssize_t part = 0; part < parts; part++) {
+            const Py_ssize_t some = own[part].len / size;
+            copy_each(own[part].buf, from, some, NULL, size);
             from += some;
         }
         if (let_go)
             PyEval_RestoreThread(let_go);
     }
+    if (!fits && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "targets of %zd bytes for %zd rows of %zd fields", targets.size, rows, fields);
+    PyMem_Free(found.numbers);
     PyBuffer_Release(&facts);
 no_facts:
     release_targets(&targets);
@@ -617,14 +1176,11 @@ static PyObject *decimals_at(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"load_blocks", load_blocks, METH_VARARGS,
-     "load_blocks(files, offsets, addresses, sizes, hashes, way=ways() - 1): read each block to its address; one byte each:\n"
-     "0 where it hashes to what it should, 1 where it does not, 2 where it could not be read."},
     {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can hash; all give the same hashes."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size or sizes): the row at each address, end to end into `target`."},
     {"gather_rows", gather_rows, METH_VARARGS,
-     "gather_rows(targets, facts, which, rows, column): rows of blocks, of one field, end to end into a list of targets; 0 if done."},
+     "gather_rows(targets, facts, which, rows, columns): rows of blocks, field by field, end to end into a list of targets; 0 if done."},
     {"bytes_at", bytes_at, METH_VARARGS, "bytes_at(addresses, sizes): a list of the bytes at each address."},
     {"texts_at", texts_at, METH_VARARGS,
      "texts_at(addresses, sizes): a list of the UTF-8 text at each address, as str."},
@@ -633,10 +1189,16 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_constants(PyObject *module) { return PyModule_AddIntMacro(module, COPIED); }
+static int add_names(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&loads_spec);
+    const int failed = !type || PyModule_AddObjectRef(module, "Loads", type) < 0 || PyModule_AddIntMacro(module, COPIED) < 0;
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
 
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, add_constants},
+    {Py_mod_exec, add_names},
 #if PY_VERSION_HEX >= 0x030D0000
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif

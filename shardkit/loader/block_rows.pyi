@@ -7,22 +7,61 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-def load_blocks(
-    files: Int64s,
-    offsets: Int64s,
-    addresses: Int64s,
-    sizes: Int64s,
-    hashes: NDArray[np.uint64],
-    way: int = ...,
-    /,
-) -> bytes:
-    """Read `sizes` (each above 240) bytes of open files to `addresses`; all (n,).
+class Loads:
+    """Blocks to be loaded, in the order in which steps first need them, for threads that hold no interpreter.
 
-    `way` is the widest that this processor knows unless a test says otherwise.
+    A job is 10 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
+    up to which its memory is in use, slot, block, address and length of what its bytes begin with (0: anything, -1: the
+    caller places it), and its facts: they are the row `slot` of the table once it is loaded.
 
-    Returns:
-        (n,) 0 where the bytes have the XXH3-64 of `hashes`, 1 where they have another, 2 where they could not be read.
+    Args:
+        width: of the table.
+        timed: whether `take_times` is asked.
+        way: of hashing; the widest that this processor knows unless a test says otherwise.
     """
+
+    def __init__(self, width: int, timed: bool = ..., way: int = ...) -> None: ...
+    def add_file(self, path: str, size: int, /) -> int:
+        """The number of a file, which must have so many bytes when it is read."""
+
+    def set_table(self, facts: Int64s, /) -> None:
+        """(slots, width), C-contiguous: takes over what the last one held."""
+
+    def add(self, jobs: Int64s, /) -> int:
+        """(n, 10 + width) jobs, behind the others; the number of the first."""
+
+    def work(self) -> tuple[int, int, int, bool] | None:
+        """Load, one after the other, until one is the caller's: (job, slot, block, whether its bytes are there).
+
+        That is one without a file, whose bytes are not what was written, or that begins otherwise. None once closed.
+        """
+
+    def finish(self, number: int, slot: int, facts: bytes | None, /) -> None:
+        """A job that `work` returned is done; None: it has failed."""
+
+    def wait(self, jobs: int, timeout_s: float, /) -> int:
+        """Until so many are done without a gap: how many are. -1 if the time is up, -2 if all were dropped."""
+
+    def advance(self, step: int, /) -> None:
+        """Steps before it are over: the memory that they used may be written to."""
+
+    def drop(self) -> int:
+        """Forget all jobs; the number of the first that was not begun."""
+
+    def running(self) -> list[int]:
+        """Slots that forgotten jobs still write to."""
+
+    def longest(self) -> tuple[int, float] | None:
+        """(block, seconds) of what has been loading for the longest time."""
+
+    def counts(self) -> tuple[int, int, int, float]:
+        """(jobs done without a gap, blocks loaded here, their bytes, seconds of all threads)."""
+
+    def take_times(self) -> bytes:
+        """(n, 2) int64: block and nanoseconds of what was loaded since the last call."""
+
+    def close(self) -> None:
+        """`work` and `wait` return."""
 
 def ways() -> int:
     """In how many ways this processor can hash; all give the same hashes."""
@@ -33,14 +72,16 @@ def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -
 COPIED: int
 
 def gather_rows(
-    targets: list[NDArray[Any]], facts: Int64s, which: Int64s, row: Int64s, column: int, /
+    targets: list[NDArray[Any]], facts: Int64s, which: Int64s, row: Int64s, columns: tuple[int, ...], /
 ) -> int:
-    """Rows `row`, (n,), of blocks `which`, (n,), of the field `column`, in order into `targets`, which they fill.
+    """Rows `row`, (n,), of slots `which`, (n,), field by field in order into `targets`, which they fill.
 
-    `facts`, (blocks, 1 + 4 · fields), says of each block how many rows it has and where its fields lie.
+    Each field has as many targets, one after the other.
+
+    `facts`, (slots, 1 + 4 · fields), says of each block how many rows it has and where its fields lie.
 
     Returns:
-        COPIED; anything else where nothing was: a row is past the end of its block, or a decimal text.
+        COPIED; anything else where not all were: a row is past the end of its block, or a decimal text.
     """
 
 def bytes_at(addresses: Int64s, sizes: Int64s, /) -> list[bytes]:

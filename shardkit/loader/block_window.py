@@ -1,6 +1,8 @@
-"""The blocks that are in memory: loaded in the order of first need, verified once per load, within a byte budget.
+"""The blocks that are in memory: each loaded in the order of first need, verified once per load, within a bound.
 
-A block lies in memory of its own: it is what was verified until it is dropped.
+What the next steps need is known, so that nothing is decided while they run: with a group of steps each block that is
+missing is given a *slot*, the one that is longest out of use, and the step up to which that one is in use. Threads load
+it once that step is over. A block lies in its slot as it was verified until the next one is loaded there.
 """
 
 from __future__ import annotations
@@ -8,41 +10,43 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
-from shardkit.loader.gather import GatherColumns
+from shardkit.loader.block_loading import AFTER, SLOT
+from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
+from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.schedule import StepGroup
 
 __all__ = ["BlockSource", "BlockWindow", "GroupBlocks", "WindowCounts"]
 
-_BLOCKS_PER_TASK = 16  # a hand-over between threads costs as much as a tenth of a block
-_BYTES_PER_TASK = 8 << 20
+Int64s = NDArray[np.int64]
+
 _CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
-_ROOM_AT_ONCE = 16  # a part of the budget: room is waited for not task by task but for some of them
+_BLOCKS_AT_ONCE: Final = 16  # threads are woken for some blocks and not for each
+_NOBODY: Final = -1
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSource:
-    """Where a window's blocks come from.
+class BlockSource(Protocol):
+    """Where a window's blocks come from; `BlockLoading`."""
 
-    Attributes:
-        load: reads and verifies some blocks; called on the window's threads.
-        size_of: upper bound of the bytes that a block takes, known before it is loaded; of a near one, those bytes.
-        loaded_size_of: the bytes that it does take, once it is loaded.
-        near: whether all of some blocks are read without waiting for a network: some are then loaded together.
-    """
+    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, NDArray[np.bool_]]:
+        """(n,) bytes that blocks take at most, and which are loaded without the interpreter."""
 
-    load: Callable[[Sequence[int]], list[GatherColumns]]
-    size_of: Callable[[int], int]
-    loaded_size_of: Callable[[int], int]
-    near: Callable[[Sequence[int]], bool]
+    def jobs(self, blocks: Int64s, addresses: Int64s, plain: NDArray[np.bool_]) -> Int64s:
+        """What is added to the loads."""
+
+    def place(self, block: int, address: int) -> bytes | None:
+        """Facts of a block whose bytes are there."""
+
+    def read(self, block: int) -> tuple[GatherColumns, int]:
+        """A block by way of Python, and its bytes."""
 
 
 @dataclass(slots=True)
@@ -58,181 +62,119 @@ class WindowCounts:
     peak_bytes: int = 0
 
 
-class _Task:
-    """Some blocks that are loaded together; over once it has what it found, or an error."""
+@dataclass(slots=True)
+class _Slot:
+    """A place for one block after the other."""
 
-    __slots__ = ("blocks", "error", "found", "has_begun", "is_near", "sizes", "slots", "steps")
-
-    def __init__(
-        self, blocks: list[int], sizes: list[int], steps: list[int], slots: list[int], is_near: bool
-    ) -> None:
-        self.blocks, self.sizes, self.slots, self.is_near = blocks, sizes, slots, is_near
-        self.steps = steps  # the first that needs each
-        self.found: list[GatherColumns | None] | None = None
-        self.error: BaseException | None = None
-        self.has_begun = False
-
-    def is_over(self) -> bool:
-        """Whether it was loaded or has failed."""
-        return self.found is not None or self.error is not None
-
-    def give_up(self) -> bool:
-        """Do not load it, if that has not begun; whether it will have no blocks."""
-        if not self.has_begun and self.error is None:
-            self.error = UsageError(_CLOSED)
-        return self.error is not None
-
-
-class _Entry:
-    """One block that is loaded, being loaded, or waits for room to be loaded."""
-
-    __slots__ = ("position", "slot", "task")
-
-    def __init__(self, task: _Task, position: int, slot: int) -> None:
-        self.task, self.position, self.slot = task, position, slot
-
-
-_FREE = np.iinfo(np.int64).max  # the last step of a slot without a block: none is ever past it
-
-
-class _Slots:
-    """Of each entry the numbers that are asked of all of them at once; an entry has a slot as long as it is there."""
-
-    def __init__(self) -> None:
-        self.size = np.zeros(0, np.int64)  # bytes, from when there is room
-        self.last = np.zeros(0, np.int64)  # the last step that needs it
-        self.used_in = np.zeros(0, np.int64)  # the last loop that does
-        self.block = np.zeros(0, np.int64)
-        self._free: list[int] = []
-
-    def take(self, blocks: Sequence[int]) -> list[int]:
-        """A slot for each block."""
-        if len(self._free) < len(blocks):
-            used = len(self.last)
-            more = max(len(blocks), used)
-            self.size, self.last, self.used_in, self.block = (
-                np.concatenate([one, np.full(more, value, np.int64)])
-                for one, value in ((self.size, 0), (self.last, _FREE), (self.used_in, 0), (self.block, -1))
-            )
-            self._free += range(used + more - 1, used - 1, -1)
-        taken = self._free[len(self._free) - len(blocks) :]
-        del self._free[len(self._free) - len(blocks) :]
-        self.block[taken] = blocks
-        return taken
-
-    def give_back(self, slots: list[int]) -> None:
-        """Their entries are gone."""
-        self.size[slots], self.last[slots] = 0, _FREE
-        self._free += slots
-
-    def over(self, now: int) -> NDArray[np.int64]:
-        """Slots of blocks that no step from `now` on needs, the longest unused first."""
-        found = np.flatnonzero(self.last < now)
-        return found[np.argsort(self.last[found], kind="stable")]
-
-    def room_at(self, wanted: int) -> int | None:
-        """The step from which on so many bytes are not needed any more; None where there never are so many."""
-        used = np.flatnonzero(self.last != _FREE)
-        by_last = used[np.argsort(self.last[used], kind="stable")]
-        at = int(np.searchsorted(np.cumsum(self.size[by_last]), wanted))
-        return int(self.last[by_last[at]]) + 1 if at < len(by_last) else None
+    block: int = _NOBODY  # that is there, or is planned last
+    last: int = -1  # the last planned step that needs it
+    job: int = -1  # that loads it
+    used_in: int = 0  # the last loop that needs it
+    cost: int = 0  # bytes that count
+    capacity: int = 0  # of its own memory; 0 where blocks bring theirs
+    loan: Loan | None = None
+    keep: Any = None  # what the addresses of a block that brought its memory refer to
 
 
 class GroupBlocks:
-    """The blocks of one group of steps; each stays from the first step that needs it to the last."""
+    """The blocks of one group of steps.
+
+    Attributes:
+        which: (n,) the slot of each row.
+    """
 
     def __init__(
-        self,
-        window: BlockWindow,
-        group: StepGroup,
-        entries: list[_Entry],
-        tasks: list[_Task],
-        origin: int,
+        self, window: BlockWindow, loop: int, group: StepGroup, slots: Int64s, needs: list[int], origin: int,
         stopped: Callable[[], bool],
-    ) -> None:
-        self.group, self.tasks, self.stopped = group, tasks, stopped
-        self._window, self._entries, self._origin = window, entries, origin
-        steps = np.arange(len(group.numbers) + 1)
-        self._needed: list[int] = np.searchsorted(
-            group.first, steps, side="left"
-        ).tolist()  # before each step
-        by_last = np.argsort(group.last, kind="stable")
-        self._by_last: list[int] = by_last.tolist()
-        self._done: list[int] = np.searchsorted(group.last[by_last], steps, side="left").tolist()
+    ) -> None:  # fmt: skip
+        self.group, self.which = group, slots[group.which] if len(slots) else group.which
+        self._window, self._loop, self._needs, self._origin = window, loop, needs, origin
+        self._stopped = stopped
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def wait(
-        self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]
-    ) -> tuple[range, int, list[GatherColumns]]:
-        """Once what a step needs is there: it and those after it that need nothing else, at most so many.
+    def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:
+        """Once what a step needs is there: it and those after it whose blocks are there too, at most so many.
 
         Raises what loading a block of the step raised.
-
-        Returns:
-            The steps, and what they need and none before them: place of the first in `blocks`, blocks.
         """
-        first, own = self._needed[step], self._needed[step + 1]
-        end = min(step + most, len(self.group.numbers))
-        loaded: list[GatherColumns] = []
-        for place, entry in enumerate(self._entries[first : self._needed[end]], first):
-            if entry.task.found is None:
-                if place >= own:
-                    end = bisect_right(self._needed, place) - 1
-                    del loaded[self._needed[end] - first :]
-                    break
-                self._window.wait_for(entry, self._origin + step, timeout_s, on_stall, self.stopped)
-            found = entry.task.found and entry.task.found[entry.position]
-            assert found  # only a block that no step needs any more is taken out
-            loaded.append(found)
-        return range(step, end), first, loaded
+        self._check()
+        done = self._window.wait_for(self._needs[step], timeout_s, on_stall)
+        self._check()
+        end = min(step + most, bisect_right(self._needs, done))
+        if failed := self._window.first_failed:
+            number, error = failed
+            if number < self._needs[step]:
+                raise error
+            end = min(end, bisect_right(self._needs, number))
+        return range(step, end)
 
-    def done(self, steps: range) -> list[int]:
-        """Rows of these steps have been copied: places in `blocks` of those that no later step of the group needs."""
-        self._window.advance(self._origin + steps.stop)
-        return self._by_last[self._done[steps.start] : self._done[steps.stop]]
+    def take(self, steps: range, borders: list[int], rows: RowAddresses) -> list[dict[str, Any]]:
+        """Rows of these steps, which are over then: as `RowAddresses.take` cuts them."""
+        with self._window.in_use:
+            self._check()
+            found = rows.take(self._window.facts, borders)
+            self._window.advance(self._origin + steps.stop)
+        return found
+
+    def _check(self) -> None:
+        if self._stopped() or self._window.loop != self._loop:
+            raise UsageError(_CLOSED)
 
 
 class BlockWindow:
-    """Loads blocks on threads and keeps them until room is needed.
+    """Loads blocks on threads and keeps them until their room is needed, least recently used ones going first.
 
-    Not a cache with a guess for a policy: what the next steps need is known and stays; only blocks that no planned
-    step needs are dropped, least recently used first. Steps are counted over all loops, so that it is one comparison
-    whether a step is over.
+    Steps are counted over all loops, so that it is one comparison whether a step is over.
 
     Args:
         source: of the blocks.
+        loads: a `block_rows.Loads`, which only the source has used before.
+        memory: of slots.
         budget: bytes. What one step needs is loaded even if it alone exceeds them.
-        threads: how many tasks are loaded at once.
-        page: of so many bytes each block takes a whole number.
+        threads: how many blocks are loaded at once.
+        width: facts of a block.
     """
 
-    def __init__(self, source: BlockSource, budget: int, threads: int, *, page: int = 1) -> None:
-        self._source, self._budget, self._threads, self._page = source, budget, threads, page
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-blocks")
-        self._entries: dict[int, _Entry] = {}
-        self._slots = _Slots()
-        self._changed = threading.Condition()
-        self._waiting = 0  # how many threads wait for a task
-        self._planned = self._now = 0  # steps that are planned, and over
-        self._wake_at: int | None = None  # a thread waits for room, which there will be at this step
-        self._wanted = -1  # the step that waits for a block
-        self._coming = False  # whether something is being loaded that no step needs any more
-        self._loop = 0
+    def __init__(
+        self, source: BlockSource, loads: Any, memory: BlockMemory, budget: int, threads: int, width: int
+    ) -> None:
+        self._source, self._loads, self._memory = source, loads, memory
+        self._budget = budget
+        self._lock = threading.Lock()  # of what follows
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[int, int] = {}  # block → its slot
+        self._spare: list[
+            tuple[int, int]
+        ] = []  # slots without memory and block: the step up to which they are in use
+        self._leaving: list[tuple[int, Any]] = []  # what goes once a step is over
+        self._bytes = self._planned = self._now = 0
+        self._added = self._nobodys = 0  # jobs so far, and those of loops that are over
+        self.loop = 0
         self._dropped: dict[int, int] = {}  # after this loop has used them: bytes it had loaded by then
         self._loop_bytes = 0
+        self._counts = WindowCounts()
         self.count_anew()
-        self._bytes = 0
-        self._closed = False
-        self._loading: dict[_Task, float] = {}  # when each began
-        self._ready: deque[_Task] = deque()  # for which there is room
-        self._working = 0  # threads that load them
-        self.counts = WindowCounts()
+        self.facts: Int64s = np.zeros((0, width), np.int64)
+        self._failed: dict[int, tuple[int, BaseException]] = {}  # job → slot, what loading raised
+        self.in_use = threading.Lock()  # held while rows are copied out of slots
+        self._threads = [
+            threading.Thread(target=self._load, name=f"shardkit-blocks-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def first_failed(self) -> tuple[int, BaseException] | None:
+        """The first job of this loop that failed, and what it raised."""
+        if not self._failed:
+            return None
+        with self._lock:
+            number = min(self._failed)
+            return number, self._failed[number][1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks that are loaded or being loaded."""
+        """Bytes of all blocks that are loaded or planned to be."""
         return self._bytes
 
     @property
@@ -242,260 +184,276 @@ class BlockWindow:
 
     @budget.setter
     def budget(self, value: int) -> None:
-        with self._changed:
+        with self._lock:
             self._budget = value
-            self._make_room(0)
-            self._changed.notify_all()
+            self._trim()
+
+    @property
+    def counts(self) -> WindowCounts:
+        """What was loaded so far."""
+        _, loads, num_bytes, seconds = self._loads.counts()
+        own = self._counts
+        return WindowCounts(own.block_loads + loads, own.block_reloads, own.block_uses, own.bytes_loaded + num_bytes,
+                            own.evictions, own.load_s + seconds, own.peak_bytes)  # fmt: skip
 
     def is_loaded(self, block: int) -> bool:
         """Whether a block is in memory; one that still waits for its turn to be loaded is not."""
-        entry = self._entries.get(block)
-        return entry is not None and entry.task.is_over()
-
-    def sizes(self, blocks: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Bytes of these blocks, at most, and whether they are there or on their way."""
-        entries = map(self._entries.get, blocks)
-        slots = np.array([-1 if entry is None else entry.slot for entry in entries], np.int64)
-        there = slots >= 0
-        sizes = np.zeros(len(slots), np.int64)
-        sizes[there] = self._slots.size[slots[there]]
-        for n in np.flatnonzero(sizes == 0).tolist():  # they are not there, or wait for room
-            sizes[n] = self._whole_pages(self._source.size_of(blocks[n]))
-        return sizes, there
+        slot = self._slot_of.get(block)
+        return slot is not None and self._slots[slot].job < self._loads.counts()[0]
 
     # ---- what steps need
 
+    def sizes(self, group: StepGroup) -> tuple[Int64s, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of the blocks of a group that is planned next: bytes, at most; which need no Python; which are there."""
+        sizes, plain = self._source.sizes(group.blocks, self._planned + len(group.numbers), self._now)
+        there = [block in self._slot_of for block in group.blocks.tolist()]
+        return sizes, plain, np.array(there, np.bool_)
+
     def admit(
-        self, group: StepGroup, sizes: NDArray[np.int64], stopped: Callable[[], bool] = lambda: False
-    ) -> GroupBlocks:
-        """Keep the blocks of a group that are there, and know which are to be loaded; `load` loads them.
-
-        Once `stopped` says so, nothing more is loaded, and whoever waits for a block gets a UsageError; `wake` them.
-        """
-        with self._changed:
-            entries, loop, origin = self._entries, self._loop, self._planned
-            found = list(map(entries.get, group.blocks))
-            missing = [n for n, entry in enumerate(found) if entry is None]
-            new = [group.blocks[n] for n in missing]
-            tasks = self._tasks(new, sizes[missing].tolist(), (group.first[missing] + origin).tolist())
-            for task in tasks:
-                for position, block in enumerate(task.blocks):
-                    entries[block] = _Entry(task, position, task.slots[position])
-            self._planned += len(group.numbers)
-            needed = [entry or entries[block] for block, entry in zip(group.blocks, found, strict=True)]
-            places = [entry.slot for entry in needed]
-            self._slots.last[places] = group.last + origin
-            self._slots.used_in[places] = loop
-            self._count(new, int(sizes[missing].sum()))
-            self.counts.block_uses += len(group.blocks)
-            return GroupBlocks(self, group, needed, tasks, origin, stopped)
-
-    def _tasks(self, blocks: list[int], sizes: list[int], steps: list[int]) -> list[_Task]:
-        near = self._source.near(blocks)
-        by_size = _BYTES_PER_TASK * len(blocks) // max(1, sum(sizes))
-        each = max(1, min(_BLOCKS_PER_TASK, by_size, -(-len(blocks) // self._threads))) if near else 1
-        parts = (slice(first, first + each) for first in range(0, len(blocks), each))
-        slots = self._slots.take(blocks)
-        return [_Task(blocks[part], sizes[part], steps[part], slots[part], near) for part in parts]
-
-    def _split(self, task: _Task) -> list[_Task]:
-        """One task for each of its blocks."""
-        single = [
-            _Task([block], [size], [step], [slot], task.is_near)
-            for block, size, step, slot in zip(task.blocks, task.sizes, task.steps, task.slots, strict=True)
-        ]
-        for one in single:
-            entry = self._entries[one.blocks[0]]
-            entry.task, entry.position = one, 0
-        return single
-
-    def load(self, wanted: GroupBlocks) -> None:
-        """Begin to load what is missing of a group, in its order; returns when there was room for all of it.
-
-        While there is none, steps that need what is there end, and make some.
-        """
-        left, stopped = wanted.tasks, wanted.stopped
-        while left and not stopped():
-            some, need = self._some_of(left)
-            with self._changed:
-                while not self._make_room(need):
-                    if stopped() or self._closed:
-                        return
-                    if self._wanted < left[0].steps[0] or self._coming:
-                        self._wake_at = self._room_at(need)
-                        self._changed.wait()
-                        self._wake_at = None
-                        continue
-                    # no step ends before this is there
-                    if len(left[0].blocks) == len(some) == 1:
-                        break  # one step needs more than there is
-                    left = self._split(left[0]) + left[1:]
-                    some, need = left[:1], left[0].sizes[0]
-                if self._closed or left[0].error is not None:  # given up
-                    return
-                self._begin(some, need)
-            left = left[len(some) :]
-
-    def _some_of(self, left: list[_Task]) -> tuple[list[_Task], int]:
-        """The first of some tasks, and as many more as room is made for at once; their bytes."""
-        need, count = sum(left[0].sizes), 1
-        for task in left[1:]:
-            if (need + (size := sum(task.sizes))) * _ROOM_AT_ONCE > self._budget:
-                break
-            need, count = need + size, count + 1
-        return left[:count], need
-
-    def _begin(self, tasks: list[_Task], need: int) -> None:
-        self._bytes += need
-        self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
-        for task in tasks:
-            self._slots.size[task.slots] = task.sizes
-        self._ready.extend(tasks)
-        for _ in range(min(len(tasks), self._threads - self._working)):
-            self._working += 1
-            self._pool.submit(self._load_tasks)
-
-    def wait_for(
         self,
-        entry: _Entry,
-        step: int,
-        timeout_s: float,
-        on_stall: Callable[[float], None],
-        stopped: Callable[[], bool],
-    ) -> None:
-        """Until a block is there that `step` needs; raises what loading raised, or that nobody loads it any more."""
+        group: StepGroup,
+        sizes: Int64s,
+        plain: NDArray[np.bool_],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> GroupBlocks:
+        """Have the blocks of a group loaded that are not there, as early as there is room, in the order of first need.
+
+        `sizes` and `plain` are of its blocks, as `sizes` tells of it or of a longer one. Once `stopped` says so, who
+        waits for a block gets a UsageError; `wake` them.
+        """
+        with self._lock:
+            blocks, origin = group.blocks.tolist(), self._planned
+            last = (group.last + origin).tolist()
+            self._planned += len(group.numbers)
+            found = [self._slot_of.get(block, _NOBODY) for block in blocks]
+            missing = []
+            for n, slot in enumerate(found):
+                if slot < 0:
+                    missing.append(n)
+                else:
+                    one = self._slots[slot]
+                    one.last, one.used_in = last[n], self.loop
+            self._count([blocks[n] for n in missing], int(sizes[missing].sum()))
+            self._counts.block_uses += len(blocks)
+            after = self._assign(group, missing, sizes.tolist(), plain.tolist(), last, found)
+            first = group.first[missing]
+            base = self._add(
+                group.blocks[missing], plain[missing], [found[n] for n in missing], after, first + origin
+            )
+            steps = np.arange(len(group.numbers))
+            needs = (base + np.searchsorted(first, steps, side="right")).tolist()
+            return GroupBlocks(self, self.loop, group, np.array(found, np.int64), needs, origin, stopped)
+
+    def _assign(
+        self, group: StepGroup, missing: list[int], sizes: list[int], plain: list[bool], last: list[int],
+        found: list[int],
+    ) -> list[int]:  # fmt: skip
+        """Give each missing block a slot, in `found`; the steps up to which these are in use."""
+        blocks = group.blocks.tolist()
+        first = (group.first + self._planned - len(group.numbers)).tolist()
+        self._trim()
+        heaps = self._free_slots()
+        own: dict[int, list[tuple[int, int]]] = {}
+        fitting: dict[int, list[list[tuple[int, int]]]] = {}  # by capacity, those that hold it
+        afters = []
+        for n in missing:
+            cost, need = sizes[n], first[n]
+            capacity = capacity_of(cost) if plain[n] else 0
+            if capacity not in own:
+                own[capacity] = heaps.setdefault(capacity, [])
+                fitting = {size: [heaps[c] for c in heaps if size <= c <= 2 * size] for size in own if size}
+                fitting[0] = []
+            best = min((one for one in fitting[capacity] if one), default=None)
+            if self._bytes + cost > self._budget and best is not None and best[0][0] <= need:
+                after, slot = heappop(best)
+                one = self._slots[slot]
+                self._evict(one)
+                self._bytes += cost - one.cost
+                one.cost = cost
+                if self._bytes > self._budget:
+                    after = max(after, self._make_room(heaps, 0, need))
+            else:
+                after = self._make_room(heaps, cost, need)
+                slot = self._new_slot(capacity, cost, after)
+                best, one = own[capacity], self._slots[slot]
+            found[n] = self._slot_of[blocks[n]] = slot
+            one.block, one.last, one.used_in = blocks[n], last[n], self.loop
+            heappush(best, (last[n] + 1, slot))
+            afters.append(after)
+        self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
+        return afters
+
+    def _free_slots(self) -> dict[int, list[tuple[int, int]]]:
+        """By capacity the slots that may be used again: (from which step on, slot), the earliest first."""
+        columns = np.array([(one.last, one.capacity, one.cost) for one in self._slots], np.int64).reshape(
+            -1, 3
+        )
+        last, capacity, cost = columns.T
+        used = (capacity > 0) | (cost > 0)
+        used[self._loads.running()] = False
+        heaps = {}
+        for size in np.unique(capacity[used]).tolist():
+            found = np.flatnonzero(used & (capacity == size))
+            found = found[np.argsort(last[found], kind="stable")]
+            heaps[size] = [
+                *zip((last[found] + 1).tolist(), found.tolist(), strict=True)
+            ]  # what is sorted is a heap
+        return heaps
+
+    def _make_room(self, heaps: dict[int, list[tuple[int, int]]], cost: int, need: int) -> int:
+        """Have slots of other sizes go until so many bytes more are within the budget, before step `need`.
+
+        Returns the step from which on they are gone; what one step needs may exceed the budget all the same.
+        """
+        after = 0
+        while self._bytes + cost > self._budget:
+            heap = min((one for one in heaps.values() if one), key=lambda one: one[0], default=None)
+            if heap is None or heap[0][0] > need:
+                break
+            free_at, slot = heappop(heap)
+            after = max(after, free_at)
+            self._dispose(slot, free_at)
+        return after
+
+    def _trim(self) -> None:
+        """Have free slots go while more is in memory than may be."""
+        self._let_go()
+        if self._bytes <= self._budget:
+            return
+        free = sorted(
+            (free_at, slot)
+            for heap in self._free_slots().values()
+            for free_at, slot in heap
+            if free_at <= self._now
+        )
+        for free_at, slot in free:
+            if self._bytes <= self._budget:
+                break
+            self._dispose(slot, free_at)
+
+    def _let_go(self) -> None:
+        self._leaving = [one for one in self._leaving if one[0] > self._now]
+
+    def _new_slot(self, capacity: int, cost: int, after: int) -> int:
+        """A slot of its own memory, or of none."""
+        if self._spare and self._spare[0][0] <= max(after, self._now):
+            _, slot = heappop(self._spare)
+        else:
+            slot = len(self._slots)
+            self._slots.append(_Slot())
+            if slot >= len(self.facts):
+                facts = np.zeros((max(1024, 2 * len(self.facts)), self.facts.shape[1]), np.int64)
+                self._loads.set_table(facts)
+                self.facts = facts
+        one = self._slots[slot]
+        one.capacity, one.cost = capacity, cost
+        one.loan = self._memory.lend(capacity, touched=False) if capacity else None
+        self._bytes += cost
+        return slot
+
+    def _evict(self, slot: _Slot) -> None:
+        """What is in a slot goes."""
+        if slot.block == _NOBODY:
+            return
+        del self._slot_of[slot.block]
+        self._counts.evictions += 1
+        if slot.used_in == self.loop:
+            self._dropped[slot.block] = self._loop_bytes
+        slot.block = _NOBODY
+
+    def _dispose(self, slot: int, free_at: int) -> None:
+        """A slot has no memory any more from a step on."""
+        one = self._slots[slot]
+        self._evict(one)
+        self._bytes -= one.cost
+        if free_at > self._now:
+            self._leaving.append((free_at, (one.loan, one.keep)))
+        one.loan, one.keep, one.cost, one.capacity = None, None, 0, 0
+        heappush(self._spare, (free_at, slot))
+
+    def _add(
+        self, blocks: Int64s, plain: NDArray[np.bool_], places: list[int], after: list[int], first: Int64s
+    ) -> int:
+        """Have blocks loaded to their slots; the number of the first of these jobs."""
+        if not places:
+            return self._added
+        slots = [self._slots[slot] for slot in places]
+        addresses = np.array([0 if one.loan is None else one.loan.address for one in slots], np.int64)
+        jobs = self._source.jobs(blocks, addresses, plain)
+        steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(places))
+        jobs[:, AFTER] = np.minimum(-(-np.array(after, np.int64) // steps) * steps, first)
+        jobs[:, SLOT] = places
+        number = int(self._loads.add(jobs))
+        for n, one in enumerate(slots, number):
+            one.job = n
+        self._added = number + len(places)
+        return number
+
+    def wait_for(self, jobs: int, timeout_s: float, on_stall: Callable[[float], None]) -> int:
+        """Until the first so many jobs are done; how many are."""
         started = time.perf_counter()
-
-        def is_over() -> bool:
-            return entry.task.is_over() or self._closed or stopped()
-
-        while not is_over():
-            with self._changed:
-                self._wanted = max(self._wanted, step)
-                self._waiting += 1
-                if self._wake_at is not None:
-                    self._changed.notify_all()
-                in_time = self._changed.wait_for(is_over, timeout_s)
-                self._waiting -= 1
-            if not in_time:
-                on_stall(time.perf_counter() - started)
-        if entry.task.error is not None:
-            raise entry.task.error
-        if entry.task.found is None:
+        while (done := self._loads.wait(jobs, timeout_s)) == -1:
+            on_stall(time.perf_counter() - started)
+        if done < 0:
             raise UsageError(_CLOSED)
+        return int(done)
 
     def advance(self, step: int) -> None:
         """Steps before this one are over."""
         self._now = step
-        wake_at = self._wake_at
-        if wake_at is not None and step >= wake_at:
-            with self._changed:
-                self._changed.notify_all()
+        self._loads.advance(step)
+        if self._leaving:
+            with self._lock:
+                self._let_go()
 
-    def wake(self) -> None:
-        """Let whoever waits look whether it was stopped."""
-        with self._changed:
-            self._changed.notify_all()
+    def wake(self, loop: int) -> None:
+        """This loop is stopped: nothing more is loaded for it, and whoever waits is told."""
+        with self._lock:
+            if loop == self.loop:
+                self._drop()
 
     # ---- loading
 
     def longest_load(self) -> tuple[int, float] | None:
-        """The first block of what is being loaded for the longest time, and when that began."""
-        loading = dict(self._loading)
-        task = min(loading, key=loading.__getitem__, default=None)
-        return None if task is None else (task.blocks[0], loading[task])
+        """What has been loading for the longest time: a block, and for how many seconds."""
+        found: tuple[int, float] | None = self._loads.longest()
+        return found
 
-    def _load_tasks(self) -> None:
-        """One task after the other, as long as there are any."""
-        while True:
-            with self._changed:
-                while self._ready and self._ready[0].error is not None:  # given up
-                    self._ready.popleft()
-                if self._closed or not self._ready:
-                    self._working -= 1
-                    return
-                task = self._ready.popleft()
-                task.has_begun = True
-            self._load(task)
-            del task  # whoever waits for another one keeps no blocks
+    def _load(self) -> None:
+        """A thread's life: it comes here only for blocks that need Python."""
+        while (job := self._loads.work()) is not None:
+            self._load_one(*job)
+            del job
 
-    def _load(self, task: _Task) -> None:
-        started = self._loading[task] = time.perf_counter()
-        found: list[GatherColumns | None] | None = None
-        size_of, loaded_size_of = self._source.size_of, self._source.loaded_size_of
+    def _load_one(self, number: int, slot: int, block: int, is_loaded: bool) -> None:
+        started, facts, columns, error = time.perf_counter(), None, None, None
         try:
-            found = [*self._source.load(task.blocks)]
-            sizes = list(map(size_of if task.is_near else loaded_size_of, task.blocks))
-        except BaseException as error:  # noqa: BLE001  raised where a step waits for it
-            task.error = error
-        finally:
-            del self._loading[task]
-        elapsed = time.perf_counter() - started
-        with self._changed:
-            self.counts.load_s += elapsed
-            if found is not None:
-                self.counts.block_loads += len(task.blocks)
-                self.counts.bytes_loaded += sum(sizes)
-                if not task.is_near:
-                    self._correct(task, sizes)
-                task.found = found
-            if self._waiting or self._coming:
-                self._changed.notify_all()
+            if is_loaded and (loan := self._slots[slot].loan) is not None:
+                facts = self._source.place(block, loan.address)
+            if facts is None:
+                columns, size = self._source.read(block)
+                facts = columns.facts
+        except BaseException as raised:  # noqa: BLE001  raised where a step waits for it
+            error = raised
+        with self._lock:
+            self._slots[slot].keep = columns
+            if error is not None and number >= self._nobodys:
+                self._failed[number] = slot, error
+            if columns is not None:
+                self._note_read(self._slots[slot], number, size, time.perf_counter() - started)
+        self._loads.finish(number, slot, facts)
 
-    def _whole_pages(self, size: int) -> int:
-        return -(-size // self._page) * self._page
+    def _note_read(self, slot: _Slot, number: int, size: int, seconds: float) -> None:
+        """From what a block could at most have been to what it is."""
+        counts = self._counts
+        counts.block_loads += 1
+        counts.bytes_loaded += size
+        counts.load_s += seconds
+        if slot.job == number and not slot.capacity and size < slot.cost:
+            self._bytes -= slot.cost - size
+            slot.cost = size
 
-    def _correct(self, task: _Task, sizes: Sequence[int]) -> None:
-        """From what the blocks of a task could at most have been to what they are: there may be room for another."""
-        before = self._bytes
-        for block, loaded in zip(task.blocks, sizes, strict=True):
-            entry, size = self._entries.get(block), self._whole_pages(loaded)
-            if (
-                entry is not None
-                and entry.task is task
-                and size < (noted := int(self._slots.size[entry.slot]))
-            ):
-                self._bytes -= noted - size
-                self._slots.size[entry.slot] = size
-        if self._bytes < before and self._wake_at is not None:
-            self._changed.notify_all()
-
-    # ---- room
-
-    def _make_room(self, need: int) -> bool:
-        wanted, self._coming = self._bytes + need - self._budget, False
-        if wanted <= 0:
-            return True
-        over = self._slots.over(self._now)
-        columns = (one[over].tolist() for one in (self._slots.block, self._slots.size, self._slots.used_in))
-        gone = []
-        for block, size, loop in zip(*columns, strict=True):
-            if wanted <= 0:
-                break
-            if not self._entries[block].task.is_over():
-                self._coming = True
-                continue
-            wanted -= size
-            if loop == self._loop:
-                self._dropped[block] = self._loop_bytes
-            gone.append(block)
-        self._remove(gone)
-        self.counts.evictions += len(gone)
-        return wanted <= 0
-
-    def _room_at(self, need: int) -> int:
-        """The step from which on there is room for so many bytes."""
-        found = self._slots.room_at(self._bytes + need - self._budget)
-        return self._planned if found is None else found
-
-    def _remove(self, blocks: Sequence[int]) -> None:
-        entries = [self._entries.pop(block) for block in blocks]
-        slots = [entry.slot for entry in entries]
-        self._bytes -= int(self._slots.size[slots].sum())
-        self._slots.give_back(slots)
-        for entry in entries:
-            if entry.task.found is not None:
-                entry.task.found[entry.position] = None  # what its task loaded beside it may stay
+    # ---- loops
 
     def count_anew(self) -> None:
         """From here on, what this loop asks for."""
@@ -504,50 +462,60 @@ class BlockWindow:
 
     def _count(self, missing: Sequence[int], need: int) -> None:
         dropped_at = [self._dropped[block] for block in missing if block in self._dropped]
-        self.counts.block_reloads += len(dropped_at)
+        self._counts.block_reloads += len(dropped_at)
         self.loop_reloads += len(dropped_at)
         self.loop_soon_again += sum(self._loop_bytes - at < self._budget for at in dropped_at)
         self.loop_loads += len(missing)
         self._loop_bytes += need
 
-    # ---- loops
-
     def begin_loop(self) -> int:
         """What is admitted from now on is for another loop, of this number; the one before it has ended."""
-        with self._changed:
+        with self.in_use, self._lock:
             self._end()
-            self._loop += 1
+            self.loop += 1
             self._dropped.clear()
             self._loop_bytes = 0
             self.count_anew()
-            return self._loop
+            return self.loop
 
     def mean_block(self) -> float:
         """Bytes of a block, of those that are there."""
-        with self._changed:
-            return self._bytes / max(1, len(self._entries))
+        return self._bytes / max(1, len(self._slot_of))
 
     def end_loop(self, loop: int) -> None:
         """No step of this loop needs anything any more; says nothing of one that was begun since.
 
         What was not begun is forgotten, what failed is tried again.
         """
-        with self._changed:
-            if loop == self._loop:
+        with self.in_use, self._lock:
+            if loop == self.loop:
                 self._end()
 
     def _end(self) -> None:
+        self._drop()
         self._now = self._planned
-        self._remove([block for block, entry in self._entries.items() if entry.task.give_up()])
-        self._changed.notify_all()
+        self._loads.advance(self._planned)
+        self._let_go()
+
+    def _drop(self) -> None:
+        """What was not loaded is not there, and nobody waits for it any more."""
+        begun = self._loads.drop()
+        lost = {*self._loads.running(), *(slot for slot, _ in self._failed.values())}
+        self._nobodys = self._added
+        for number, slot in enumerate(self._slots):
+            if slot.block != _NOBODY and (slot.job >= begun or number in lost):
+                del self._slot_of[slot.block]
+                slot.block = _NOBODY
+        self._failed.clear()
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what has, drop everything; may be called twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        with self._changed:
-            self._entries.clear()
-            self._slots = _Slots()
+        self._loads.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        with self.in_use, self._lock:
             self._bytes = 0
+            self._slots.clear()
+            self._slot_of.clear()
+            self._leaving, self._spare = [], []

@@ -28,13 +28,14 @@ try:
 except ImportError:  # not compiled where this was installed
     block_rows = plain_rows
 
-__all__ = ["DECIMALS", "Allocate", "GatherColumns", "RowAddresses", "is_only_copied", "rows_of"]
+__all__ = ["DECIMALS", "FACTS", "Allocate", "GatherColumns", "RowAddresses", "is_only_copied", "rows_of"]
 
 Int64s = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 """Memory for the rows of one field of one batch: `numpy.empty`, or what does the same."""
 
-_FACTS = 4  # per field of a block: addresses of values, or of starts, ends and data; bytes between rows
+FACTS = 4
+"""Per field of a block: addresses of values, or of starts, ends and data; bytes between rows."""
 DECIMALS = -8
 """Stands for the bytes between rows where a fixed-size field lies in its block as decimal texts, as in our tars: the
 addresses are then those of starts, ends and data."""
@@ -70,16 +71,6 @@ class GatherColumns:
                 facts.extend(self._add_variable(column))
         self.facts = facts.tobytes()
 
-    @classmethod
-    def of_facts(cls, facts: bytes, keep: Any) -> GatherColumns:
-        """The same from what is known already: int64 rows, and per field the addresses and the bytes between rows.
-
-        `keep` holds what the addresses refer to.
-        """
-        self = cls.__new__(cls)
-        self.facts, self._keep = facts, keep
-        return self
-
     def _add_fixed(self, values: NDArray[Any]) -> tuple[int, int, int, int]:
         if values.size and not values[0].flags.c_contiguous:
             values = np.ascontiguousarray(values)
@@ -109,13 +100,12 @@ def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
 
 
 class RowAddresses:
-    """Where the rows of a group of steps lie, as far as its blocks are there; `take` copies some of them.
+    """Where the rows of a group of steps lie; `take` copies some of them.
 
     Args:
         schema: types of the fields.
         fields: which of them to gather; the order of `GatherColumns`.
-        blocks: how many blocks the group has.
-        which: (n,) int64, the block of each row.
+        which: (n,) int64, the slot of the block of each row.
         row: (n,) int64, row inside the block.
         allocate: makes the arrays that `take` fills.
     """
@@ -124,32 +114,23 @@ class RowAddresses:
         self,
         schema: Schema,
         fields: Sequence[str],
-        blocks: int,
         which: Int64s,
         row: Int64s,
         allocate: Allocate = np.empty,
     ) -> None:
-        self._allocate = allocate
-        self._fields = [_Gathered.of(n, name, schema[name]) for n, name in enumerate(fields)]
-        self._which, self._row = which, row
-        self._facts = np.empty((blocks, 1 + _FACTS * len(fields)), np.int64)
-        self._blocks: list[GatherColumns | None] = [None] * blocks  # what the addresses refer to
+        self._allocate, self._which, self._row = allocate, which, row
+        self._names = list(fields)
+        gathered = [_Gathered.of(n, name, schema[name]) for n, name in enumerate(fields)]
+        self._fixed = [one for one in gathered if one.is_fixed]
+        self._others = [one for one in gathered if not one.is_fixed]
+        self._columns = tuple(one.column for one in self._fixed)
 
-    def add(self, first: int, blocks: Sequence[GatherColumns]) -> None:
-        """Blocks number `first` … are loaded, and kept alive until they are dropped."""
-        if blocks:
-            end = first + len(blocks)
-            facts = np.frombuffer(b"".join([one.facts for one in blocks]), np.int64)
-            self._facts[first:end] = facts.reshape(len(blocks), -1)
-            self._blocks[first:end] = blocks
+    def take(self, facts: Int64s, borders: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows `borders[i]` … `borders[i + 1] - 1` for each i, in buffers of their own.
 
-    def drop(self, places: Sequence[int]) -> None:
-        """No row of these blocks is taken any more."""
-        for place in places:
-            self._blocks[place] = None
-
-    def take(self, borders: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows `borders[i]` … `borders[i + 1] - 1` for each i, of blocks that are there, in buffers of their own.
+        Args:
+            facts: (slots, 1 + 4 · fields) of blocks that are there, and stay as they are until this returns.
+            borders: ascending.
 
         Returns:
             Per field a fresh array (n, *shape), a list (bytes, str, json, lists), or for ragged fields (values,
@@ -159,35 +140,39 @@ class RowAddresses:
         Raises:
             FormatError: a row number is past the end of its block, or a number is none of the field's type.
         """
-        parts: list[dict[str, Any]] = [{} for _ in borders[1:]]
-        for one in self._fields:
-            columns = self._fixed(one, borders) if one.is_fixed else self._variable(one, borders)
-            for part, column in zip(parts, columns, strict=True):
-                part[one.name] = column
-        return parts
+        found: dict[str, list[Any]] = {}
+        if self._fixed:
+            found |= self._take_fixed(facts, borders)
+        for one in self._others:
+            found[one.name] = self._variable(facts, one, borders)
+        return [{name: found[name][part] for name in self._names} for part in range(len(borders) - 1)]
 
-    def _fixed(self, one: _Gathered, borders: Sequence[int]) -> list[NDArray[Any]]:
-        shape, dtype = one.type.shape, one.dtype
-        targets = [self._allocate((b - a, *shape), dtype) for a, b in pairwise(borders)]
+    def _take_fixed(self, facts: Int64s, borders: Sequence[int]) -> dict[str, list[Any]]:
+        counts = [b - a for a, b in pairwise(borders)]
+        targets = [self._allocate((n, *one.type.shape), one.dtype) for one in self._fixed for n in counts]
         which, row = self._which[borders[0] : borders[-1]], self._row[borders[0] : borders[-1]]
-        if block_rows.gather_rows(targets, self._facts, which, row, one.column) != block_rows.COPIED:
-            for target, (a, b) in zip(targets, pairwise(borders), strict=True):
-                self._parse(one, target, a, b)
-        return targets
+        found = {
+            one.name: targets[n * len(counts) : (n + 1) * len(counts)] for n, one in enumerate(self._fixed)
+        }
+        if block_rows.gather_rows(targets, facts, which, row, self._columns) != block_rows.COPIED:
+            for one in self._fixed:
+                for target, (a, b) in zip(found[one.name], pairwise(borders), strict=True):
+                    self._parse(facts, one, target, a, b)
+        return found
 
-    def _parse(self, one: _Gathered, target: NDArray[Any], first: int, end: int) -> None:
+    def _parse(self, facts: Int64s, one: _Gathered, target: NDArray[Any], first: int, end: int) -> None:
         """Rows of which some lie as decimal texts."""
         row = self._row[first:end]
-        values, ends, data, pitch = self._facts_of(one, first, end)
+        values, ends, data, pitch = self._facts_of(facts, one, first, end)
         addresses, texts = values + row * pitch, pitch == DECIMALS
         offsets = 8 * row[texts]
         parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
         addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
         block_rows.copy_rows(target, addresses, one.type.item_bytes)
 
-    def _variable(self, one: _Gathered, borders: Sequence[int]) -> list[Any]:
+    def _variable(self, facts: Int64s, one: _Gathered, borders: Sequence[int]) -> list[Any]:
         row = self._row[borders[0] : borders[-1]]
-        values, ends, data, _ = self._facts_of(one, borders[0], borders[-1])
+        values, ends, data, _ = self._facts_of(facts, one, borders[0], borders[-1])
         starts = _int64s(values + 8 * row)
         addresses, sizes = data + starts, _int64s(ends + 8 * row) - starts
         places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]
@@ -198,14 +183,14 @@ class RowAddresses:
         objects = _objects(one.name, one.type, addresses, sizes)
         return [objects[place] for place in places]
 
-    def _facts_of(self, one: _Gathered, first: int, end: int) -> Int64s:
+    def _facts_of(self, table: Int64s, one: _Gathered, first: int, end: int) -> Int64s:
         """(4, n) the numbers of a field, of the block of each row; see `GatherColumns`."""
-        facts, row = self._facts[self._which[first:end]], self._row[first:end]
+        facts, row = table[self._which[first:end]], self._row[first:end]
         if len(row) and (int(row.min()) < 0 or bool((row >= facts[:, 0]).any())):
             raise FormatError(
                 "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
             )
-        return facts[:, 1 + _FACTS * one.column : 1 + _FACTS * (one.column + 1)].T
+        return facts[:, 1 + FACTS * one.column : 1 + FACTS * (one.column + 1)].T
 
 
 class _Gathered(NamedTuple):

@@ -98,8 +98,11 @@ class LiveLoader:
 
         def of_blocks(name: str, default: Any) -> Callable[[], Any]:
             def read() -> Any:
-                times = None if self.resources is None else self.resources.times
-                return default if times is None else getattr(times, name)()
+                resources = self.resources
+                if resources is None or resources.times is None:
+                    return default
+                resources.note_times()
+                return getattr(resources.times, name)()
 
             return read
 

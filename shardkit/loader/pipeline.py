@@ -39,7 +39,7 @@ T = TypeVar("T")
 _GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
 # A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
 _INLINE_BYTES = 8 << 20
-_TOGETHER_BYTES, _TOGETHER_STEPS = 2 << 20, 8
+_TOGETHER_BYTES, _TOGETHER_STEPS = 1 << 20, 8
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
@@ -204,11 +204,14 @@ class Pipeline:
 
     def _stop(self) -> None:
         self._stopping.set()
-        self._resources.window.wake()
+        self._resources.window.wake(self._loop)
 
     def _report(self, waited: float, stage: str) -> None:
         self._counts.stalls += 1
         self._watchdog.stalled(waited, stage, self._current)
+
+    def _report_load(self, waited: float) -> None:
+        self._report(waited, "load")
 
     # ---- plan and load
 
@@ -232,27 +235,26 @@ class Pipeline:
                 self._counts.plan_s += time.perf_counter() - started
                 self._watchdog.admitted()
                 yield admitted
-                self._resources.window.load(admitted)
 
     def _plan(self, numbers: range) -> StepGroup:
         plan, times = self._setup.plan, self._resources.times
         found = plan_group(plan, self._setup.sources.rows.locate, self._lanes, numbers)
         if times is not None:
-            times.expect(found.blocks, first_lanes(found, plan.cell_size))
+            times.expect(found.blocks.tolist(), first_lanes(found, plan.cell_size))
         return found
 
     def _admit(self, planned: StepGroup) -> tuple[GroupBlocks, StepGroup | None]:
         """As many steps as there is room for, and the others."""
         window = self._resources.window
-        sizes, held = window.sizes(planned.blocks)
+        sizes, plain, held = window.sizes(planned)
         steps, needed = steps_that_fit(planned, sizes, held, window.budget)
         if needed > window.budget:
             if self._resources.make_room(needed):
                 return self._admit(planned)
             self._watchdog.over_memory(planned.numbers[0], needed)
         group, rest = planned.split(steps)
-        needed_first = sizes[: len(group.blocks)]  # blocks are in the order of first need
-        return window.admit(group, needed_first, self._stopping.is_set), rest
+        count = len(group.blocks)  # they are in the order of first need
+        return window.admit(group, sizes[:count], plain[:count], self._stopping.is_set), rest
 
     # ---- gather and transform
 
@@ -299,26 +301,20 @@ class Pipeline:
     def _begin(self, needed: GroupBlocks) -> Iterator[_BegunStep]:
         """The steps of a group, in order, each as soon as its blocks are there."""
         group, counts, setup = needed.group, self._counts, self._setup
-        rows = RowAddresses(
-            setup.sources.schema, setup.fields, len(needed), group.which, group.row, self._allocate
-        )
+        rows = RowAddresses(setup.sources.schema, setup.fields, needed.which, group.row, self._allocate)
         borders, stall_s, offset = group.borders.tolist(), setup.config.stall_s, 0
 
         while offset < len(group.numbers):
             started = time.perf_counter()
-            steps, first, blocks = needed.wait(
-                offset, self._together, stall_s, lambda waited: self._report(waited, "load")
-            )
-            rows.add(first, blocks)
+            steps = needed.wait(offset, self._together, stall_s, self._report_load)
             counts.load_wait_s += time.perf_counter() - started
             lane_counts = group.lane_counts[offset : steps.stop].tolist()
             cells = lane_counts if setup.config.by_cell else [[sum(one)] for one in lane_counts]
             ends = list(accumulate(chain.from_iterable(cells), initial=borders[offset]))
             started = time.perf_counter()
-            taken = zip(pairwise(ends), map(setup.missing.split, rows.take(ends)), strict=True)
+            found = needed.take(steps, ends, rows)
+            taken = zip(pairwise(ends), map(setup.missing.split, found), strict=True)
             counts.gather_s += time.perf_counter() - started
-            rows.drop(needed.done(steps))
-            # those of the steps are kept by `rows`, those of other steps by their window alone
             for step, of_lanes, sizes in zip(steps, lane_counts, cells, strict=True):
                 parts, number, size = [], group.numbers[step], sum(sizes)
                 for lane in self._lanes if setup.config.by_cell else [-1]:

@@ -206,19 +206,19 @@ class RemoteBlocks:
         plan, stride, loop = self._plan, self._config.stride, self._plan.loop_steps
         most = max(1, _GROUP_ROWS // max(1, plan.cell_size * len(self._lanes)))
         step, size = first, 1
-        before: set[int] = set()
+        before = np.zeros(0, np.int64)
         while True:
             end = min(step + size * stride, (step // loop + 1) * loop)
             numbers = range(step, end, stride)
             group = plan_group(plan, self._rows.locate, self._lanes, numbers)
-            if not group.blocks and not len(group.samples):
+            if not len(group.samples):
                 return
             _, rows = np.unique(group.which, return_index=True)
             steps = np.asarray(numbers)[np.searchsorted(group.borders, rows, side="right") - 1]
-            new = np.array([block not in before for block in group.blocks], dtype=bool)
-            yield steps[new], np.array(group.blocks, dtype=np.int64)[new]
+            new = ~np.isin(group.blocks, before)
+            yield steps[new], group.blocks[new]
             step = numbers[-1] + stride
-            before = set(group.blocks) if step % loop >= stride else set()
+            before = group.blocks if step % loop >= stride else before[:0]
             size = min(most, size * 4)
 
 

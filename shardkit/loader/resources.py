@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ShardkitError
 from shardkit.ledger import Journal
+from shardkit.loader import gather
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory
-from shardkit.loader.block_window import BlockSource, BlockWindow
-from shardkit.loader.gather import Allocate
+from shardkit.loader.block_window import BlockWindow
+from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.settings import LoaderSetup, Sources
 from shardkit.loader.transforms import RowFunction
@@ -71,44 +68,24 @@ class LoaderResources:
         # What steps do not need any more is kept where it cost a network to have it, or where any step may need it.
         self._fills = self.remote is not None or plan.settings.shuffle == "full"
         start = memory if self._fills or self._bound is None else needed
-        reader, rows = (self.remote or sources).reader, sources.rows
-
-        has_file = lru_cache(maxsize=1 << 16)(reader.has_file)
-
-        def size_of(block: int) -> int:
-            shard, inside = rows.shard_of_block(block)
-            with contextlib.suppress(ShardkitError):  # loading the block says what is wrong
-                if has_file(shard):
-                    return reader.raw_size(shard, inside)
-            return sources.block_bytes(block)
-
-        def near(blocks: Sequence[int]) -> bool:
-            shards = np.searchsorted(rows.shard_first_block, blocks, side="right") - 1
-            return all(map(has_file, set(shards.tolist())))
+        reader = (self.remote or sources).reader
 
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
-        if config.run is not None and config.telemetry is not None:
-            self.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], has_file)
         self._memory = BlockMemory(start)
         self._batch_memory = BlockMemory(0, inherited=True)
-        load = self._load = BlockLoading(sources, reader, setup.fields, self._memory, self.times)
+        width = 1 + FACTS * len(setup.fields)
+        timed = config.run is not None and config.telemetry is not None
+        self._loads = gather.block_rows.Loads(width, timed)
+        load = self._load = BlockLoading(sources, reader, setup.fields, self._memory.take, self._loads)
+        if timed:
+            self.times = load.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], load.has_file)
 
         raise_file_limit()
         if start >= _ROOMY_BYTES:
             _keep_freed_memory()
         self._threads = config.threads or _default_threads()
-        self.window = BlockWindow(
-            BlockSource(
-                load=load,
-                size_of=lru_cache(maxsize=1 << 16)(size_of),
-                loaded_size_of=lambda block: reader.raw_size(*rows.shard_of_block(block)),
-                near=near,
-            ),
-            start,
-            self._threads,
-            page=mmap.PAGESIZE,
-        )
+        self.window = BlockWindow(load, self._loads, self._memory, start, self._threads, width)
         self.workers: Executor | None = None
         if function is not None:
             self.workers = open_workers(config.workers, self._threads, function)
@@ -136,6 +113,11 @@ class LoaderResources:
     def bound(self, num_bytes: int) -> None:
         self._bound = num_bytes
         self.memory = num_bytes if self._fills else min(self.memory, num_bytes)
+
+    def note_times(self) -> None:
+        """Tell `times` of what was loaded without the interpreter."""
+        if self.times is not None:
+            self._load.note_times()
 
     def make_room(self, num_bytes: int) -> bool:
         """Have room for so many bytes and, within the bound, half as many beside them.

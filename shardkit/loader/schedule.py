@@ -44,7 +44,7 @@ class StepGroup(NamedTuple):
     borders: Int64s  # (steps + 1,)
     block_of: Int64s  # (n,) dataset-wide block number
     row: Int64s  # (n,) row inside the block
-    blocks: list[int]  # the distinct blocks, in the order in which steps first need them
+    blocks: Int64s  # the distinct blocks, in the order in which steps first need them
     which: Int64s  # (n,) index into `blocks`
     first: Int64s  # (blocks,) the place in `numbers` of the first step that needs each
     last: Int64s  # (blocks,) and of the last one
@@ -86,7 +86,7 @@ def group_rows(
     rank[by_deadline] = np.arange(len(by_deadline))
     first, last = (np.searchsorted(borders, one[by_deadline], side="right") - 1 for one in (first, last))
     return StepGroup(
-        numbers, samples, slots, lane_counts, borders, block_of, row, blocks[by_deadline].tolist(), rank[which],
+        numbers, samples, slots, lane_counts, borders, block_of, row, blocks[by_deadline], rank[which],
         first, last,
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from typing import Any, Final
 
@@ -46,10 +45,10 @@ class Watchdog:
         if at is not None:
             facts |= {"stage": "transform", "step": at[0], "sample": at[1]}
         elif loading is not None:
-            block, began = loading
+            block, seconds = loading
             shard, inside = sources.rows.shard_of_block(block)
             facts |= {"stage": "load", "shard": sources.reader.shard_name(shard), "block": inside,
-                      "loading_s": round(time.perf_counter() - began, 1)}  # fmt: skip
+                      "loading_s": round(seconds, 1)}  # fmt: skip
             facts |= self._needed_by(block, group)
         elif group is not None:
             facts["step"] = group.numbers[0]
@@ -109,9 +108,10 @@ class Watchdog:
         )
 
     def _needed_by(self, block: int, group: StepGroup | None) -> dict[str, Any]:
-        if group is None or block not in group.blocks:
+        rows = np.zeros(0, np.int64) if group is None else np.flatnonzero(group.block_of == block)
+        if group is None or not len(rows):
             return {}
-        first = int(np.flatnonzero(group.which == group.blocks.index(block))[0])
+        first = int(rows[0])
         step = int(np.searchsorted(group.borders, first, side="right")) - 1
         return {"step": group.numbers[step], "lane": int(group.slots[first]) // self._setup.plan.cell_size}
 

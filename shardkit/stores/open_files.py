@@ -12,7 +12,8 @@ from typing import Final
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
 
 MOST_OPEN_FILES: Final = 64
-"""Files of this process that stay open for the next read; each reading thread may hold one more."""
+"""Files of this process that stay open for the next read, here and where block_rows.c reads, a half each; each reading
+thread may hold one more."""
 
 _ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 
@@ -32,7 +33,7 @@ class OpenFiles:
     A descriptor may outlive its name: whoever finds wrong bytes calls `forget`, and reads what is there by then.
     """
 
-    def __init__(self, most: int = MOST_OPEN_FILES) -> None:
+    def __init__(self, most: int = MOST_OPEN_FILES // 2) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._files: OrderedDict[str, _File] = OrderedDict()

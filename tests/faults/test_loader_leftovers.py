@@ -281,7 +281,9 @@ def test_a_loader_may_be_collected_on_a_thread_of_its_own(ds: shardkit.Dataset) 
     next(iter(loader))
     resources = loader.resources
     assert resources is not None
-    ended = resources.window._pool.submit(resources.close_unwatched)
-    ended.result(timeout=30)
+    collecting = threading.Thread(target=resources.close_unwatched, name="shardkit-blocks-0")
+    collecting.start()
+    collecting.join(timeout=30)
+    assert not collecting.is_alive()
     loader.close()
     _until_ended(before)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.loader import block_loading, gather, plain_rows
+from shardkit.loader import gather, plain_rows
 
 
 @pytest.fixture(scope="module", params=["compiled", "in Python"])
@@ -18,7 +18,6 @@ def copies(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in Python":
             patch.setattr(gather, "block_rows", plain_rows)
-            patch.setattr(block_loading, "block_rows", plain_rows)
         elif gather.block_rows is plain_rows:
             pytest.skip("the module is not compiled here")
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from ctypes import string_at
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import FormatError
-from shardkit.formats import BlockSpan, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
-from shardkit.loader import block_loading, gather, plain_rows
-from shardkit.loader.block_loading import placer_of, read_together
-from shardkit.loader.block_memory import BlockMemory, Loan
+from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
+from shardkit.loader import gather, plain_rows
+from shardkit.loader.block_loading import BLOCK, FILE, JOB, LAYOUT, LAYOUT_SIZE, Layouts, PlainShard
 from shardkit.loader.gather import GatherColumns, RowAddresses
+from tests.property.facts_of_blocks import table
 
 FIELDS = {
     "image": "bytes",
@@ -56,26 +57,29 @@ class StoredBlock(NamedTuple):
     shard: ShardIndex
     block: int
 
-    def placed(self, fields: list[str]) -> GatherColumns | None:
-        """The short way."""
-        placer = placer_of(self.shard, fields)
-        if placer is None:
+    def placed(self, fields: list[str], layouts: Layouts) -> np.ndarray[Any, Any] | None:
+        """The short way: from what was known before, where it begins as was thought, as `Loads` sees."""
+        shard = PlainShard.of(self.shard, fields, 0, layouts)
+        if shard is None:
             return None
-        array = np.frombuffer(self.view, np.uint8)
-        memory = Loan(array.ctypes.data, len(array), array, None)
-        return placer.place(self.block, memory)
+        address = np.frombuffer(self.view, np.uint8).ctypes.data
+        job = shard.jobs(np.array([self.block]), np.array([address]))[0]
+        size = int(job[LAYOUT_SIZE])
+        if size >= 0 and string_at(address, size) == string_at(int(job[LAYOUT]), size):
+            facts: np.ndarray[Any, Any] = job[JOB:]
+            return facts
+        found = shard.place(self.block, address)
+        return None if found is None else np.frombuffer(found, np.int64)
 
 
 def _rows(
     schema: Schema,
     fields: list[str],
-    blocks: list[GatherColumns],
+    facts: np.ndarray[Any, Any],
     which: np.ndarray[Any, Any],
     row: np.ndarray[Any, Any],
 ) -> dict[str, Any]:
-    rows = RowAddresses(schema, fields, len(blocks), which, row)
-    rows.add(0, blocks)
-    return rows.take([0, len(which)])[0]
+    return RowAddresses(schema, fields, which, row).take(facts, [0, len(which)])[0]
 
 
 def _stored(format: str, names: list[str], sizes: list[int]) -> list[StoredBlock]:
@@ -107,19 +111,20 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     stored = _stored(format, names, sizes)
     fields = data.draw(st.permutations(names))
-    long_way = [GatherColumns(read_block(one.view, one.shard, one.block), fields) for one in stored]
-    short_way = [one.placed(fields) for one in stored]
+    kept = [GatherColumns(read_block(one.view, one.shard, one.block), fields) for one in stored]
+    long_way, layouts = table(kept), Layouts(stored[0].shard.schema, fields)
+    short_way = [one.placed(fields, layouts) for one in stored]
     assert all((one is not None) == SHORT_WAY[format].issuperset(fields) for one in short_way)
     # some blocks by the one way and some by the other, as where a dataset has parts
-    mixed = [short or long for short, long in zip(short_way, long_way, strict=True)]
+    mixed = [long if short is None else short for short, long in zip(short_way, long_way, strict=True)]
     which = np.array(data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)), dtype=np.int64)
     row = np.array([data.draw(st.integers(0, sizes[block] - 1)) for block in which], dtype=np.int64)
-    chosen = [mixed[n] if data.draw(st.booleans()) else long_way[n] for n in range(len(sizes))]
+    chosen = np.stack([mixed[n] if data.draw(st.booleans()) else long_way[n] for n in range(len(sizes))])
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(gather, "block_rows", plain_rows)
         schema = stored[0].shard.schema
-        expected, found = (_rows(schema, fields, blocks, which, row) for blocks in (long_way, chosen))
+        expected, found = (_rows(schema, fields, facts, which, row) for facts in (long_way, chosen))
     for name in fields:
         if isinstance(expected[name], np.ndarray):
             assert found[name].dtype == expected[name].dtype
@@ -132,21 +137,31 @@ def test_the_short_way_finds_the_same_rows(format: str, compiled: bool, data: st
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_every_flipped_byte_is_noticed_by_reading_together(
-    tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(block_loading, "block_rows", plain_rows)
+def test_every_flipped_byte_is_noticed_without_the_interpreter(tmp_path: Path, compiled: bool) -> None:
     data = bytearray(np.random.default_rng(0).bytes(900))
     path = tmp_path / "shard"
     path.write_bytes(data)
-    blocks = [
-        ((str(path), 900), BlockSpan(first, 300, 300, xxh3(data[first : first + 300]), 0, 1))
-        for first in (0, 300, 600)
-    ]
+    spans = [(first, xxh3(data[first : first + 300])) for first in (0, 300, 600)]
+    loads = (gather.block_rows if compiled else plain_rows).Loads(1)
+    into, facts = np.zeros((3, 300), np.uint8), np.zeros((3, 1), np.int64)
+    loads.set_table(facts)
+    assert loads.add_file(str(path), 900) == 0
 
     def intact() -> list[bool]:
-        return [one is not None for one in read_together(blocks, BlockMemory(1 << 20))]
+        """By one thread, which is here; what is not intact is the caller's."""
+        facts[:] = 0
+        jobs = [
+            [0, first, 300, into[n].ctypes.data, expected, 0, n, n, 0, 0, 7]
+            for n, (first, expected) in enumerate(spans)
+        ]
+        end = loads.add(np.array(jobs, np.uint64).view(np.int64)) + 3
+        loads.add(np.array([[-1, *[0] * 10]]))  # the caller's: all before it are done
+        while (job := loads.work())[0] != end:
+            assert job[3] is False
+            loads.finish(job[0], job[1], None)
+        loads.finish(end, 0, None)
+        assert loads.wait(end + 1, 1) == end + 1
+        return [bool(one == 7) for one in facts[:, 0]]
 
     assert intact() == [True, True, True]
     with path.open("r+b", buffering=0) as file:
@@ -157,6 +172,7 @@ def test_every_flipped_byte_is_noticed_by_reading_together(
                 assert intact() == [True, byte == data[place], True]
         file.truncate(700)
     assert intact()[2] is False
+    loads.close()
 
 
 @pytest.mark.parametrize("text", [b"01", b"-0", b"+1", b" 1", b"1.", b"9223372036854775808", b"-", b"1" * 20])
@@ -168,11 +184,11 @@ def test_a_number_that_no_writer_writes_is_refused(text: bytes) -> None:
     stored.view[begin : begin + len(text)] = text
     ends.flags.writeable = True
     ends[0] = begin + len(text)
-    placed = stored.placed(["label"])
+    placed = stored.placed(["label"], Layouts(stored.shard.schema, ["label"]))
     assert placed is not None
     zero = np.zeros(1, dtype=np.int64)
     with pytest.raises(FormatError, match="label"):
-        _rows(stored.shard.schema, ["label"], [placed], zero, zero)
+        _rows(stored.shard.schema, ["label"], placed[None], zero, zero)
 
 
 def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
@@ -183,10 +199,10 @@ def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
         column.flags.writeable = True
     starts[0], ends[0] = 0, 1  # as a hostile index may say; in front of a map there may be no memory
     stored.view[0:1] = b"7"
-    placed = stored.placed(["label"])
+    placed = stored.placed(["label"], Layouts(stored.shard.schema, ["label"]))
     assert placed is not None
     rows = np.arange(70, dtype=np.int64)
-    found = _rows(stored.shard.schema, ["label"], [placed], np.zeros_like(rows), rows)["label"]
+    found = _rows(stored.shard.schema, ["label"], placed[None], np.zeros_like(rows), rows)["label"]
     assert found[0] == 7
     assert found[1:].tolist() == [_sample(n)["label"] for n in range(1, 70)]
 
@@ -202,16 +218,14 @@ def test_a_block_is_verified_once_whichever_way_it_goes(
         verified.append(block)
         verify_block(stored, index, block, **how)
 
-    def together(blocks: Any, memory: Any) -> Any:
-        found = read_together(blocks, memory)
-        assert all(one is not None for one in found)
-        offsets = [span.offset for span in ds.reader.index(0).spans]
-        verified.extend(offsets.index(span.offset) for _, span in blocks)
-        return found
+    class Loads(gather.block_rows.Loads):  # type: ignore[misc]  # either module's
+        def add(self, jobs: Any) -> Any:
+            verified.extend(jobs[jobs[:, FILE] >= 0, BLOCK].tolist())
+            return super().add(jobs)
 
     verify_block = reading.verify_block
     monkeypatch.setattr(reading, "verify_block", verify)
-    monkeypatch.setattr(block_loading, "read_together", together)
+    monkeypatch.setattr(gather.block_rows, "Loads", Loads)
     schema = {name: FIELDS[name] for name in fields}
     with shardkit.create(tmp_path / "root", schema=schema, format=format, block_size="4KiB") as writer:
         for number in range(300):
@@ -220,6 +234,7 @@ def test_a_block_is_verified_once_whichever_way_it_goes(
     verified.clear()
     with ds.loader(ds.plan(global_batch=10), tensors=False) as loader:
         assert sum(len(batch.samples) for batch in loader) == 300
+        assert loader.stats()["block_loads"] == len(verified)
     assert ds.manifest.shards == 1
     assert sorted(verified) == list(range(max(verified) + 1))
     assert len(verified) > 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.loader import block_loading, gather, plain_rows
+from shardkit.loader import gather, plain_rows
 
 block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
 
@@ -34,73 +35,152 @@ def _spans(pieces: list[bytes]) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[A
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """An open file that holds BYTES."""
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that holds BYTES."""
     path = tmp_path_factory.mktemp("file") / "bytes"
     path.write_bytes(BYTES.tobytes())
-    descriptor = os.open(path, os.O_RDONLY)
-    yield descriptor
-    os.close(descriptor)
+    return path
 
 
-def _load(file: int, spans: list[tuple[int, int]], *way: int) -> tuple[bytes, list[bytes]]:
-    """(states, what was read) of spans of a file, each with the hash that it should have."""
-    into = [np.zeros(max(1, size), np.uint8) for _, size in spans]
-    hashes = [xxhash.xxh3_64_intdigest(BYTES[first : first + size].data) for first, size in spans]
-    columns = [
-        [file] * len(spans),
-        [first for first, _ in spans],
-        list(map(_address, into)),
-        [s for _, s in spans],
+def _loads(rows: Any, slots: int, **options: Any) -> Any:
+    """Loads into a table of one column."""
+    loads = rows.Loads(1, **options)
+    loads.set_table(np.zeros((slots, 1), np.int64))
+    return loads
+
+
+def _job(file: int, offset: int, into: np.ndarray[Any, Any], expected: int, slot: int = 0) -> list[int]:
+    signed = expected - (expected >> 63 << 64)
+    return [file, offset, len(into), _address(into), signed, 0, slot, 0, 0, 0, 1]
+
+
+def _load(
+    rows: Any,
+    path: Path,
+    spans: list[tuple[int, int]],
+    hashes: list[int],
+    size: int = len(BYTES),
+    **options: Any,
+) -> tuple[list[bool], list[bytes]]:
+    """(which are intact, what was read) of spans of a file, loaded by this thread."""
+    loads = _loads(rows, len(spans) + 1, **options)
+    into = [np.zeros(size, np.uint8) for _, size in spans]
+    loads.add_file(str(path), size)
+    jobs = [
+        _job(0, first, one, expected, n)
+        for n, ((first, _), one, expected) in enumerate(zip(spans, into, hashes, strict=True))
     ]
-    arrays = [np.array(column, np.int64) for column in columns]
-    states = block_rows.load_blocks(*arrays, np.array(hashes, np.uint64), *way)
-    return states, [one.tobytes() for one in into]
+    jobs.append(_job(-1, 0, np.zeros(1, np.uint8), 0, len(spans)))
+    assert loads.add(np.array(jobs)) == 0
+    intact = [True] * len(spans)
+    while (job := loads.work())[0] < len(spans):
+        intact[job[1]] = job[3]
+        loads.finish(job[0], job[1], None)
+    loads.finish(*job[:2], None)
+    assert loads.wait(len(jobs), 1) == len(jobs)
+    loads.close()
+    return intact, [one.tobytes() for one in into]
+
+
+def _hashes(spans: list[tuple[int, int]]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(BYTES[first : first + size].data) for first, size in spans]
 
 
 @settings(max_examples=200, deadline=None)
 @given(spans=st.lists(st.tuples(st.integers(0, 900), st.integers(241, 9000)), max_size=6))
-def test_blocks_are_read_and_hash_to_what_the_package_says(file: int, spans: list[tuple[int, int]]) -> None:
-    states, found = _load(file, spans)
-    assert states == bytes(len(spans))
+def test_blocks_are_read_and_hash_to_what_the_package_says(file: Path, spans: list[tuple[int, int]]) -> None:
+    states, found = _load(block_rows, file, spans, _hashes(spans))
+    assert all(states)
     assert found == [BYTES[first : first + size].tobytes() for first, size in spans]
 
 
 @pytest.mark.parametrize("way", range(block_rows.ways()))
-def test_every_way_gives_the_hashes_of_the_package(file: int, way: int) -> None:
+def test_every_way_gives_the_hashes_of_the_package(file: Path, way: int) -> None:
     spans = [(0, size) for size in [*range(241, 2400), 4096, 65_535, 65_536, 1 << 20]]
-    assert _load(file, spans, way)[0] == bytes(len(spans))
+    assert all(_load(block_rows, file, spans, _hashes(spans), way=way)[0])
 
 
-def test_what_is_wrong_or_cannot_be_read_is_told_apart(file: int) -> None:
-    into, hashes = np.zeros(500, np.uint8), np.array([1], np.uint64)
-    one = [np.array([value], np.int64) for value in (file, 100, _address(into), 500)]
-    assert block_rows.load_blocks(*one, hashes) == b"\1"
-    assert into.tobytes() == BYTES[100:600].tobytes()
-    one[1][0] = len(BYTES) - 499
-    assert block_rows.load_blocks(*one, hashes) == b"\2"  # the file ends before
-    closed = os.dup(file)
-    os.close(closed)
-    one[0][0], one[1][0] = closed, 0
-    assert block_rows.load_blocks(*one, hashes) == b"\2"
+@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
+def test_what_is_wrong_or_cannot_be_read_is_the_callers(file: Path, tmp_path: Path, rows: Any) -> None:
+    (right,) = _hashes([(100, 500)])
+    assert _load(rows, file, [(100, 500)], [right])[0] == [True]
+    assert _load(rows, file, [(100, 500)], [right ^ 1])[0] == [False]
+    assert _load(rows, file, [(len(BYTES) - 499, 500)], [right])[0] == [False]  # the file ends before
+    assert _load(rows, file, [(100, 500)], [right], size=len(BYTES) - 1)[0] == [False]  # another file
+    assert _load(rows, tmp_path / "gone", [(100, 500)], [right])[0] == [False]
+    (tmp_path / "link").symlink_to(file)
+    assert _load(rows, tmp_path / "link", [(100, 500)], [right])[0] == [False]
 
 
 def test_blocks_that_no_page_holds_are_read_like_others(tmp_path: Path) -> None:
     path = tmp_path / "cold"
     path.write_bytes(BYTES.tobytes() * 64)
     spans = [(len(BYTES) * n, len(BYTES)) for n in range(64)]
-    into = [np.zeros(size, np.uint8) for _, size in spans]
-    columns = [[first for first, _ in spans], list(map(_address, into)), [size for _, size in spans]]
-    hashes = np.full(64, xxhash.xxh3_64_intdigest(BYTES.data), np.uint64)
+    hashes = [xxhash.xxh3_64_intdigest(BYTES.data)] * 64
     with path.open("rb") as file:
-        arrays = [np.array(column, np.int64) for column in ([file.fileno()] * 64, *columns)]
         for rows in (block_rows, plain_rows):
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            for one in into:
-                one[:] = 0
-            assert rows.load_blocks(*arrays, hashes) == bytes(64)
-            assert all((one == BYTES).all() for one in into)
+            states, found = _load(rows, path, spans, hashes, size=64 * len(BYTES))
+            assert all(states)
+            assert set(found) == {BYTES.tobytes()}
+
+
+@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, rows: Any, threads: int) -> None:
+    """Many jobs over few slots: what is in a slot is what its step needs until that step is over."""
+    slots, steps, size = 4, 300, 1000
+    loads = _loads(rows, slots)
+    memory = [np.zeros(size, np.uint8) for _ in range(slots)]
+    loads.add_file(str(file), len(BYTES))
+    spans = [(17 * n, size) for n in range(steps)]
+    jobs = [_job(0, first, memory[n % slots], expected, n % slots)
+            for n, ((first, _), expected) in enumerate(zip(spans, _hashes(spans), strict=True))]  # fmt: skip
+    for n, job in enumerate(jobs):
+        job[5] = max(0, n - slots + 1)  # its slot was that of step n - slots
+    working = [threading.Thread(target=loads.work) for _ in range(threads)]
+    for thread in working:
+        thread.start()
+    for first in range(0, steps, 70):
+        loads.add(np.array(jobs[first : first + 70]))
+    for n, (first, _) in enumerate(spans):
+        assert loads.wait(n + 1, 60) > n
+        assert memory[n % slots].tobytes() == BYTES[first : first + size].tobytes()
+        loads.advance(n + 1)
+    loads.close()
+    for thread in working:
+        thread.join()
+    assert loads.wait(0, 0) == -2
+    assert loads.counts()[:3] == (steps, steps, steps * size)
+
+
+@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
+def test_jobs_that_are_dropped_are_nobodys(rows: Any) -> None:
+    loads = _loads(rows, 8)
+    jobs = np.array([[-1, 0, 0, 0, 0, 0, slot, 10 + slot, 0, 0, 7] for slot in range(5)])
+    assert loads.add(jobs) == 0
+    begun = [loads.work(), loads.work()]
+    assert [one[:3] for one in begun] == [(0, 0, 10), (1, 1, 11)]
+    assert loads.longest()[0] == 10
+    assert loads.wait(1, 0.01) == -1
+    assert loads.drop() == 2
+    assert sorted(loads.running()) == [0, 1]
+    assert loads.add(jobs[3:]) == 5
+    loads.finish(0, 0, None)
+    assert loads.running() == [1]
+    assert loads.work()[:3] == (5, 3, 13)
+    assert loads.wait(5, 0.01) == 5  # those before are nobody's
+    loads.finish(5, 3, np.array([42]).tobytes())
+    assert loads.wait(6, 1) == 6
+    loads.finish(1, 1, np.array([42]).tobytes())
+    assert loads.running() == []
+    waiting = threading.Timer(0.1, loads.drop)
+    waiting.start()
+    assert loads.wait(7, 60) == -2  # who waits is told
+    waiting.join()
+    loads.close()
+    assert loads.work() is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,14 +233,20 @@ def test_rows_are_gathered_where_all_are_there_to_be_copied(rows: Any) -> None:
         [[10, start, 0, 0, 4], [5, start + 40, 0, 0, 12], [10, start, start, start, -8]], np.int64
     )
 
+    facts = np.hstack([facts, facts[:, 1:]])  # two fields, of the same values
+
     def gather(which: list[int], row: list[int]) -> list[int] | None:
-        target = np.full(len(which), -1, np.int32)
-        halves = [target[: len(which) // 2], target[len(which) // 2 :]]
-        state = rows.gather_rows(halves, facts, np.array(which, np.int64), np.array(row, np.int64), 0)
+        target = np.full((2, len(which)), -1, np.int32)
+        parts = [
+            one[part] for one in target for part in (slice(len(which) // 2), slice(len(which) // 2, None))
+        ]
+        state = rows.gather_rows(parts, facts, np.array(which, np.int64), np.array(row, np.int64), (0, 1))
         if state != rows.COPIED:
             assert (target == -1).all()
             return None
-        return target.tolist()
+        assert (target[0] == target[1]).all()
+        found: list[int] = target[0].tolist()
+        return found
 
     assert gather([0, 1, 1, 0], [9, 0, 4, 0]) == [9, 10, 22, 0]
     assert gather([], []) == []
@@ -199,21 +285,38 @@ def test_decimals_are_parsed_if_all_are_canonical_and_fit(
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([9, -1]))),
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([1, 1]))),
         ("copy_rows", (np.zeros(8, np.uint8), np.zeros(2, np.int64), np.array([8]))),
-        ("gather_rows", ([np.zeros(9, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 2), np.int64), 0)),
-        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), 1)),
         (
             "gather_rows",
-            ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), -1),
+            ([np.zeros(9, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 2), np.int64), (0,)),
         ),
-        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones(5, np.int64), *np.zeros((2, 1), np.int64), 0)),
-        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int32), *np.zeros((2, 1), np.int64), 0)),
+        (
+            "gather_rows",
+            ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), (1,)),
+        ),
+        (
+            "gather_rows",
+            ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), (-1,)),
+        ),
+        (
+            "gather_rows",
+            ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), ()),
+        ),
+        (
+            "gather_rows",
+            ([np.zeros(8, np.uint8)] * 3, np.ones((1, 9), np.int64), *np.zeros((2, 1), np.int64), (0, 1)),
+        ),
+        ("gather_rows", ([np.zeros(8, np.uint8)], np.ones(5, np.int64), *np.zeros((2, 1), np.int64), (0,))),
+        (
+            "gather_rows",
+            ([np.zeros(8, np.uint8)], np.ones((1, 5), np.int32), *np.zeros((2, 1), np.int64), (0,)),
+        ),
         (
             "gather_rows",
             (
                 [np.zeros(12, np.uint8), np.zeros(4, np.uint8)],
                 np.ones((1, 5), np.int64),
                 *np.zeros((2, 2), np.int64),
-                0,
+                (0,),
             ),
         ),  # a row across two
         ("bytes_at", (np.zeros(1, np.int64), np.array([-1]))),
@@ -228,24 +331,37 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_read(
         getattr(block_rows, function)(*arguments)
 
 
-def test_loading_refuses_what_does_not_fit(file: int) -> None:
-    into = np.zeros(1000, np.uint8)
-
-    def load(size: int = 300, offset: int = 0, number: int = file, more: int = 0, *way: int) -> None:
-        one = [np.array([value], np.int64) for value in (number, offset, _address(into), size)]
-        one[3] = np.resize(one[3], 1 + more)
-        block_rows.load_blocks(*one, np.zeros(1, np.uint64), *way)
-
-    load()
-    for wrong in ((240,), (-1,), (300, -1), (300, 0, -1), (300, 0, 1 << 40), (300, 0, file, 1),
-                  (300, 0, file, 0, block_rows.ways()), (300, 0, file, 0, -1)):  # fmt: skip
+def test_loading_refuses_what_does_not_fit(file: Path) -> None:
+    into, loads = np.zeros(1000, np.uint8), _loads(block_rows, 2)
+    loads.add_file(str(file), len(BYTES))
+    right = _job(0, 0, into, 0)
+    assert loads.add(np.array([right])) == 0
+    for column, wrong in ((0, 1), (1, -1), (2, 240), (2, -1), (6, 2), (6, -1)):
+        job = [*right]
+        job[column] = wrong
         with pytest.raises(ValueError, match="expected"):
-            load(*wrong)
+            loads.add(np.array([job]))
+    calls: list[Callable[[], Any]] = [
+        lambda: loads.add(np.zeros(12, np.int64)),
+        lambda: loads.set_table(np.zeros((1, 1), np.int64)),
+        lambda: loads.set_table(np.zeros((2, 2), np.int64)),
+        lambda: loads.finish(0, 0, None),
+        lambda: block_rows.Loads(0),
+        lambda: block_rows.Loads(1, way=block_rows.ways()),
+        lambda: block_rows.Loads(1, way=-1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="expected"):
+            call()
+    assert loads.work()[:2] == (0, 0)
+    for wrong_facts in ((0, 2, None), (0, 0, bytes(9)), (1, 0, None)):
+        with pytest.raises(ValueError, match="expected"):
+            loads.finish(*wrong_facts)
+    loads.close()
     addresses = np.array([_address(BYTES)])
     with pytest.raises((TypeError, BufferError)):
         block_rows.copy_rows(bytes(8), addresses, 8)  # cannot be written to
 
 
 def test_it_is_in_use_where_it_is_compiled() -> None:
-    for chosen_by in (gather, block_loading):
-        assert vars(chosen_by)["block_rows"] is block_rows
+    assert gather.block_rows is block_rows

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, ShardWriter, read_block
 from shardkit.loader.gather import GatherColumns, RowAddresses
+from tests.property.facts_of_blocks import table
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -78,14 +79,13 @@ def test_gather_equals_what_was_written(format: str, compression: str, data: st.
     starts = np.concatenate([[0], np.cumsum(sizes)])
     wanted = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=20)), dtype=np.int64)
     block = np.searchsorted(starts, wanted, side="right") - 1
-    rows = RowAddresses(SCHEMA, list(SCHEMA), len(blocks), block, wanted - starts[block])
-    rows.add(0, blocks)
+    rows, facts = RowAddresses(SCHEMA, list(SCHEMA), block, wanted - starts[block]), table(blocks)
     cut = data.draw(st.integers(0, len(wanted)))
-    head, got = rows.take([0, cut])[0], rows.take([0, len(wanted)])[0]
+    head, got = rows.take(facts, [0, cut])[0], rows.take(facts, [0, len(wanted)])[0]
     np.testing.assert_array_equal(head["image"], got["image"][:cut])
-    assert head["text"] + rows.take([cut, len(wanted)])[0]["text"] == got["text"]
+    assert head["text"] + rows.take(facts, [cut, len(wanted)])[0]["text"] == got["text"]
     for part, whole in zip(
-        rows.take([0, cut, len(wanted)]), (head, rows.take([cut, len(wanted)])[0]), strict=True
+        rows.take(facts, [0, cut, len(wanted)]), (head, rows.take(facts, [cut, len(wanted)])[0]), strict=True
     ):
         np.testing.assert_equal(part, whole)  # together as alone
     expected = [samples[n] for n in wanted.tolist()]
@@ -104,17 +104,14 @@ def test_gather_equals_what_was_written(format: str, compression: str, data: st.
 
 def test_what_was_gathered_does_not_change_when_the_block_is_gone() -> None:
     blocks, samples = _blocks("arrow", "none", [4])
-    rows = RowAddresses(SCHEMA, list(SCHEMA), 1, np.zeros(4, dtype=np.int64), np.arange(4))
-    rows.add(0, blocks)
-    got = rows.take([0, 4])[0]
-    rows.drop([0])
+    rows = RowAddresses(SCHEMA, list(SCHEMA), np.zeros(4, dtype=np.int64), np.arange(4))
+    got = rows.take(table(blocks), [0, 4])[0]
     del blocks
     np.testing.assert_array_equal(got["image"], np.stack([s["image"] for s in samples]))
 
 
 def test_a_row_past_the_end_of_its_block_is_refused() -> None:
     blocks, _ = _blocks("arrow", "none", [3, 5])
-    rows = RowAddresses(SCHEMA, list(SCHEMA), 2, np.array([1, 0]), np.array([4, 3]))
-    rows.add(0, blocks)
+    rows = RowAddresses(SCHEMA, list(SCHEMA), np.array([1, 0]), np.array([4, 3]))
     with pytest.raises(FormatError, match="fewer rows"):
-        rows.take([0, 2])[0]
+        rows.take(table(blocks), [0, 2])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardkit.formats import Row, Schema, ShardWriter, read_block
 from shardkit.loader.gather import GatherColumns, RowAddresses
+from tests.property.facts_of_blocks import table
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -64,14 +65,10 @@ def _stored(
     return [bytearray(data[start : start + size]) for start, size in spans], index
 
 
-def _rows(
-    schema: Schema, blocks: list[GatherColumns], sizes: Sequence[int], wanted: np.ndarray[Any, Any]
-) -> RowAddresses:
+def _rows(schema: Schema, sizes: Sequence[int], wanted: np.ndarray[Any, Any]) -> RowAddresses:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     which = np.searchsorted(starts, wanted, side="right") - 1
-    rows = RowAddresses(schema, list(schema), len(blocks), which, wanted - starts[which])
-    rows.add(0, blocks)
-    return rows
+    return RowAddresses(schema, list(schema), which, wanted - starts[which])
 
 
 def _expect(got: Any, schema: Schema, name: str, samples: Sequence[dict[str, Any]]) -> None:
@@ -107,9 +104,9 @@ def test_rows_of_every_kind_are_gathered_from_any_block(
     wanted = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=12)), dtype=np.int64)
     cut = data.draw(st.integers(0, len(wanted)))
     expected = [samples[n] for n in wanted.tolist()]
-    rows = _rows(MIXED, blocks, sizes, wanted)
+    rows = _rows(MIXED, sizes, wanted)
     for first, last in ((0, cut), (cut, len(wanted))):
-        got = rows.take([first, last])[0]
+        got = rows.take(table(blocks), [first, last])[0]
         assert list(got) == list(MIXED)
         for name in MIXED:
             _expect(got[name], MIXED, name, expected[first:last])
@@ -156,7 +153,7 @@ def test_rows_cut_into_pieces_are_whole_again(item: int, dtype: str, rows: int, 
     stored, index = _stored(schema, [{"x": row} for row in values], sizes, "arrow", "none")
     blocks = [GatherColumns(read_block(block, index, n), ["x"]) for n, block in enumerate(stored)]
     wanted = rng.integers(0, there, rows)
-    got = _rows(schema, blocks, sizes, wanted).take([0, rows])[0]["x"]
+    got = _rows(schema, sizes, wanted).take(table(blocks), [0, rows])[0]["x"]
     assert got.dtype == np.dtype(dtype)
     assert got.flags.c_contiguous
     assert got.flags.writeable

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,28 +16,66 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError, UsageError
+from shardkit.loader import gather
+from shardkit.loader.block_loading import BLOCK, FILE, JOB
 from shardkit.loader.block_memory import BlockMemory
-from shardkit.loader.block_window import BlockSource, BlockWindow
-from shardkit.loader.gather import GatherColumns
+from shardkit.loader.block_window import BlockWindow, GroupBlocks
+from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
 
 
 class LoadedBlock(GatherColumns):
-    """Stands for a block that was loaded: says which, and can be asked whether it is still there."""
+    """Stands for a block that was loaded: its facts say which, and it can be asked whether it is still there."""
+
+    __slots__ = ("__weakref__",)
 
     def __init__(self, block: int) -> None:
-        self.block = block
+        self.facts = np.array([block]).tobytes()
 
 
-def block_source(**chosen: Any) -> BlockSource:
-    """Blocks of one byte, of this machine, unless `chosen` otherwise."""
-    facts: dict[str, Any] = {
-        "load": lambda blocks: [LoadedBlock(block) for block in blocks],
-        "size_of": lambda block: 1,
-        "loaded_size_of": lambda block: 1,
-        "near": lambda block: True,
-    }
-    return BlockSource(**(facts | chosen))
+class Blocks:
+    """Blocks of one byte, by way of Python, unless told otherwise.
+
+    Args:
+        most: bytes that a block may have, for all that is known before it is loaded.
+        size: that it has.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], GatherColumns] = LoadedBlock,
+        most: int = 1,
+        size: Callable[[int], int] = lambda block: 1,
+    ) -> None:
+        self._read, self._most, self._size = read, most, size
+
+    def sizes(self, blocks: Any, until: int, now: int) -> Any:
+        return np.full(len(blocks), self._most), np.zeros(len(blocks), np.bool_)
+
+    def jobs(self, blocks: Any, addresses: Any, plain: Any) -> Any:
+        jobs = np.zeros((len(blocks), JOB + 1), np.int64)
+        jobs[:, FILE], jobs[:, BLOCK] = -1, blocks
+        return jobs
+
+    def place(self, block: int, address: int) -> bytes | None:
+        raise AssertionError("no block has a file")
+
+    def read(self, block: int) -> tuple[GatherColumns, int]:
+        return self._read(block), self._size(block)
+
+
+def window_of(source: Blocks, budget: int, threads: int) -> BlockWindow:
+    return BlockWindow(source, gather.block_rows.Loads(1), BlockMemory(1 << 20), budget, threads, 1)
+
+
+class _Facts(RowAddresses):
+    """Which blocks the rows of steps are taken from."""
+
+    def __init__(self, which: Any) -> None:
+        self._which = which
+
+    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
+        return [{"blocks": set(facts[self._which[a:b], 0].tolist())} for a, b in pairwise(borders)]
 
 
 def group_of(steps: Sequence[Sequence[int]], first: int = 0) -> StepGroup:
@@ -44,43 +85,46 @@ def group_of(steps: Sequence[Sequence[int]], first: int = 0) -> StepGroup:
     return group_rows(range(first, first + len(steps)), rows, rows, counts, rows, np.zeros_like(rows))
 
 
+def admitted(window: BlockWindow, steps: Sequence[Sequence[int]], **options: Any) -> GroupBlocks:
+    group = group_of(steps)
+    sizes, plain, _ = window.sizes(group)
+    return window.admit(group, sizes, plain, **options)
+
+
 def work(window: BlockWindow, steps: Sequence[Sequence[int]]) -> Iterator[set[int]]:
-    """What is there for each of some steps, planned at once, when it is its turn."""
+    """What the rows of each of some steps are taken from when it is its turn; groups are planned one ahead."""
     left: StepGroup | None = group_of(steps)
-    while left is not None:
-        sizes, held = window.sizes(left.blocks)
-        fitting, _ = steps_that_fit(left, sizes, held, window.budget)
-        group, left = left.split(fitting)
-        admitted = window.admit(group, window.sizes(group.blocks)[0])
-        loading = threading.Thread(target=window.load, args=(admitted,))
-        loading.start()
-        there: dict[int, GatherColumns] = {}
-        for step in range(len(group.numbers)):
-            _, first, blocks = admitted.wait(step, 1, 60, lambda waited: None)
-            there |= dict(enumerate(blocks, first))
-            yield {one.block for one in there.values() if isinstance(one, LoadedBlock)}
-            for place in admitted.done(range(step, step + 1)):
-                del there[place]
-        loading.join()
+    waiting: deque[GroupBlocks] = deque()
+    while left is not None or waiting:
+        while left is not None and len(waiting) < 2:
+            sizes, plain, held = window.sizes(left)
+            fitting, _ = steps_that_fit(left, sizes, held, window.budget)
+            group, left = left.split(fitting)
+            count = len(group.blocks)
+            waiting.append(window.admit(group, sizes[:count], plain[:count]))
+        one = waiting.popleft()
+        rows = _Facts(one.which)
+        for step in range(len(one.group.numbers)):
+            assert one.wait(step, 1, 60, lambda waited: None) == range(step, step + 1)
+            (found,) = one.take(range(step, step + 1), one.group.borders[step : step + 2].tolist(), rows)
+            yield found["blocks"]
 
 
 STEPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=6), min_size=1, max_size=60)
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=STEPS, room=st.integers(0, 30), threads=st.integers(1, 3), near=st.booleans())
+@given(steps=STEPS, room=st.integers(0, 30), threads=st.integers(1, 3), most=st.sampled_from([1, 3]))
 def test_every_step_finds_its_blocks_within_the_budget(
-    steps: list[list[int]], room: int, threads: int, near: bool
+    steps: list[list[int]], room: int, threads: int, most: int
 ) -> None:
-    most = 1 if near else 3  # bytes that a block may have, for all that is known before it is loaded
-    source = block_source(near=lambda block: near, size_of=lambda block: most)
     budget = max(len(set(step)) for step in steps) * most + room
-    window = BlockWindow(source, budget, threads)
+    window = window_of(Blocks(most=most), budget, threads)
     for _ in range(2):
         loop = window.begin_loop()
         for step, there in zip(steps, work(window, steps), strict=True):
-            assert set(step) <= there
-            assert len(there) <= budget
+            assert set(step) == there
+            assert window.nbytes <= budget
         window.end_loop(loop)
     assert window.counts.peak_bytes <= budget
     assert window.counts.block_loads >= len({block for step in steps for block in step})
@@ -88,90 +132,125 @@ def test_every_step_finds_its_blocks_within_the_budget(
     assert window.nbytes == 0
 
 
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS, stops=st.lists(st.integers(0, 60), max_size=4), threads=st.integers(1, 3))
+def test_loops_that_are_left_anywhere_leave_what_they_loaded(
+    steps: list[list[int]], stops: list[int], threads: int
+) -> None:
+    window = window_of(Blocks(), 2 * max(len(set(step)) for step in steps), threads)
+    for stop in [*stops, len(steps)]:
+        loop = window.begin_loop()
+        for step, there in zip(steps[:stop], work(window, steps), strict=False):
+            assert set(step) == there
+        window.wake(loop)
+        window.end_loop(loop)
+    window.close()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_dropped_blocks_are_gone(threads: int) -> None:
     there: weakref.WeakSet[LoadedBlock] = weakref.WeakSet()
 
-    def load(blocks: Sequence[int]) -> list[GatherColumns]:
-        loaded = [LoadedBlock(block) for block in blocks]
-        there.update(loaded)
-        return [*loaded]
+    def load(block: int) -> LoadedBlock:
+        loaded = LoadedBlock(block)
+        there.add(loaded)
+        return loaded
 
-    window = BlockWindow(block_source(load=load), budget=16, threads=threads)
-    for first in range(0, 60, 5):  # borders of groups and of what one task loads do not fall together
+    window = window_of(Blocks(load), budget=16, threads=threads)
+    for first in range(0, 60, 5):
         wanted = set(range(first, first + 11))
-        assert [found >= wanted for found in work(window, [sorted(wanted)])] == [True]
+        assert [*work(window, [sorted(wanted)])] == [wanted]
+        gc.collect()
         assert len(there) == window.nbytes <= 16
     window.close()
     assert not there
 
 
 def test_a_step_above_the_budget_is_loaded_alone() -> None:
-    window = BlockWindow(block_source(), budget=4, threads=2)
+    window = window_of(Blocks(), budget=4, threads=2)
     steps = [[1, 2], [3], list(range(10, 20)), [4, 5]]
-    assert all(set(step) <= there for step, there in zip(steps, work(window, steps), strict=True))
-    assert window.counts.peak_bytes == 10
+    assert [set(step) for step in steps] == [*work(window, steps)]
+    assert 10 <= window.counts.peak_bytes <= 14
+    assert window.nbytes <= 4 + 10
     window.close()
 
 
 def test_a_failed_block_is_raised_at_its_step_and_tried_again_in_the_next_loop() -> None:
     fails = [True]
 
-    def load(blocks: Sequence[int]) -> list[GatherColumns]:
-        if 7 in blocks and fails[0]:
+    def load(block: int) -> GatherColumns:
+        if block == 7 and fails[0]:
             raise IntegrityError("block 7")
-        return [LoadedBlock(block) for block in blocks]
+        return LoadedBlock(block)
 
-    window = BlockWindow(block_source(load=load, near=lambda block: False), budget=100, threads=2)
+    window = window_of(Blocks(load), budget=100, threads=2)
     steps = work(window, [[1], [2, 3], [7], [8]])
     assert [sorted(next(steps)) for _ in range(2)] == [[1], [2, 3]]
     with pytest.raises(IntegrityError, match="block 7"):
         next(steps)
     window.end_loop(0)
     fails[0] = False
-    assert {7} <= next(work(window, [[7]]))
+    assert {7} == next(work(window, [[7]]))
     window.close()
 
 
 def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since() -> None:
-    window = BlockWindow(block_source(), budget=100, threads=2)
+    window = window_of(Blocks(), budget=100, threads=2)
     late = window.begin_loop()
     window.begin_loop()
-    group = group_of([[1], [2, 3]])
-    admitted = window.admit(group, window.sizes(group.blocks)[0])
     window.end_loop(late)
-    window.load(admitted)
+    one = admitted(window, [[1], [2, 3]])
     window.end_loop(late)
-    assert [len(admitted.wait(step, 1, 60, lambda waited: None)[2]) for step in range(2)] == [
-        1,
-        2,
-    ]
+    window.wake(late)
+    for step in range(2):
+        assert step in one.wait(step, 1, 60, lambda waited: None)
+    window.close()
+
+
+def test_a_loop_that_was_superseded_takes_no_rows_of_the_next() -> None:
+    window = window_of(Blocks(), budget=3, threads=2)
+    window.begin_loop()
+    one = admitted(window, [[1, 2, 3], [1, 2, 3]])
+    one.wait(0, 1, 60, lambda waited: None)
+    window.begin_loop()
+    other = admitted(window, [[4, 5, 6]])
+    with pytest.raises(UsageError, match="closed while this loop waited"):
+        one.take(range(1), [0, 3], _Facts(one.which))
+    with pytest.raises(UsageError, match="closed while this loop waited"):
+        one.wait(1, 1, 60, lambda waited: None)
+    other.wait(0, 1, 60, lambda waited: None)
+    assert other.take(range(1), [0, 3], _Facts(other.which)) == [{"blocks": {4, 5, 6}}]
     window.close()
 
 
 def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
-    window, stopped = BlockWindow(block_source(), budget=100, threads=2), threading.Event()
-    window.begin_loop()
-    group = group_of([[1], [2, 3]])
-    admitted = window.admit(group, window.sizes(group.blocks)[0], stopped.is_set)
+    go = threading.Event()
+
+    def load(block: int) -> GatherColumns:
+        go.wait(10)
+        return LoadedBlock(block)
+
+    window, stopped = window_of(Blocks(load), budget=100, threads=1), threading.Event()
+    loop = window.begin_loop()
+    one = admitted(window, [[1], [2, 3]], stopped=stopped.is_set)
 
     def stop() -> None:
         stopped.set()
-        window.wake()
+        window.wake(loop)
 
     threading.Timer(0.2, stop).start()
     with pytest.raises(UsageError, match="closed while this loop waited"):
-        admitted.wait(0, 1, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
-    window.load(admitted)
-    assert not window.is_loaded(1), "nothing is loaded for it"
+        one.wait(0, 1, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
+    window.end_loop(loop)
+    assert not window.is_loaded(1)
+    go.set()
+    assert [*work(window, [[2], [1]])] == [{2}, {1}]
+    assert window.counts.block_loads == 3, "what had begun, and what was asked for since"
     window.close()
 
 
 def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> None:
-    source = block_source(
-        near=lambda block: False, size_of=lambda block: 10, loaded_size_of=lambda block: 1 + block % 3
-    )
-    window = BlockWindow(source, budget=40, threads=2)
+    window = window_of(Blocks(most=10, size=lambda block: 1 + block % 3), budget=40, threads=2)
     sizes = {}
     for block in range(60):
         assert [*work(window, [[block]])] == [{block}]
@@ -183,7 +262,7 @@ def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> No
 
 
 def test_only_what_the_same_loop_had_is_counted_as_loaded_again() -> None:
-    window = BlockWindow(block_source(), budget=10, threads=1)
+    window = window_of(Blocks(), budget=10, threads=1)
 
     def use(blocks: range) -> tuple[int, int]:
         for block in blocks:
@@ -204,14 +283,14 @@ def test_only_what_the_same_loop_had_is_counted_as_loaded_again() -> None:
 
 def test_memory_of_longer_blocks_is_lent_for_shorter_ones() -> None:
     memory = BlockMemory(1 << 21)
-    lent = memory.lend([1 << 18] * 8)
+    lent = [memory.lend(1 << 18) for _ in range(8)]
     places = {one.address for one in lent}
-    del lent
+    lent.clear()
     for size in (1 << 18, (1 << 18) - 5, 200_000, 1 << 17):
-        again = memory.lend([size] * 8)
-        assert {one.address for one in again} == places
-        del again
+        lent = [memory.lend(size) for _ in range(8)]
+        assert {one.address for one in lent} == places
+        lent.clear()
         assert memory.nbytes == 1 << 21
-    small = memory.lend([1 << 16])[0]  # below half: the rest would lie idle
+    small = memory.lend(1 << 16)  # below half: the rest would lie idle
     assert small.address not in places
     memory.close()
