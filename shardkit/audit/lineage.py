@@ -9,8 +9,9 @@ import numpy as np
 from shardkit.dataset import Dataset
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import NotFoundError
+from shardkit.reading.inventory import read_root
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import Part, read_root
+from shardkit.repository.versions import Part
 
 
 def version_lineage(dataset: Dataset) -> dict[str, Any]:

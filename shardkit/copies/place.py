@@ -104,7 +104,7 @@ class Placing:
             "table": table.n if table else 0,
             "committed": self.committed,
             "policy": table.policy.to_table() if table else None,
-            "locations": [one.to_json() for one in table.locations] if table else [],
+            "locations": list(map(dataclasses.asdict, table.locations)) if table else [],
             "copies": self.copies.to_json(),
             "deleted": {"objects": self.drops.objects, "bytes": self.drops.bytes},
             "kept": [list(one) for one in self.drops.kept],

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import Schema
-from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest
+from shardkit.manifest import Manifest
 from shardkit.ranges import parse_size
+from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 
@@ -121,7 +122,6 @@ def _manifest(repository: Repository, manifest_id: str | None) -> Manifest | Non
     if manifest_id is None:
         return None
     try:
-        data = repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES)
-        return Manifest.from_bytes(data)
+        return read_root(repository, manifest_id)
     except ShardkitError:
         return None

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
-from shardkit.manifest import MAX_MANIFEST_BYTES, Manifest, PageRef, ShardTable, unpack_page
-from shardkit.reading.inventory import Inventory
+from shardkit.manifest import Manifest, PageRef, ShardTable, unpack_page
+from shardkit.reading.inventory import Inventory, read_root
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name, parse_object_name
 
@@ -51,8 +51,7 @@ class StoreSurvey:
 
     def _load(self, digest: str, name: str) -> None:
         try:
-            data = self.repository.get_object(digest, "manifest", max_bytes=MAX_MANIFEST_BYTES)
-            self.manifests[digest] = Manifest.from_bytes(data)
+            self.manifests[digest] = read_root(self.repository, digest)
         except (IntegrityError, FormatError):
             self.unreadable.append(name)
         except NotFoundError:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
-from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, ShardTable, unpack_page
+from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import Descriptor, object_name
+
+_READERS: Final = 8
 
 Unreadable = Callable[[str, str, ShardkitError], None]
 """(object name, digest, error): told of a page that could not be read."""
@@ -118,37 +122,62 @@ def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
     return len(repository.get_object(digest, kind))
 
 
+def read_root(repository: OpenedRoot, manifest_id: str) -> Manifest:
+    """The root of a manifest, verified; its pages are not read.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
+    """
+    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
+
+
+def read_pages(
+    repository: OpenedRoot, manifest: Manifest, *, unreadable: Unreadable | None = None
+) -> tuple[ShardTable, ...]:
+    """The pages of a manifest, verified, in order.
+
+    Args:
+        repository: that holds them.
+        manifest: their root.
+        unreadable: told of each page that cannot be read, which is left out.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: without `unreadable`, one is gone or damaged.
+    """
+
+    def read(ref: PageRef) -> ShardTable | ShardkitError:
+        try:
+            data = repository.get_object(ref.digest, "page", ref.size)
+            return unpack_page(data, ref, strata=len(manifest.strata))
+        except ShardkitError as error:
+            return error
+
+    if len(manifest.pages) < 2:
+        found = list(map(read, manifest.pages))
+    else:
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="shardkit-pages") as pool:
+            found = list(pool.map(read, manifest.pages))
+    for number, (ref, page) in enumerate(zip(manifest.pages, found, strict=True)):
+        if isinstance(page, ShardkitError):
+            if unreadable is None:
+                told = f"page {number} of manifest {manifest.id} in {repository.url}: {page}"
+                raise type(page)(told) from page
+            unreadable(object_name(ref.digest, "page"), ref.digest, page)
+    return tuple(page for page in found if isinstance(page, ShardTable))
+
+
 def take_inventory(
     repository: OpenedRoot, manifest_id: str, *, unreadable: Unreadable | None = None
 ) -> Inventory:
-    """Read a manifest and its pages, verified.
-
-    Args:
-        repository: that holds it.
-        manifest_id: ``sha256:<hex>``.
-        unreadable: told of each page that cannot be read, which the inventory then lacks.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: the manifest, or a page without `unreadable`, is gone or damaged.
-    """
-    data = repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES)
-    manifest = Manifest.from_bytes(data)
+    """Read a manifest and its pages; see `read_root` and `read_pages`."""
+    manifest = read_root(repository, manifest_id)
     if manifest.parts or MIXED in (manifest.format, manifest.compression):
         if manifest.pages:
             raise IntegrityError(
                 f"manifest {manifest_id} is merged and has pages of its own; do not trust it"
             )
         return Inventory(manifest, ())
-    tables: list[ShardTable] = []
-    for ref in manifest.pages:
-        try:
-            page = repository.get_object(ref.digest, "page", ref.size)
-            tables.append(unpack_page(page, ref, strata=len(manifest.strata)))
-        except ShardkitError as error:
-            if unreadable is None:
-                raise
-            unreadable(object_name(ref.digest, "page"), ref.digest, error)
-    return Inventory(manifest, tuple(tables))
+    return Inventory(manifest, read_pages(repository, manifest, unreadable=unreadable))
 
 
 def walk_versions(

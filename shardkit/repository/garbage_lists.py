@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps
@@ -33,19 +32,15 @@ _AGED_AT_ONCE: Final = 64
 _MAX_BYTES: Final = 32 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Objects that a round found unreferenced.
-
-    Attributes:
-        document: its name in the store.
-        time: seconds since 1970, by the clock of who looked.
-        names: of the objects.
-    """
+class Seen(NamedTuple):
+    """Objects that a round found unreferenced."""
 
     document: str
+    """Its name in the store."""
     time: int
+    """Seconds since 1970, by the clock of who looked."""
     names: frozenset[str]
+    """Of the objects."""
 
 
 def put_seen(store: Store, seconds: int, names: Iterable[str]) -> None:
@@ -76,11 +71,7 @@ def put_list(store: Store, seconds: int, names: Sequence[str]) -> str:
 
 
 def read_list(store: Store, digest: str) -> tuple[str, ...]:
-    """What a collection takes away.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: it is gone or damaged.
-    """
+    """What a collection takes away; NotFoundError, IntegrityError or FormatError where the list is gone or damaged."""
     name = _list_name(digest)
     data = store.get(name, max_bytes=_MAX_BYTES)
     if sha256_digest(data) != digest:
@@ -167,7 +158,7 @@ def check_not_collected(
     try:
         lost = {name for digest in sorted(going) for name in read_list(repository.store, digest)}
         doubtful = {name for digest in sorted(gone) for name in read_list(repository.store, digest)} - lost
-        needed = _needed(repository, versions)
+        needed = {name for one in walk_versions(repository, versions) for name, _ in one.names()}
     except ShardkitError as error:
         raise CommitConflict(
             f"{repository.url}: garbage was collected meanwhile, and what was cannot be compared ({error}); run the "
@@ -181,7 +172,3 @@ def check_not_collected(
             "as garbage; run the same command again when that is done (a collection that was killed is finished by: "
             f"shardkit gc {repository.url} --delete)"
         )
-
-
-def _needed(repository: OpenedRoot, versions: Iterable[str]) -> set[str]:
-    return {name for inventory in walk_versions(repository, versions) for name, _ in inventory.names()}

@@ -31,7 +31,8 @@ from shardkit.manifest.json_fields import (
     unseal,
     utc_text,
 )
-from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, check_location_name
+from shardkit.ranges import Range
+from shardkit.reading.locations import ROOT_NAME, check_location_name
 from shardkit.repository.numbered import NUMBERED, Numbered, Row, read_numbered
 from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address
@@ -40,7 +41,6 @@ from shardkit.stores.store import Store, scheme_of
 _MAX_BYTES: Final = 2**20
 _MOST: Final = 10**6
 _MAX_LOCATIONS: Final = 64
-_MAX_WEIGHT: Final = 10**6
 _FORMAT: Final = "shardkit-location-table/1"
 _KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
@@ -72,12 +72,8 @@ class LocationRecord:
                 f"location {self.name!r}: failure domain {self.domain[:60]!r}, expected at most 200 of "
                 "[A-Za-z0-9._:/ -]"
             )
-        if not -1_000 <= self.rank <= 1_000:
-            raise ConfigurationError(f"location {self.name!r}: rank {self.rank}, expected -1000 to 1000")
-        if not 0 <= self.weight <= _MAX_WEIGHT:
-            raise ConfigurationError(
-                f"location {self.name!r}: weight {self.weight}, expected 0 to {_MAX_WEIGHT}"
-            )
+        Range(-1_000, 1_000).check(f"location {self.name!r}: rank", self.rank)
+        Range(0, 10**6).check(f"location {self.name!r}: weight", self.weight)
         _check_url(self.name, self.url)
 
     @classmethod
@@ -109,23 +105,15 @@ class LocationRecord:
             weight=_number(given.get("weight", "100"), f"--location {name}: weight"),
         )
 
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, value: object, where: str) -> LocationRecord:
-        """Read what `to_json` gave.
-
-        Raises:
-            FormatError, ConfigurationError, UsageError: it did not.
-        """
-        fields = Fields(value, f"location of {where}", _FIELDS)
+    def read(cls, fields: Fields) -> LocationRecord:
+        """A record as a table holds it."""
         return cls(
-            name=fields.text("name", pattern=LOCATION_NAME),
-            url=fields.text("url", maximum=4_000),
-            domain=fields.text("domain", pattern=_DOMAIN),
-            rank=fields.integer("rank", minimum=-1_000, maximum=1_000),
-            weight=fields.integer("weight", maximum=_MAX_WEIGHT),
+            fields.text("name"),
+            fields.text("url", maximum=4_000),
+            fields.text("domain"),
+            fields.integer("rank", minimum=-1_000),
+            fields.integer("weight"),
         )
 
 
@@ -142,15 +130,13 @@ class LocationTable(Numbered):
     locations: tuple[LocationRecord, ...]
 
     def __post_init__(self) -> None:
-        names = [one.name for one in self.locations]
+        names, urls = [one.name for one in self.locations], [one.url for one in self.locations]
         if not names or names[0] != ROOT_NAME:
             raise ConfigurationError(f"locations {names[:5]}: expected {ROOT_NAME!r} first")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        urls = [one.url for one in self.locations]
-        again = sorted({url for url in urls if urls.count(url) > 1})
-        if twice or again:
+        twice = [one for values in (names, urls) for one in sorted(set(values)) if values.count(one) > 1]
+        if twice:
             raise ConfigurationError(
-                f"location {(twice or again)[0]!r} is named twice; give each location one name and one place"
+                f"location {twice[0]!r} is named twice; give each location one name and one place"
             )
         if len(names) > _MAX_LOCATIONS:
             raise ConfigurationError(f"{len(names)} locations, expected at most {_MAX_LOCATIONS}")
@@ -179,7 +165,7 @@ class LocationTable(Numbered):
                 "format": _FORMAT,
                 **self.numbered(),
                 "policy": self.policy.to_json(),
-                "locations": [one.to_json() for one in self.locations],
+                "locations": [dataclasses.asdict(one) for one in self.locations],
             }
         )
 
@@ -196,8 +182,10 @@ class LocationTable(Numbered):
             **read_numbered(fields, first_has_previous=False),
             policy=Policy.from_json(fields.table("policy", maximum=20), where),
             locations=tuple(
-                LocationRecord.from_json(one, where)
-                for one in fields.items("locations", maximum=_MAX_LOCATIONS)
+                map(
+                    LocationRecord.read,
+                    fields.objects("locations", _FIELDS, "location", maximum=_MAX_LOCATIONS),
+                )
             ),
         )
         check_spelling(data, table.to_bytes(), fields)
@@ -262,14 +250,11 @@ def commit_table(
     Args:
         store: of the root.
         repository_id: its id.
-        base: the table that this one changes, as `read_table` gave it.
+        base: the table that this one changes, as `read_table` gave it; given back where it says the same.
         policy: the new policy.
         locations: all of them, the root first.
         message: why.
         author: who.
-
-    Returns:
-        The table; `base` where it says the same.
 
     Raises:
         ConfigurationError: a name or place twice, or fewer failure domains than copies.
@@ -353,19 +338,15 @@ def absolute_url(url: str) -> str:
 
 def _check_url(name: str, url: str) -> None:
     scheme = scheme_of(url)
-    if scheme is None:
-        if not os.path.isabs(url):
-            raise ConfigurationError(
-                f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path"
-            )
-        return
-    if scheme == "file":
+    if scheme is None and not os.path.isabs(url):
+        raise ConfigurationError(f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path")
+    if scheme in (None, "file"):
         return
     try:
-        address = parse_address(url)
+        parse_address(url)
     except UsageError as error:
         raise UsageError(f"location {name!r}: {error}") from None
-    if address.scheme in ("http", "https"):
+    if scheme in ("http", "https"):
         raise ConfigurationError(
             f"location {name!r}: a cache that is served holds blocks, not objects; give it to the reader "
             "(locations=), not to the root"

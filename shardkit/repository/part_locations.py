@@ -7,6 +7,7 @@ merged manifest as ever.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -49,11 +50,6 @@ class PartLocation:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> PartLocation:
-        """Read a document.
-
-        Raises:
-            FormatError: not one that this version writes.
-        """
         fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES)
         return cls(
             manifest=fields.digest("manifest"),
@@ -76,16 +72,13 @@ def put_location(
         return None
     if _CREDENTIAL.match(holder.url):
         raise UsageError(f"part {name!r} lies at a URL with a credential in it; leave it to the environment")
-    location = PartLocation(manifest_id, name, holder.id, _urls(repository.url, holder.url))
+    urls: tuple[str, ...] = (holder.url,)
+    if not scheme_of(repository.url) and not scheme_of(holder.url):
+        # first where it lies from here: a copy of both beats the original that it was copied from
+        urls = (os.path.relpath(holder.url, repository.url), holder.url)
+    location = PartLocation(manifest_id, name, holder.id, urls)
     put_over(repository.store, location_name(manifest_id), location.to_bytes())
     return location
-
-
-def locate_part(repository: Repository, manifest_id: str) -> PartLocation | None:
-    """What the root remembers of a part; None where it remembers nothing."""
-    return find_checked(
-        repository.store, location_name(manifest_id), PartLocation.from_bytes, max_bytes=_MAX_BYTES
-    )
 
 
 def find_part(repository: Repository, name: str, manifest_id: str) -> Repository:
@@ -96,32 +89,20 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
     """
     if repository.store.head(object_name(manifest_id, "manifest")) is not None:
         return repository
-    location = locate_part(repository, manifest_id)
+    place_name = location_name(manifest_id)
+    location = find_checked(repository.store, place_name, PartLocation.from_bytes, max_bytes=_MAX_BYTES)
     if location is None:
         raise NotFoundError(
             f"part {name!r} (manifest {manifest_id}) is not in {repository.url}, which does not say where it lies; "
             f"merge again with the place where it is: shardkit merge {name}=PLACE … {repository.url}"
         )
-    tried: list[str] = []
-    for url in location.urls:
-        place = resolved(repository.url, url)
-        if place in tried:
-            continue
-        tried.append(place)
-        try:
+    tried = list(dict.fromkeys(resolved(repository.url, url) for url in location.urls))
+    for place in tried:
+        with contextlib.suppress(ShardkitError):
             found = Repository.open(place, read_only=True)
             if found.store.head(object_name(manifest_id, "manifest")) is not None:
                 return found
-        except ShardkitError:
-            continue
     raise NotFoundError(
         f"part {name!r} (manifest {manifest_id}) of {repository.url} is gone from where it was: {', '.join(tried)}; "
         f"put it back, or merge again with the place where it is now: shardkit merge {name}=PLACE … {repository.url}"
     )
-
-
-def _urls(root: str, holder: str) -> tuple[str, ...]:
-    """The relative place first where there is one: a copy of both beats the original that it was copied from."""
-    if scheme_of(root) or scheme_of(holder):
-        return (holder,)
-    return (os.path.relpath(holder, root), holder)

@@ -58,11 +58,7 @@ class Parity:
 
     @classmethod
     def parse(cls, text: str) -> Parity | None:
-        """Read ``8+2``; None for ``none``.
-
-        Raises:
-            ConfigurationError: it is neither.
-        """
+        """Read ``8+2``; None for ``none``; ConfigurationError for anything else."""
         if text in ("none", ""):
             return None
         match = _PARITY.fullmatch(text)
@@ -147,17 +143,12 @@ class Policy:
 
     def to_table(self) -> dict[str, Any]:
         """As people write it."""
-        return {
-            "copies": self.copies,
-            "critical": list(map(dataclasses.asdict, self.critical)),
-            "parity": str(self.parity or "none"),
-            "mode": self.mode,
-            "max_scrub_age": duration_text(self.max_scrub_age_s),
-        }
+        table = self.to_json()
+        table["max_scrub_age"] = duration_text(table.pop("max_scrub_age_s"))
+        return table
 
-    # As it is recorded
-
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
+        """As it is recorded."""
         return {
             "copies": self.copies,
             "critical": list(map(dataclasses.asdict, sorted(self.critical, key=lambda one: one.stratum))),
@@ -168,11 +159,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, value: object, where: str) -> Policy:
-        """Read what `to_json` gave.
-
-        Raises:
-            FormatError, ConfigurationError: it did not.
-        """
+        """Read what `to_json` gave; FormatError or ConfigurationError where it did not."""
         fields = Fields(value, f"policy of {where}", _JSON)
         critical = fields.objects(
             "critical", ("stratum", "copies"), "critical stratum", maximum=_MAX_CRITICAL

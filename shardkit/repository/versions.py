@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
-from shardkit.errors import FormatError, ShardkitError
+from shardkit.errors import FormatError
 from shardkit.manifest import (
-    MAX_MANIFEST_BYTES,
     Manifest,
-    PageRef,
     Selection,
     ShardTable,
     check_against,
     max_selection_bytes,
-    unpack_page,
 )
 from shardkit.reading.adopted import store_of_version, with_adopted_tars
+from shardkit.reading.inventory import read_pages, read_root
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
-
-_READERS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,8 @@ def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> 
 
 
 def _load_pages(repository: Repository, manifest: Manifest) -> Version:
-    table = _read_table(repository, manifest)
+    table = ShardTable.concatenate(read_pages(repository, manifest))
+    check_against(manifest, table)
     reader = repository.with_store(store_of_version(repository.store, manifest, table))
     return Version(manifest, table, (Part("", reader, manifest, 0),))
 
@@ -150,32 +145,3 @@ def load_shard_selection(repository: Repository, table: ShardTable, shard: int) 
 def put_selection(repository: Repository, selection: Selection) -> Descriptor:
     """Put a selection, durably."""
     return repository.put_object(selection.to_bytes(), "selection")
-
-
-def read_root(repository: Repository, manifest_id: str) -> Manifest:
-    """The root of a manifest, verified; its pages are not read.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
-    """
-    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
-
-
-def _read_table(repository: Repository, manifest: Manifest) -> ShardTable:
-    def read(number: int, ref: PageRef) -> ShardTable:
-        try:
-            data = repository.get_object(ref.digest, "page", ref.size)
-            return unpack_page(data, ref, strata=len(manifest.strata))
-        except ShardkitError as error:
-            raise type(error)(
-                f"page {number} of manifest {manifest.id} in {repository.url}: {error}"
-            ) from error
-
-    if len(manifest.pages) == 1:
-        tables = [read(0, manifest.pages[0])]
-    else:
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="shardkit-pages") as pool:
-            tables = list(pool.map(read, range(len(manifest.pages)), manifest.pages))
-    table = ShardTable.concatenate(tables)
-    check_against(manifest, table)
-    return table

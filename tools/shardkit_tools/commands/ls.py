@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from shardkit.reading.inventory import read_root
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import read_root
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, short_id
 from shardkit_tools.versions import named_versions, time_text

@@ -17,9 +17,9 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest, ShardTable
+from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import read_root
 from shardkit_tools import console, options
 from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
 from shardkit_tools.versions import named_versions, parse_url, stratum_label, time_text
