@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,28 +13,20 @@ from shardkit.dataset.splits import Split
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import UsageError
 from shardkit.formats import ShardIndex
-from shardkit.manifest import Manifest, Stratum
+from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """The version that rows are appended to.
+    """The version that rows are appended to."""
 
-    Attributes:
-        ref: by which it is named.
-        version: its manifest and table.
-        keys: uint64[rows, 2], the identities of its keys, for the search for duplicates.
-        row_strata: shard → int32[rows], own strata of the rows of shards with pooled rows.
-        splits: split → its version over the same shards.
-    """
-
-    ref: str
+    ref: str  # by which it is named
     version: Version
-    keys: NDArray[np.uint64]
-    row_strata: Mapping[int, NDArray[np.int32]]
-    splits: Mapping[str, Version]
+    keys: NDArray[np.uint64]  # (rows, 2) the identities of its keys, for the search for duplicates
+    row_strata: Mapping[int, NDArray[np.int32]]  # shard → own strata of its rows, where some are pooled
+    splits: Mapping[str, Version]  # split → its version over the same shards
 
     @property
     def manifest(self) -> Manifest:
@@ -78,18 +70,15 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
                 f"cannot append to {ref}: its {what} is {found}, that of the new rows {given}; append rows of the "
                 "same kind, or build a dataset of their own"
             )
-    held = tuple(lookup.field for lookup in manifest.lookups)
-    if new.lookups and new.lookups != held:
-        raise UsageError(
-            f"cannot append to {ref} with lookups of {', '.join(new.lookups)}: it has "
-            f"{', '.join(held) or 'none'}; leave them out, or rebuild it with others first"
-        )
-    costs = tuple(one.expression for one in manifest.costs)
-    if new.costs and new.costs != costs:
-        raise UsageError(
-            f"cannot append to {ref} with costs {', '.join(new.costs)}: it has {', '.join(costs) or 'none'}; leave "
-            "them out, or rebuild it with others first"
-        )
+    for what, wanted, held in (
+        ("lookups of", new.lookups, tuple(lookup.field for lookup in manifest.lookups)),
+        ("costs", new.costs, tuple(one.expression for one in manifest.costs)),
+    ):
+        if wanted and wanted != held:
+            raise UsageError(
+                f"cannot append to {ref} with {what} {', '.join(wanted)}: it has {', '.join(held) or 'none'}; leave "
+                "them out, or rebuild it with others first"
+            )
     keys = []
     row_strata = {}
     for shard in range(len(version.table)):
@@ -105,12 +94,6 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
         row_strata=row_strata,
         splits=_splits(repository, version, new.split),
     )
-
-
-def pooling_of(strata: Sequence[tuple[str, ...]], before: Sequence[Stratum]) -> NDArray[np.int8]:
-    """int8[strata]: 1 where the base's strata have it in their pool, -1 where it has segments there, else 0."""
-    known = {stratum.values: 1 if stratum.in_pool else -1 for stratum in before}
-    return np.array([known.get(values, 0) for values in strata], dtype=np.int8)
 
 
 def _splits(repository: Repository, version: Version, split: Split | None) -> dict[str, Version]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,20 +37,12 @@ from shardkit.repository.versions import put_manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where a version goes, as it stood when the version was begun, and what its commit says.
+    """Where a version goes, as it stood when the version was begun, and what its commit says."""
 
-    Attributes:
-        repository: that holds its objects.
-        ref: that names all rows.
-        expected: where the refs must still stand at the commit; see `move_refs`.
-        base: the version that it is appended to, or None.
-        message, author: of the commit.
-    """
-
-    repository: Repository
-    ref: str
-    expected: Standing | None = None
-    base: Base | None = None
+    repository: Repository  # that holds its objects
+    ref: str  # that names all rows
+    expected: Standing | None = None  # where the refs must still stand at the commit; see `move_refs`
+    base: Base | None = None  # the version that it is appended to
     message: str = ""
     author: str = ""
 
@@ -84,14 +77,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class MadeVersion:
-    """A version whose objects are durable and that no ref names yet.
+    """A version whose objects are durable and that no ref names yet."""
 
-    Attributes:
-        manifest: of all rows.
-        splits: split → its manifest.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # of all rows
     splits: Mapping[str, Manifest]
 
 
@@ -179,42 +167,31 @@ def _root(
         build={**own.build, "append": {**build, "rows": rows}} if own else build,
         parent=own.id if own else None,
         features=own.features if own else (),
-        about=_put_about(repository, version, own),
-        lookups=_put_lookups(repository, version, table, own),
-        costs=_put_costs(repository, version, table, own),
+        **_sidecars(repository, version, table, own),
     )
 
 
-def _put_about(repository: Repository, version: NewVersion, own: Manifest | None) -> str | None:
-    if version.about is None:
-        return own.about if own else None
-    return repository.put_object(version.about.to_bytes(), "about").digest
-
-
-def _put_lookups(
+def _sidecars(
     repository: Repository, version: NewVersion, table: ShardTable, own: Manifest | None
-) -> tuple[Lookup, ...]:
-    """The sidecars: new pieces of the new shards, behind those of the base."""
-    before = {lookup.field: lookup.pieces for lookup in own.lookups} if own else {}
-    fields = tuple(before) if own else version.lookups
-    if not fields:
-        return ()
-    reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
-    new = put_lookups(repository, reader, table, fields)
-    return tuple(Lookup(lookup.field, before.get(lookup.field, ()) + lookup.pieces) for lookup in new)
-
-
-def _put_costs(
-    repository: Repository, version: NewVersion, table: ShardTable, own: Manifest | None
-) -> tuple[RowCosts, ...]:
-    """What rows cost: pieces of the new shards, behind those of the base."""
-    before = {costs.expression: costs.pieces for costs in own.costs} if own else {}
-    expressions = tuple(before) if own else version.costs
-    if not expressions:
-        return ()
-    reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
-    new = put_costs(repository, reader, table, version.schema, expressions)
-    return tuple(RowCosts(costs.expression, before.get(costs.expression, ()) + costs.pieces) for costs in new)
+) -> dict[str, Any]:
+    """What the manifest names beside pages: for new shards the look-ups and costs of the base, behind its pieces."""
+    fields = tuple(lookup.field for lookup in own.lookups) if own else version.lookups
+    expressions = tuple(costs.expression for costs in own.costs) if own else version.costs
+    lookups: tuple[Lookup, ...] = ()
+    costs: tuple[RowCosts, ...] = ()
+    if fields or expressions:
+        reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
+        lookups = put_lookups(repository, reader, table, fields)
+        costs = put_costs(repository, reader, table, version.schema, expressions)
+    about = own.about if own else None
+    if version.about is not None:
+        about = repository.put_object(version.about.to_bytes(), "about").digest
+    if own is not None:
+        before = {one.field: one.pieces for one in own.lookups}
+        lookups = tuple(Lookup(new.field, before[new.field] + new.pieces) for new in lookups)
+        known = {one.expression: one.pieces for one in own.costs}
+        costs = tuple(RowCosts(new.expression, known[new.expression] + new.pieces) for new in costs)
+    return {"about": about, "lookups": lookups, "costs": costs}
 
 
 def _record(shard: WrittenShard, plan: VersionPlan) -> ShardRecord:

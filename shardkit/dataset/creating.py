@@ -8,21 +8,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardkit.dataset.appending import Base
 from shardkit.dataset.committing import Destination, write_version
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
-from shardkit.dataset.part_files import FOLDER as PARTS
-from shardkit.dataset.part_files import PartFolder, check_part_name, settings_of
-from shardkit.dataset.ref_moves import Standing, block_size_for
-from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.part_files import PartFolder, check_part_name, part_folder, settings_of
+from shardkit.dataset.ref_moves import block_size_for
+from shardkit.dataset.scratch import RowSpool, scratch_folder
 from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import FOLDER, explained
-from shardkit.stores.local import LocalStore
-from shardkit.stores.staging import private_folder, temporary_name
+from shardkit.stores.staging import temporary_name
 
 
 def create(
@@ -117,19 +113,10 @@ def create(
         check_part_name(part)
         folder = part_folder(repository, scratch)
         return Writer(
-            repository, version, encoder, ref=ref, message=message, scratch=folder.path, part=(folder, part)
+            Destination(repository=repository, ref=ref), version, encoder, folder.path, part=(folder, part)
         )
-    to = Destination.begin(repository, version, ref, append=append, replace=replace)
-    return Writer(
-        repository,
-        version,
-        encoder,
-        ref=ref,
-        expected=to.expected,
-        message=message,
-        scratch=scratch,
-        base=to.base,
-    )
+    to = Destination.begin(repository, version, ref, append=append, replace=replace, message=message)
+    return Writer(to, version, encoder, scratch_folder(repository, scratch))
 
 
 class Writer:
@@ -141,26 +128,22 @@ class Writer:
 
     def __init__(
         self,
-        repository: Repository,
+        to: Destination,
         version: NewVersion,
         encoder: RowEncoder,
+        scratch: str,
         *,
-        ref: str,
-        message: str,
-        scratch: str | os.PathLike[str] | None,
-        expected: Standing | None = None,
-        base: Base | None = None,
         part: tuple[PartFolder, str] | None = None,
     ) -> None:
-        self._to = Destination(repository=repository, ref=ref, expected=expected, base=base, message=message)
+        self._to = to
         self._version = version
         self._encoder = encoder
         self._part = part
-        self._first = base.first_ordinal if base else 0
+        self._first = to.base.first_ordinal if to.base else 0
         self._lock = threading.Lock()
         self._spooled = temporary_name("spool")
         self._spool: RowSpool | None = RowSpool(
-            scratch_folder(repository, scratch),
+            scratch,
             self._spooled,
             seed=version.settings.seed if version.settings.shuffle else None,
             always_file=part is not None,
@@ -228,10 +211,15 @@ class Writer:
         with self._lock:
             spool = self._open()
             try:
-                if self._part is None:
-                    self._manifest = self._write(spool)
+                rows, records = spool.finish()
+                assert records is not None, "a writer keeps what it is given"
+                if self._part is not None:
+                    records.close()
+                    folder, name = self._part
+                    folder.publish(name, self._spooled, settings_of(self._version), rows)
+                    self._is_written = True
                 else:
-                    self._write_part(spool, *self._part)
+                    self._manifest = write_version(self._to, self._version, [rows], [records])
             finally:
                 self._spool = None
                 spool.drop()
@@ -258,51 +246,3 @@ class Writer:
         if self._spool is None:
             raise UsageError("this writer is closed; open another with shardkit.create")
         return self._spool
-
-    def _write(self, spool: RowSpool) -> Manifest:
-        columns, part = spool.finish()
-        if not len(columns) or part is None:
-            raise UsageError("no sample was added; a dataset holds at least one")
-        return write_version(self._to, self._version, [columns], [part])
-
-    def _write_part(self, spool: RowSpool, folder: PartFolder, name: str) -> None:
-        columns, written = spool.finish()
-        if written is not None:
-            written.close()
-        folder.publish(name, self._spooled, settings_of(self._version), columns)
-        self._is_written = True
-
-
-def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:
-    """Where the parts of a root are until they are committed.
-
-    Raises:
-        UsageError: the root is not a local folder, and no folder that its writers share was given.
-    """
-    if scratch is None and not isinstance(repository.store, LocalStore):
-        raise UsageError(
-            f"parts of {repository.store.url} need a folder that all writers share; give it as scratch=, here and to "
-            "commit_parts"
-        )
-    path = os.path.join(scratch_folder(repository, scratch), PARTS)
-    with explained(f"make {path}", writing=True):
-        os.makedirs(path, exist_ok=True)
-    return PartFolder(path)
-
-
-def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:
-    """Where scratch files of a build go.
-
-    Raises:
-        UsageError: the store has no directory for them, or the one given does not exist.
-    """
-    if scratch is not None:
-        folder = os.fspath(scratch)
-        if not os.path.isdir(folder):
-            raise UsageError(f"scratch directory {folder} does not exist; make it, or name another")
-        return folder
-    store = repository.store
-    folder = os.path.join(store.url, FOLDER) if isinstance(store, LocalStore) else private_folder(store.url)
-    with explained(f"make {folder}", writing=True):
-        os.makedirs(folder, exist_ok=True)
-    return folder

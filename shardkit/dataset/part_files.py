@@ -7,6 +7,7 @@ again replaces it; a killed writer leaves nothing under a part's name.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import time
@@ -17,13 +18,13 @@ from typing import Any
 import xxhash
 
 from shardkit.dataset.row_table import Rows
+from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.local import LocalStore
 from shardkit.stores.staging import writer_is_dead
-
-FOLDER = "parts"
-"""Folder of the parts, below the scratch of a root."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _RECORD = ".part"
@@ -34,19 +35,13 @@ _ORPHAN_GRACE_S = 24 * 3600
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenPart:
-    """A part as its record tells of it.
-
-    Attributes:
-        name: of the part. file: of its rows, in the folder. settings: see `settings_of`.
-        columns: one entry per row.
-        digest: of the record: equal for equal rows that were added in the same order.
-    """
+    """A part as its record tells of it."""
 
     name: str
-    file: str
-    settings: Mapping[str, Any]
+    file: str  # of its rows, in the folder
+    settings: Mapping[str, Any]  # see `settings_of`
     columns: Rows
-    digest: str
+    digest: str  # of the record: equal for equal rows that were added in the same order
 
 
 def check_part_name(name: str) -> str:
@@ -121,7 +116,7 @@ class PartFolder:
             NotFoundError: there is none of this name.
             IntegrityError: its record is damaged.
         """
-        data = self._record(check_part_name(name))
+        data = self._bytes(check_part_name(name) + _RECORD)
         if data is None:
             there = ", ".join(self.names()[:10]) or "none"
             raise NotFoundError(
@@ -187,9 +182,6 @@ class PartFolder:
         except (NotFoundError, IntegrityError):
             return None
 
-    def _record(self, name: str) -> bytes | None:
-        return self._bytes(name + _RECORD)
-
     def _bytes(self, name: str) -> bytes | None:
         with self._opened() as folder:
             try:
@@ -239,3 +231,20 @@ def _write(folder: Handle, name: str, data: bytes) -> None:
 def _remove(folder: Handle, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         active().unlink(folder, name)
+
+
+def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:
+    """Where the parts of a root are until they are committed.
+
+    Raises:
+        UsageError: the root is not a local folder, and no folder that its writers share was given.
+    """
+    if scratch is None and not isinstance(repository.store, LocalStore):
+        raise UsageError(
+            f"parts of {repository.store.url} need a folder that all writers share; give it as scratch=, here and to "
+            "commit_parts"
+        )
+    path = os.path.join(scratch_folder(repository, scratch), "parts")
+    with explained(f"make {path}", writing=True):
+        os.makedirs(path, exist_ok=True)
+    return PartFolder(path)

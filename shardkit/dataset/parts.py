@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardkit.dataset.committing import Destination, write_version
-from shardkit.dataset.creating import part_folder
-from shardkit.dataset.part_files import WrittenPart
+from shardkit.dataset.part_files import WrittenPart, part_folder
 from shardkit.dataset.scratch_reading import PartFiles
 from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import NotFoundError, UsageError

@@ -22,10 +22,8 @@ Standing = Mapping[str, str | None]
 class Moved(NamedTuple):
     """What a commit did."""
 
-    entry: LogEntry | None
-    """None where every ref named its version already."""
-    refs: Mapping[str, tuple[str | None, str]]
-    """Ref → (from, to) of those that moved; from None: it is new."""
+    entry: LogEntry | None  # None where every ref named its version already
+    refs: Mapping[str, tuple[str | None, str]]  # ref → (from, to) of those that moved; from None: it is new
 
 
 NOT_MOVED = Moved(None, {})

@@ -9,6 +9,7 @@ worth nothing after a power cut, and every record is verified when it is read ba
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,11 @@ from shardkit.dataset.extents import IN_SOURCE, Extent
 from shardkit.dataset.layout import order_keys
 from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, Records, record_header
-from shardkit.errors import StoreError
-from shardkit.stores.file_operations import active, explained
+from shardkit.errors import StoreError, UsageError
+from shardkit.repository.repository import Repository
+from shardkit.stores.file_operations import FOLDER, active, explained
+from shardkit.stores.local import LocalStore
+from shardkit.stores.staging import private_folder
 
 RUN_BYTES = 64 * 2**20
 """Bytes of a run of scratch that is held in memory, at most and by default."""
@@ -360,3 +364,21 @@ def _pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
     heads[:] = np.frombuffer(head, np.uint8)
     heads[:, _ROW_AT : _ROW_AT + 8] = rows.source_row.astype("<i8").view(np.uint8).reshape(-1, 8)
     return heads
+
+
+def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:
+    """Where scratch files of a build go.
+
+    Raises:
+        UsageError: the store has no directory for them, or the one given does not exist.
+    """
+    if scratch is not None:
+        folder = os.fspath(scratch)
+        if not os.path.isdir(folder):
+            raise UsageError(f"scratch directory {folder} does not exist; make it, or name another")
+        return folder
+    store = repository.store
+    folder = os.path.join(store.url, FOLDER) if isinstance(store, LocalStore) else private_folder(store.url)
+    with explained(f"make {folder}", writing=True):
+        os.makedirs(folder, exist_ok=True)
+    return folder

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import check_strata
-from shardkit.dataset.appending import Base, pooling_of
+from shardkit.dataset.appending import Base
 from shardkit.dataset.layout import Layout, lay_out
 from shardkit.dataset.row_table import Rows, ShardRows, check_unique_keys, rows_of_shards
 from shardkit.dataset.splits import split_of
@@ -21,23 +21,14 @@ from shardkit.manifest import POOL, Stratum
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VersionPlan:
-    """A version before its shards are written; made by `plan_version`.
+    """A version before its shards are written; made by `plan_version`."""
 
-    Attributes:
-        version: what it is to be.
-        base: the version that it is appended to, or None.
-        rows: all new rows.
-        layout: of these rows.
-        numbers: of their strata in the manifest.
-        split: int16[n], the split of each row in ordinal order, -1 for none; None without splits.
-    """
-
-    version: NewVersion
-    base: Base | None
-    rows: Rows
-    layout: Layout
-    numbers: StratumNumbers
-    split: NDArray[np.int16] | None
+    version: NewVersion  # what it is to be
+    base: Base | None  # the version that it is appended to
+    rows: Rows  # all new ones
+    layout: Layout  # of these rows
+    numbers: StratumNumbers  # of their strata in the manifest
+    split: NDArray[np.int16] | None  # of each row in ordinal order, -1 for none; None without splits
 
     def shards(self) -> Iterator[ShardRows]:
         """What each new shard holds, in shard order; made one at a time."""
@@ -50,8 +41,18 @@ class VersionPlan:
         return {name: int(np.count_nonzero(self.split == number)) for number, name in enumerate(names)}
 
     def strata(self) -> tuple[Stratum, ...]:
-        """Those of the manifest, with their rows; all of the new ones are selected."""
-        return self.numbers.counted(self.rows, self.base.manifest.strata if self.base else ())
+        """Those of the manifest with their rows, those of the base added; all of the new ones are selected."""
+        of_stratum, listed = self.numbers.of_stratum, self.numbers.listed
+        total = [0] * len(listed)
+        counts = np.bincount(self.rows.stratum, minlength=len(self.rows.strata)).tolist()
+        for number, count in zip(of_stratum.tolist(), counts, strict=False):
+            total[number] += count
+            if listed[number].in_pool:
+                total[of_stratum[-1]] += count
+        return tuple(
+            dataclasses.replace(stratum, rows=stratum.rows + new, selected=stratum.selected + new)
+            for stratum, new in zip(listed, total, strict=True)
+        )
 
     def rows_of(self, shard: int) -> NDArray[np.int64]:
         """Places in ``rows`` of the rows of a new shard."""
@@ -86,7 +87,9 @@ def plan_version(
         names = {Stratum(values, 0, 0).name for values in rows.strata}
         check_strata(version.about, names | {stratum.name for stratum in before if not stratum.pooled})
     split = _split_rows(version, rows, allow_empty=base is not None)
-    layout = lay_out(rows, len(rows.strata), version.settings, pooling_of(rows.strata, before))
+    known = {stratum.values: 1 if stratum.in_pool else -1 for stratum in before}
+    pooling = np.array([known.get(values, 0) for values in rows.strata], dtype=np.int8)
+    layout = lay_out(rows, len(rows.strata), version.settings, pooling)
     return VersionPlan(version, base, rows, layout, StratumNumbers(rows.strata, layout.pooled, before), split)
 
 
@@ -97,7 +100,7 @@ class StratumNumbers:
     pool where there is none yet, and the new ones in the pool.
 
     Attributes:
-        listed: the strata in the manifest's order, with no rows counted.
+        listed: the strata in the manifest's order, with the rows of the base.
         of_stratum: int32[strata + 1], from the number in `Rows` (last: the pool) to that in the manifest.
     """
 
@@ -107,7 +110,7 @@ class StratumNumbers:
         pooled: NDArray[np.bool_],
         before: Sequence[Stratum] = (),
     ) -> None:
-        self.listed = [dataclasses.replace(stratum, rows=0, selected=0) for stratum in before]
+        self.listed = list(before)
         number = {stratum.values: place for place, stratum in enumerate(before)}
 
         def add(values: tuple[str, ...], *, pool: bool = False, in_pool: bool = False) -> None:
@@ -125,21 +128,6 @@ class StratumNumbers:
                 add(values, in_pool=True)
         pool = number.get((POOL,), 0)
         self.of_stratum = np.array([*(number[values] for values in strata), pool], dtype=np.int32)
-
-    def counted(self, rows: Rows, before: Sequence[Stratum] = ()) -> tuple[Stratum, ...]:
-        """The strata with their rows, all of the new ones selected, those of ``before`` added."""
-        counts = np.bincount(rows.stratum, minlength=len(rows.strata)).tolist()
-        total = [0] * len(self.listed)
-        for stratum, count in enumerate(counts):
-            total[self.of_stratum[stratum]] += count
-            if self.listed[self.of_stratum[stratum]].in_pool:
-                total[self.of_stratum[-1]] += count
-        base = [(stratum.rows, stratum.selected) for stratum in before]
-        base += [(0, 0)] * (len(total) - len(base))
-        return tuple(
-            dataclasses.replace(stratum, rows=old + new, selected=selected + new)
-            for stratum, new, (old, selected) in zip(self.listed, total, base, strict=True)
-        )
 
 
 def _split_rows(version: NewVersion, rows: Rows, *, allow_empty: bool) -> NDArray[np.int16] | None:

@@ -23,33 +23,22 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewVersion:
-    """What a new version is to be, apart from its rows.
-
-    Attributes:
-        schema, format, compression: of the samples and shards; the compression normalised.
-        axes: fields by which it is stratified.
-        classes: names of the values of ``label``.
-        settings: of the layout.
-        split: named shares, or None.
-        recipe: more settings that decide the bytes: JSON of texts, integers and booleans.
-        sources: digest of the object that lists the source files, or None.
-        about: licence, source and contact; None: what the base says.
-        lookups: fields of which sidecars are made; of a base its own are carried on.
-        costs: expressions of which rows' costs are written; of a base its own are carried on.
-    """
+    """What a new version is to be, apart from its rows."""
 
     schema: Schema
     format: str
-    compression: str
-    axes: tuple[str, ...]
-    classes: tuple[str, ...]
+    compression: str  # normalised
+    axes: tuple[str, ...]  # fields by which it is stratified
+    classes: tuple[str, ...]  # names of the values of `label`
     settings: LayoutSettings
     split: Split | None = None
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    sources: str | None = None
-    about: About | None = None
-    lookups: tuple[str, ...] = ()
-    costs: tuple[str, ...] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # more settings that decide the bytes: plain JSON
+    sources: str | None = None  # digest of the object that lists the source files
+    about: About | None = None  # licence, source and contact; None: what the base says
+    lookups: tuple[
+        str, ...
+    ] = ()  # fields of which sidecars are made; of a base its own are carried on, as costs
+    costs: tuple[str, ...] = ()  # expressions of which rows' costs are written
 
     def refs(self, ref: str) -> tuple[str, ...]:
         """All refs that it moves, where ``ref`` is to name all rows."""
@@ -147,7 +136,7 @@ class VersionSettings:
             settings=self.layout(),
             split=self._split(folders, ref),
             recipe=dict(recipe),
-            about=given_about(self.about),
+            about=None if self.about is None else given_about(self.about),
             lookups=parse_lookup(self.lookup, schema) if self.lookup else (),
             costs=parse_costs(self.cost, schema) if self.cost else (),
         )

@@ -17,11 +17,10 @@ import numpy as np
 
 from shardkit.dataset.appending import Base
 from shardkit.dataset.committing import Destination, MadeVersion, commit_version, make_manifest
-from shardkit.dataset.creating import scratch_folder
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.ref_moves import NOT_MOVED, Moved
 from shardkit.dataset.row_table import Rows, ShardRows, describe_row, join_parts
-from shardkit.dataset.scratch import RUN_BYTES, sized_run
+from shardkit.dataset.scratch import RUN_BYTES, scratch_folder, sized_run
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import WrittenShard
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources

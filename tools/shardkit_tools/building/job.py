@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
-from shardkit.dataset.creating import scratch_folder
+from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.scratch_reading import Part, PartFiles, Parts
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
