@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,13 @@ __version__ = "0.2.0"
 
 __all__ = ["Dataset", "Writer", "__version__", "create", "open"]
 
-_PUBLIC = {"open": "open_dataset", "create": "create", "Dataset": "Dataset", "Writer": "Writer"}
+_PUBLIC = {"open": "dataset", "create": "creating", "Dataset": "dataset", "Writer": "creating"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        from shardkit import dataset
-
-        return getattr(dataset, _PUBLIC[name])
+        module = importlib.import_module(f"shardkit.dataset.{_PUBLIC[name]}")
+        return getattr(module, "open_dataset" if name == "open" else name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 

@@ -13,19 +13,13 @@ from shardkit.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting takes.
+    """The numbers that a setting takes."""
 
-    Attributes:
-        low, high: bounds, both allowed unless
-        above, below: say that they are not.
-        zero: 0 is allowed as well, and switches something off.
-    """
-
-    low: float
+    low: float  # bounds, both allowed unless
     high: float
-    above: bool = False
+    above: bool = False  # say that they are not
     below: bool = False
-    zero: bool = False
+    zero: bool = False  # 0 is allowed as well, and switches something off
 
     def holds(self, value: float) -> bool:
         """Whether a number lies inside; nan does not."""

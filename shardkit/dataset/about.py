@@ -33,21 +33,13 @@ _SPELLINGS: Final = {"license": "licence", "strata": "stratum"}
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Under what terms samples may be used, and who answers for them; "" where it is not said.
+    """Under what terms samples may be used, and who answers for them; "" where it is not said."""
 
-    Attributes:
-        licence: an SPDX expression such as ``CC-BY-4.0``, or the URL of a text.
-        source: where the samples come from.
-        contact: who is asked, and told of errors and takedowns.
-        citation: how the work is cited.
-        note: anything else.
-    """
-
-    licence: str = ""
-    source: str = ""
-    contact: str = ""
-    citation: str = ""
-    note: str = ""
+    licence: str = ""  # an SPDX expression such as `CC-BY-4.0`, or the URL of a text
+    source: str = ""  # where the samples come from
+    contact: str = ""  # who is asked, and told of errors and takedowns
+    citation: str = ""  # how the work is cited
+    note: str = ""  # anything else
 
     def over(self, other: Terms) -> Terms:
         """These terms, with what they leave open filled from others."""
@@ -59,19 +51,14 @@ _TERMS: Final = tuple(item.name for item in fields(Terms))
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What ``about.toml`` says.
+    """What ``about.toml`` says."""
 
-    Attributes:
-        name, description, version, homepage: of the dataset; "" where not said.
-        terms: of everything that no stratum says otherwise.
-        strata: (stratum name or pattern such as ``web/*``, terms) in the order of the file; the first match counts.
-    """
-
-    name: str = ""
+    name: str = ""  # of the dataset; "" where not said
     description: str = ""
     version: str = ""
     homepage: str = ""
-    terms: Terms = field(default_factory=Terms)
+    terms: Terms = field(default_factory=Terms)  # of everything that no stratum says otherwise
+    # (stratum name or pattern such as `web/*`, terms) in the order of the file; the first match counts
     strata: tuple[tuple[str, Terms], ...] = ()
 
     def of_stratum(self, name: str) -> Terms:

@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from shardkit.plan import Costs, encode_costs
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import Version
+
+if TYPE_CHECKING:
+    from shardkit.dataset.dataset import Dataset
 
 PIECE_ROWS: Final = 2**17
 """Rows after which a piece ends: a seek reads some of them, each as a whole, and so verified."""
@@ -31,19 +33,6 @@ KEPT_BYTES: Final = 16 << 20
 
 _KIND: Final = "cost"
 _READERS: Final = 8
-
-
-class _Opened(Protocol):
-    """What costs are read from: a dataset."""
-
-    version: Version
-    table: ShardTable
-    reader: BlockReader
-
-    @property
-    def schema(self) -> Schema: ...
-    @property
-    def rows(self) -> RowMap: ...
 
 
 def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
@@ -121,7 +110,7 @@ def covers(costs: RowCosts, rows: NDArray[np.int64]) -> bool:
     )
 
 
-def costs_of(dataset: _Opened, text: str) -> Costs:
+def costs_of(dataset: Dataset, text: str) -> Costs:
     """What each sample of a dataset costs: at least 1.
 
     Read when it is asked for: pieces of `put_costs` where the version has them, else the indexes of the shards, if
@@ -131,16 +120,13 @@ def costs_of(dataset: _Opened, text: str) -> Costs:
         UsageError: not such an expression, no such field, a cost of 2**32 or more, or costs that nobody has put.
     """
     formula = CostFormula(text, dataset.schema)
-    rows = dataset.table.rows
-    starts = np.concatenate(([0], np.cumsum(rows)))
-    pieces, repositories = _pieces(dataset, formula.canonical)
-    load: Callable[[int], NDArray[np.uint8]]
+    starts = np.concatenate(([0], np.cumsum(dataset.table.rows)))
+    pieces = _pieces(dataset, formula.canonical)
     if pieces:
-        first = np.cumsum([0, *(piece.rows for piece in pieces)])
-        load = _Pieces(formula.canonical, pieces, repositories)
+        first = np.cumsum([0, *(piece.rows for _, piece in pieces)])
+        codes = CostCodes(dataset.rows, starts, first, partial(_read_numbered, formula.canonical, pieces))
     else:
-        first, load = starts, _Indexes(dataset.reader, formula)
-    codes = CostCodes(dataset.rows, starts, first, load)
+        codes = CostCodes(dataset.rows, starts, starts, partial(_of_indexes, dataset.reader, formula))
     codes[np.zeros(min(1, len(codes)), dtype=np.int64)]  # what cannot be read is told at once
     return Costs(formula.canonical, codes)
 
@@ -216,38 +202,28 @@ class CostCodes:
         return [found[number] for number in numbers]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    expression: str
-    pieces: Sequence[CostPiece]
-    repositories: Sequence[Repository]
-    """Of each piece."""
-
-    def __call__(self, number: int) -> NDArray[np.uint8]:
-        return read_piece(self.repositories[number], self.expression, self.pieces[number])
+def _read_numbered(
+    expression: str, pieces: Sequence[tuple[Repository, CostPiece]], number: int
+) -> NDArray[np.uint8]:
+    repository, piece = pieces[number]
+    return read_piece(repository, expression, piece)
 
 
-@dataclass(frozen=True, slots=True)
-class _Indexes:
-    reader: BlockReader
-    formula: CostFormula
-
-    def __call__(self, shard: int) -> NDArray[np.uint8]:
-        return _codes(self.reader, self.formula, [shard], blocks=False)
+def _of_indexes(reader: BlockReader, formula: CostFormula, shard: int) -> NDArray[np.uint8]:
+    return _codes(reader, formula, [shard], blocks=False)
 
 
-def _pieces(dataset: _Opened, expression: str) -> tuple[list[CostPiece], list[Repository]]:
+def _pieces(dataset: Dataset, expression: str) -> list[tuple[Repository, CostPiece]]:
     """Those of all parts and where each lies; none where a part lacks them.
 
     Raises:
         UsageError: they do not cover the rows: something that does not know costs has changed the version.
     """
-    found: list[CostPiece] = []
-    where: list[Repository] = []
+    found: list[tuple[Repository, CostPiece]] = []
     for part in dataset.version.parts:
         costs = next((one for one in part.manifest.costs if one.expression == expression), None)
         if costs is None:
-            return [], []
+            return []
         sizes = dataset.table.rows[part.first_shard : part.first_shard + part.manifest.shards]
         if not covers(costs, sizes):
             url = part.repository.url
@@ -255,9 +231,8 @@ def _pieces(dataset: _Opened, expression: str) -> tuple[list[CostPiece], list[Re
                 f"cost={expression!r}: its pieces are not of the {len(sizes)} shards of {url}, which an older "
                 f"shardkit has changed; run: shardkit rebuild {url} --cost '{expression}'"
             )
-        found += costs.pieces
-        where += [part.repository] * len(costs.pieces)
-    return found, where
+        found += [(part.repository, piece) for piece in costs.pieces]
+    return found
 
 
 def _codes(

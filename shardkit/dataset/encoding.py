@@ -28,27 +28,18 @@ _MAX_SIZES = 4096
 
 
 class EncodedRow(NamedTuple):
-    """A row on its way to scratch.
+    """A row on its way to scratch."""
 
-    Attributes:
-        key: as it will stand in the shard, None where it is generated from the row's ordinal.
-        original_key: the caller's key where it had to be made to fit.
-        source: (source name, row in it) where known.
-        payloads: canonical bytes per stored column, in their order; or where they are.
-        identity: 128-bit hash of the key, else of the source, as (high, low); None where there is neither.
-        stratum: texts of the values by which the dataset is stratified.
-        split: 64-bit hash of the value that decides the split; None where the identity decides.
-        raw_bytes: bytes of the row in a shard before compression.
-    """
-
-    key: str | None
-    original_key: str | None
-    source: tuple[str, int] | None
+    key: str | None  # as it will stand in the shard, None where it is generated from the row's ordinal
+    original_key: str | None  # the caller's key where it had to be made to fit
+    source: tuple[str, int] | None  # (source name, row in it) where known
+    # canonical bytes per stored column, in their order; or where they are
     payloads: tuple[bytes | Extent, ...]
+    # 128-bit hash of the key, else of the source, as (high, low); None where there is neither
     identity: tuple[int, int] | None
-    stratum: tuple[str, ...]
-    split: int | None
-    raw_bytes: int
+    stratum: tuple[str, ...]  # texts of the values by which the dataset is stratified
+    split: int | None  # 64-bit hash of the value that decides the split; None where the identity decides
+    raw_bytes: int  # bytes of the row in a shard before compression
 
 
 class RowEncoder:
@@ -265,26 +256,18 @@ def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedRows:
-    """Rows on their way to scratch; like as many `EncodedRow` without keys.
+    """Rows on their way to scratch; like as many `EncodedRow` without keys."""
 
-    Attributes:
-        columns: one per stored column, in order: uint8 (n, bytes), canonical payloads, or packed extents.
-        sizes: of each field's payloads, as the header of a record has them.
-        source_name: of all rows. source_row: int64[n].
-        identity: uint64[n, 2]. split: uint64[n], zeros where the identity decides.
-        strata: texts that ``stratum``, int32[n], indexes.
-        raw_bytes: of each row, in a shard before compression.
-    """
-
+    # one per stored column, in order: uint8 (n, bytes), canonical payloads, or packed extents
     columns: tuple[NDArray[np.uint8], ...]
-    sizes: tuple[int, ...]
-    source_name: str
-    source_row: NDArray[np.int64]
-    identity: NDArray[np.uint64]
-    split: NDArray[np.uint64]
-    strata: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...]  # of each field's payloads, as the header of a record has them
+    source_name: str  # of all rows
+    source_row: NDArray[np.int64]  # (n,)
+    identity: NDArray[np.uint64]  # (n, 2)
+    split: NDArray[np.uint64]  # (n,), zeros where the identity decides
+    strata: tuple[tuple[str, ...], ...]  # texts that `stratum`, int32[n], indexes
     stratum: NDArray[np.int32]
-    raw_bytes: int
+    raw_bytes: int  # of each row, in a shard before compression
 
     def __len__(self) -> int:
         return len(self.source_row)

@@ -37,18 +37,12 @@ _MAX_OPEN = 128
 
 
 class Extent(NamedTuple):
-    """A payload in a source file.
+    """A payload in a source file."""
 
-    Attributes:
-        file: place of the file among those of the task.
-        offset, size: of the payload, in bytes.
-        check: XXH3-64 of it.
-    """
-
-    file: int
-    offset: int
+    file: int  # place of the file among those of the task
+    offset: int  # of the payload, in bytes
     size: int
-    check: int
+    check: int  # XXH3-64 of it
 
     def packed(self) -> bytes:
         """As it stands in a scratch record."""
@@ -57,17 +51,12 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtentColumn:
-    """The payloads of one field of many rows, equally long, in one source file.
+    """The payloads of one field of many rows, equally long, in one source file."""
 
-    Attributes:
-        file: as in `Extent`. offset: int64[n]. size: of each of them.
-        state: of the file, see `file_state`.
-    """
-
-    file: int
-    offset: NDArray[np.int64]
-    size: int
-    state: int
+    file: int  # as in `Extent`
+    offset: NDArray[np.int64]  # (n,)
+    size: int  # of each of them
+    state: int  # of the file, see `file_state`
 
     def __len__(self) -> int:
         return len(self.offset)

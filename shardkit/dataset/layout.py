@@ -24,17 +24,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """What the layout needs to know about every row, in ordinal order.
+    """What the layout needs to know about every row, in ordinal order."""
 
-    Attributes:
-        identity: uint64[n, 2], the 128-bit hash of what the row is called (SPEC.md §1).
-        stratum: int32[n], index into the sorted strata.
-        raw_bytes: int64[n], bytes that the row takes in a shard before compression.
-    """
-
-    identity: NDArray[np.uint64]
-    stratum: NDArray[np.int32]
-    raw_bytes: NDArray[np.int64]
+    identity: NDArray[np.uint64]  # (n, 2), the 128-bit hash of what the row is called (SPEC.md §1)
+    stratum: NDArray[np.int32]  # (n,), index into the sorted strata
+    raw_bytes: NDArray[np.int64]  # (n,), bytes that the row takes in a shard before compression
 
     def __len__(self) -> int:
         return len(self.stratum)
@@ -61,24 +55,15 @@ class LayoutSettings:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Rows in manifest order and where shards, segments and blocks begin.
+    """Rows in manifest order and where shards, segments and blocks begin."""
 
-    Attributes:
-        rows: int64[n], ordinals in manifest order.
-        shard_start: int64[S + 1], positions in ``rows``.
-        block_rows: int64[S], rows per block of each shard.
-        segment_shard: int32[G]; segment_stratum: int32[G], the pool is number ``len(pooled)``;
-        segment_start: int64[G + 1], positions in ``rows``.
-        pooled: bool[strata], which strata share the pool.
-    """
-
-    rows: NDArray[np.int64]
-    shard_start: NDArray[np.int64]
-    block_rows: NDArray[np.int64]
-    segment_shard: NDArray[np.int32]
-    segment_stratum: NDArray[np.int32]
-    segment_start: NDArray[np.int64]
-    pooled: NDArray[np.bool_]
+    rows: NDArray[np.int64]  # (n,), ordinals in manifest order
+    shard_start: NDArray[np.int64]  # (S + 1,), positions in `rows`
+    block_rows: NDArray[np.int64]  # (S,), rows per block of each shard
+    segment_shard: NDArray[np.int32]  # (G,)
+    segment_stratum: NDArray[np.int32]  # (G,), the pool is number `len(pooled)`
+    segment_start: NDArray[np.int64]  # (G + 1,), positions in `rows`
+    pooled: NDArray[np.bool_]  # (strata,), which strata share the pool
 
     @property
     def shards(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,7 +17,7 @@ from shardkit.dataset.costs import cut_pieces
 from shardkit.dataset.field_names import split_names
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
-from shardkit.manifest import Lookup, LookupPiece, Manifest, ShardTable
+from shardkit.manifest import Lookup, LookupPiece, ShardTable
 from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 
@@ -116,17 +116,12 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matches:
-    """Samples of a version that have the values asked for; (n,) int64 each, by value, then by sample.
+    """Samples of a version that have the values asked for; (n,) int64 each, by value, then by sample."""
 
-    Attributes:
-        value: index into the values asked for; one that several samples have appears several times.
-        sample: number of the sample in the version.
-        shard, row: where it lies.
-    """
-
+    # index into the values asked for; one that several samples have appears several times
     value: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    shard: NDArray[np.int64]
+    sample: NDArray[np.int64]  # number of the sample in the version
+    shard: NDArray[np.int64]  # where it lies
     row: NDArray[np.int64]
 
 
@@ -139,20 +134,7 @@ def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
         UsageError: a field that is not there, or one that nobody could ask for.
     """
     names = split_names(text) if isinstance(text, str) else list(text)
-    fields = set()
-    for name in names:
-        field, colon, mode = _asked_by(name, schema)
-        if colon and (mode != "sha256" or field == KEY):
-            raise UsageError(f"lookup {name!r}: expected a field, field:sha256, or key")
-        if field != KEY:
-            _check_askable(schema, field, by_digest=bool(colon))
-        fields.add(field)
-    return tuple(sorted(fields))
-
-
-def _asked_by(name: str, schema: Schema) -> tuple[str, str, str]:
-    """(field, colon, what stands behind it): a name may hold colons itself."""
-    return (name, "", "") if name in schema or ":" not in name else name.rpartition(":")
+    return tuple(sorted({_asked(name, schema)[0] for name in names}))
 
 
 def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, Hashes]:
@@ -166,17 +148,31 @@ def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, 
     Raises:
         UsageError: no such field, or a text that is no value of it.
     """
-    field, colon, mode = _asked_by(asked, schema)
-    if colon and (mode != "sha256" or field == KEY):
-        raise UsageError(f"field {asked!r}: expected key, a field, or field:sha256")
-    if field != KEY:
-        _check_askable(schema, field, by_digest=bool(colon))
-    if colon:
-        digests = b"".join(_digest(field, text) for text in texts)
+    field, by_digest = _asked(asked, schema)
+    if by_digest:
+        digests = [_digest(field, text) for text in texts]
     else:
         kind = None if field == KEY else schema[field]
-        digests = b"".join(_hash(_payload(field, kind, text)) for text in texts)
-    return field, _words(digests)
+        digests = [_hash(_payload(field, kind, text)) for text in texts]
+    return field, _words(b"".join(digests))
+
+
+def _asked(name: str, schema: Schema) -> tuple[str, bool]:
+    """The field of ``key``, ``field`` or ``field:sha256``, and whether it is asked for by digest."""
+    # a name may hold colons itself
+    field, colon, mode = (name, "", "") if name in schema or ":" not in name else name.rpartition(":")
+    if colon and (mode != "sha256" or field == KEY):
+        raise UsageError(f"lookup {name!r}: expected a field, field:sha256, or key")
+    if field == KEY:
+        return field, False
+    if field not in schema:
+        raise UsageError(f"there is no field {field!r} to look up; there are key, {', '.join(schema)}")
+    kind = schema[field]
+    if not colon and (kind.is_packed or kind.kind in ("bytes", "array", "ragged")):
+        raise UsageError(
+            f"field {field!r} is {kind}: nobody can type its value; look it up by its digest: {field}:sha256"
+        )
+    return field, bool(colon)
 
 
 def put_lookups(
@@ -217,16 +213,11 @@ def find_samples(dataset: Dataset, field: str, wanted: Hashes, *, scan: bool = F
         IntegrityError, FormatError: a lookup is damaged.
     """
     queries, shards, rows = [], [], []
-    for part in dataset.version.parts:
-        shard_rows = dataset.table.rows[part.first_shard : part.first_shard + part.manifest.shards]
-        for first, load in _pieces(
-            dataset, part.repository, part.manifest, part.first_shard, shard_rows, field, scan
-        ):
-            entries = load()
-            query, entry = entries.search(wanted)
-            queries.append(query)
-            shards.append(entries.shard[entry].astype(np.int64) + first)
-            rows.append(entries.row[entry].astype(np.int64))
+    for first, entries in _entries(dataset, field, scan=scan):
+        query, entry = entries.search(wanted)
+        queries.append(query)
+        shards.append(entries.shard[entry].astype(np.int64) + first)
+        rows.append(entries.row[entry].astype(np.int64))
     empty = np.zeros(0, dtype=np.int64)
     query, shard, row = (np.concatenate([empty, *found]) for found in (queries, shards, rows))
     sample, held = _sample_numbers(dataset, shard, row)
@@ -238,36 +229,26 @@ def find_samples(dataset: Dataset, field: str, wanted: Hashes, *, scan: bool = F
     return Matches(query[order], sample[order], shard[order], row[order])
 
 
-def _pieces(
-    dataset: Dataset,
-    repository: Repository,
-    manifest: Manifest,
-    first_shard: int,
-    shard_rows: NDArray[np.int64],
-    field: str,
-    scan: bool,
-) -> Iterator[tuple[int, Callable[[], Entries]]]:
-    """(first shard, what loads the entries) of each piece of a part; one per shard where it is scanned."""
-    lookup = next((lookup for lookup in manifest.lookups if lookup.field == field), None)
-    if lookup is None:
-        if not scan and field != KEY:
-            known = ", ".join(lookup.field for lookup in manifest.lookups) or "none"
-            raise NotFoundError(
-                f"there is no lookup of {field!r} (there are: {known}); run: shardkit rebuild ROOT --lookup {field}, "
-                "or read all samples: --scan"
-            )
-        for shard in range(first_shard, first_shard + manifest.shards):
-            yield shard, lambda shard=shard: _collect(dataset.reader, range(shard, shard + 1), field)  # type: ignore[misc]
-        return
-    first = 0
-    for piece in lookup.pieces:
-        rows = shard_rows[first : first + piece.shards]
-
-        def load(piece: LookupPiece = piece, rows: NDArray[np.int64] = rows) -> Entries:
-            return Entries.from_bytes(repository.get_object(piece.digest, "lookup", piece.size), field, rows)
-
-        yield first_shard + first, load
-        first += piece.shards
+def _entries(dataset: Dataset, field: str, *, scan: bool) -> Iterator[tuple[int, Entries]]:
+    """(first shard, entries) of each piece of each part; of each shard where there is no look-up."""
+    for part in dataset.version.parts:
+        manifest, first, repository = part.manifest, part.first_shard, part.repository
+        lookup = next((lookup for lookup in manifest.lookups if lookup.field == field), None)
+        if lookup is None:
+            if not scan and field != KEY:
+                known = ", ".join(lookup.field for lookup in manifest.lookups) or "none"
+                raise NotFoundError(
+                    f"there is no lookup of {field!r} (there are: {known}); run: shardkit rebuild ROOT --lookup "
+                    f"{field}, or read all samples: --scan"
+                )
+            for shard in range(first, first + manifest.shards):
+                yield shard, _collect(dataset.reader, [shard], field)
+            continue
+        for piece in lookup.pieces:
+            rows = dataset.table.rows[first : first + piece.shards]
+            data = repository.get_object(piece.digest, "lookup", piece.size)
+            yield first, Entries.from_bytes(data, field, rows)
+            first += piece.shards
 
 
 def _sample_numbers(
@@ -333,16 +314,6 @@ def _hash(payload: bytes | memoryview) -> bytes:
 
 def _words(digests: bytes) -> Hashes:
     return np.frombuffer(digests, dtype=">u8").reshape(-1, 2).astype(np.uint64)
-
-
-def _check_askable(schema: Schema, field: str, *, by_digest: bool) -> None:
-    if field not in schema:
-        raise UsageError(f"there is no field {field!r} to look up; there are key, {', '.join(schema)}")
-    kind = schema[field]
-    if not by_digest and (kind.is_packed or kind.kind in ("bytes", "array", "ragged")):
-        raise UsageError(
-            f"field {field!r} is {schema[field]}: nobody can type its value; look it up by its digest: {field}:sha256"
-        )
 
 
 def _digest(field: str, text: str) -> bytes:

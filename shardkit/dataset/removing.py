@@ -27,19 +27,12 @@ Places = dict[int, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What `remove` did.
+    """What `remove` did."""
 
-    Attributes:
-        samples: that were asked for.
-        refs: ref → (new manifest id, how many samples it lost).
-        still: refs and tags that hold some of the samples yet.
-        commit: number of the log entry.
-    """
-
-    samples: int
-    refs: Mapping[str, tuple[str, int]]
-    still: tuple[str, ...]
-    commit: int
+    samples: int  # that were asked for
+    refs: Mapping[str, tuple[str, int]]  # ref → (new manifest id, how many samples it lost)
+    still: tuple[str, ...]  # refs and tags that hold some of the samples yet
+    commit: int  # number of the log entry
 
 
 def remove(

@@ -16,29 +16,19 @@ _KIND = "sources"
 
 @dataclass(frozen=True, slots=True)
 class SourceDigest:
-    """A source file as it was when it was read.
+    """A source file as it was when it was read."""
 
-    Attributes:
-        name: relative to the source root.
-        size: in bytes.
-        sha256: hex, as ``sha256sum`` prints it.
-    """
-
-    name: str
-    size: int
-    sha256: str
+    name: str  # relative to the source root
+    size: int  # in bytes
+    sha256: str  # hex, as `sha256sum` prints it
 
 
 @dataclass(frozen=True, slots=True)
 class SourcesObject:
-    """What `pack_sources` was given.
+    """What `pack_sources` was given."""
 
-    Attributes:
-        files: sorted by name.
-        skipped: (source name, row, kind of error) of rows that were left out, in source order.
-    """
-
-    files: tuple[SourceDigest, ...]
+    files: tuple[SourceDigest, ...]  # sorted by name
+    # (source name, row, kind of error) of rows that were left out, in source order
     skipped: tuple[tuple[str, int, str], ...] = ()
 
 

@@ -21,18 +21,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Named shares of a dataset.
+    """Named shares of a dataset."""
 
-    Attributes:
-        names: of the splits; each becomes a ref.
-        shares: exact, in the same order, together at most 1; what is left over belongs to no split.
-        by: the field whose equal values stay together, or None.
-        folders: every row comes with the name of its split, from the folder that it lies in; there are no shares.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the splits; each becomes a ref
+    # exact, in the same order, together at most 1; what is left over belongs to no split
     shares: tuple[Fraction, ...]
-    by: str | None = None
+    by: str | None = None  # the field whose equal values stay together, or None
+    # every row comes with the name of its split, from the folder that it lies in; there are no shares
     folders: bool = False
 
     @property

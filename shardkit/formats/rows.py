@@ -47,15 +47,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedPayloads:
-    """Payloads that lie one behind the other already.
+    """Payloads that lie one behind the other already."""
 
-    Attributes:
-        data: uint8 (sum of the sizes,), contiguous.
-        sizes: int64 (rows,).
-    """
-
-    data: NDArray[np.uint8]
-    sizes: NDArray[np.int64]
+    data: NDArray[np.uint8]  # uint8 (sum of the sizes,), contiguous
+    sizes: NDArray[np.int64]  # int64 (rows,)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -70,23 +65,16 @@ class RowBlock:
     """Rows on their way into a shard.
 
     Buffers are borrowed until the block is written.
-
-    Attributes:
-        keys: of the rows.
-        columns: one per column of `Schema.stored`, in its order.
-        originals: (place, the source's key) of the rows whose key had to be rewritten.
-        source_names: that ``source_id`` indexes; empty where no row has a source.
-        source_id: int32[n], -1 for none. source_row: int64[n], 0 for none.
-        stratum: int32[n], -1 for none; None where no row has one.
     """
 
-    keys: Sequence[str]
-    columns: Sequence[PayloadColumn]
+    keys: Sequence[str]  # of the rows
+    columns: Sequence[PayloadColumn]  # one per column of `Schema.stored`, in its order
+    # (place, the source's key) of the rows whose key had to be rewritten
     originals: Sequence[tuple[int, str]] = ()
-    source_names: tuple[str, ...] = ()
-    source_id: NDArray[np.int32] | None = None
-    source_row: NDArray[np.int64] | None = None
-    stratum: NDArray[np.int32] | None = None
+    source_names: tuple[str, ...] = ()  # that `source_id` indexes; empty where no row has a source
+    source_id: NDArray[np.int32] | None = None  # (n,), -1 for none
+    source_row: NDArray[np.int64] | None = None  # (n,), 0 for none
+    stratum: NDArray[np.int32] | None = None  # (n,), -1 for none; None where no row has one
 
     def __len__(self) -> int:
         return len(self.keys)
