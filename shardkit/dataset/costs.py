@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.cost_formula import CostFormula, Term
+from shardkit.dataset.samples import Samples
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Schema
 from shardkit.formats.columns import pack_columns, unpack_columns
@@ -21,9 +22,6 @@ from shardkit.plan import Costs, encode_costs
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.repository import Repository
-
-if TYPE_CHECKING:
-    from shardkit.dataset.dataset import Dataset
 
 PIECE_ROWS: Final = 2**17
 """Rows after which a piece ends: a seek reads some of them, each as a whole, and so verified."""
@@ -110,7 +108,7 @@ def covers(costs: RowCosts, rows: NDArray[np.int64]) -> bool:
     )
 
 
-def costs_of(dataset: Dataset, text: str) -> Costs:
+def costs_of(dataset: Samples, text: str) -> Costs:
     """What each sample of a dataset costs: at least 1.
 
     Read when it is asked for: pieces of `put_costs` where the version has them, else the indexes of the shards, if
@@ -213,7 +211,7 @@ def _of_indexes(reader: BlockReader, formula: CostFormula, shard: int) -> NDArra
     return _codes(reader, formula, [shard], blocks=False)
 
 
-def _pieces(dataset: Dataset, expression: str) -> list[tuple[Repository, CostPiece]]:
+def _pieces(dataset: Samples, expression: str) -> list[tuple[Repository, CostPiece]]:
     """Those of all parts and where each lies; none where a part lacks them.
 
     Raises:

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from shardkit.errors import MissingDependency, NotFoundError, UsageError
 from shardkit.formats import Block, Schema, arrow_schema, record_batch
+from shardkit.manifest import ShardTable
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.row_map import RowMap
+from shardkit.repository.versions import Version
 
 _COUNT = Range(0, 2**40)
 _COUNT_OF_BATCH = Range(1, 2**40)
@@ -28,6 +30,8 @@ _SAMPLE = 0x73616D706C65  # "sample": drawn apart from everything else that a se
 class Samples(ABC):
     """What a dataset is to a reader: a sequence of verified samples, and a table."""
 
+    version: Version
+    table: ShardTable
     reader: BlockReader
 
     @property
